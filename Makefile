@@ -2,13 +2,13 @@
 # make test    sets up everything in .venv and runs all tests                 (ARGS="-n 0 -k gmm": of pytest)
 #
 # TORCH=2.15.0 sets up another torch, in .venv-torch2.15.0, for both commands.
-# For those who change the code: make lint, format, docs, sanitize, test-aarch64, benchmark, wheel, clean (CONTRIBUTING.md).
+# For those who change the code: make lint, format, docs, sanitize, test-aarch64, cuda, benchmark, wheel, clean (CONTRIBUTING.md).
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .ONESHELL:
-.PHONY: help setup train test lint format docs sanitize test-aarch64 benchmark wheel clean
+.PHONY: help setup train test lint format docs sanitize test-aarch64 cuda cuda-tests benchmark wheel clean
 
 PYTHON ?= python3
 ARGS ?=
@@ -29,7 +29,7 @@ PIP_TORCH = $(if $(TORCH_INDEX),$(shell $(BIN)/python -c '$(REACHABLE)' "$(TORCH
   && echo --extra-index-url "$(TORCH_INDEX)" || echo "$(TORCH_INDEX) cannot be reached: torch comes from pip's own index" >&2))
 KERNELS := $(shell find cpp/kernels -type f)
 CORE := pyproject.toml setup.py CMakeLists.txt $(wildcard cpp/*.cpp cpp/cmake/*.cmake cpp/ops/* cpp/ops/*/*) $(KERNELS)
-CPP = $(shell find cpp -name "*.cpp" -o -name "*.h")
+CPP = $(shell find cpp -name "*.cpp" -o -name "*.h" -o -name "*.cu")
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -85,6 +85,47 @@ test-aarch64: $(VENV)/test
 	cmake --build build/aarch64
 	ctest --test-dir build/aarch64 --no-tests=error --output-on-failure
 
+# build/cuda/libmaxmoe_cuda.so: the CUDA kernels for compute capability 8.0 and 9.0 and, as PTX, for later ones. Compiled by
+# the nvcc of PyPI in an environment of its own; no GPU is needed. What the compiler says of registers and stacks, and the
+# machine code, are checked.
+CUDA_PACKAGES := nvidia-cuda-nvcc==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-runtime==13.0.96 \
+  nvidia-cuda-cccl==13.0.85 nvidia-cuda-cuobjdump==13.5.37 nvidia-cuda-nvdisasm==13.5.37
+CUDA_HOME = $(firstword $(wildcard $(abspath .venv-cuda)/lib/python*/site-packages/nvidia/cu13))
+NVCC_FLAGS := -std=c++20 -O3 --expt-relaxed-constexpr -Icpp -Xcompiler=-fPIC,-Wall -gencode=arch=compute_80,code=sm_80 \
+  -gencode=arch=compute_90,code=sm_90 -gencode=arch=compute_90,code=compute_90
+CUDA_OBJECTS := $(patsubst cpp/cuda/%.cu,build/cuda/%.o,$(wildcard cpp/cuda/*.cu))
+cuda: $(CUDA_OBJECTS)
+	@export PATH="$(CUDA_HOME)/bin:$$PATH"
+	nvcc -shared -cudart static -L"$(CUDA_HOME)/lib" -Xlinker --exclude-libs=ALL $^ -o build/cuda/libmaxmoe_cuda.so
+	$(PYTHON) tests/repository/check_cuda.py build/cuda
+
+build/cuda/%.o: cpp/cuda/%.cu .venv-cuda/packages $(wildcard cpp/cuda/*.h) $(filter %.h,$(KERNELS))
+	@mkdir -p build/cuda
+	export PATH="$(CUDA_HOME)/bin:$$PATH"
+	echo "nvcc $<"
+	nvcc $(NVCC_FLAGS) -Xptxas -v -c $< -o $@ 2>$(@:.o=.log) || { cat $(@:.o=.log); exit 1; }
+
+# build/cuda/maxmoe_cuda_tests: the tests of cpp/cuda/tests for a machine with an NVIDIA GPU, on which they are run as
+# CUDA_LAUNCH_BLOCKING=1 maxmoe_cuda_tests --gtest_filter=-*Error*. An assertion of the device ends its use: the tests of
+# errors are left out.
+CUDA_TESTS := $(patsubst cpp/cuda/%.cu,build/cuda/test_%.o,$(wildcard cpp/cuda/*.cu))
+cuda-tests: $(CUDA_OBJECTS) $(CUDA_TESTS) build/cuda/managed_memory.o
+	@$(CXX) $^ -L"$(CUDA_HOME)/lib" -lgtest_main -lgtest -static-libstdc++ -static-libgcc -lcudart_static -ldl -lrt -lpthread \
+	  -o build/cuda/maxmoe_cuda_tests
+
+build/cuda/test_%.o: cpp/cuda/tests/test_%.cpp $(wildcard cpp/cuda/*.h cpp/cuda/tests/*.h cpp/tests/*.h)
+	@mkdir -p build/cuda
+	$(CXX) -std=c++20 -O1 -Icpp -Icpp/tests -Icpp/cuda/tests -c $< -o $@
+
+build/cuda/managed_memory.o: cpp/cuda/tests/device/managed_memory.cpp .venv-cuda/packages
+	@mkdir -p build/cuda
+	$(CXX) -std=c++20 -O1 -I"$(CUDA_HOME)/include" -c $< -o $@
+
+.venv-cuda/packages:
+	@$(PYTHON) -m venv .venv-cuda
+	.venv-cuda/bin/pip install --quiet $(CUDA_PACKAGES)
+	touch $@
+
 # The kernels, each beside an upper bound of its speed.
 benchmark: $(VENV)/test
 	@export PATH="$(abspath $(BIN)):$$PATH"
@@ -129,7 +170,7 @@ build/torch%/requirements: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf .venv .venv-torch* build dist *.egg-info maxmoe/_C_torch*.so
+	rm -rf .venv .venv-torch* .venv-cuda build dist *.egg-info maxmoe/_C_torch*.so
 
 # The package, built in place, and what one use of it needs: examples, test, docs or dev. The environments share the build
 # of the kernels (setup.py). They are built for this machine alone, until tests need all instruction sets; with them come the

@@ -37,7 +37,10 @@ struct CacheLineAllocator {
 template <class T>
 class Matrix {
  public:
-  Matrix(int64_t rows, int64_t columns) : rows_(rows), columns_(columns), values_(rows * (columns + kGap)) {
+  static constexpr int64_t kGap = 3;  // rows begin anywhere in a vector
+
+  Matrix(int64_t rows, int64_t columns, int64_t gap = kGap)
+      : rows_(rows), columns_(columns), gap_(gap), values_(rows * (columns + gap)) {
     poison(0, rows);
   }
 
@@ -49,8 +52,8 @@ class Matrix {
     }
   }
 
-  static Matrix random(int64_t rows, int64_t columns, unsigned seed) {
-    Matrix matrix(rows, columns);
+  static Matrix random(int64_t rows, int64_t columns, unsigned seed, int64_t gap = kGap) {
+    Matrix matrix(rows, columns, gap);
     matrix.randomize(seed);
     return matrix;
   }
@@ -73,12 +76,12 @@ class Matrix {
 
   int64_t rows() const { return rows_; }
   int64_t columns() const { return columns_; }
-  T& element(int64_t r, int64_t c) { return values_[static_cast<size_t>(r * (columns_ + kGap) + c)]; }
+  T& element(int64_t r, int64_t c) { return values_[static_cast<size_t>(r * (columns_ + gap_) + c)]; }
   double operator()(int64_t r, int64_t c) const {
-    return widen(values_[static_cast<size_t>(r * (columns_ + kGap) + c)]);
+    return widen(values_[static_cast<size_t>(r * (columns_ + gap_) + c)]);
   }
-  MatrixView<T> view() { return {values_.data(), rows_, columns_, columns_ + kGap}; }
-  ConstMatrixView<T> view() const { return {values_.data(), rows_, columns_, columns_ + kGap}; }
+  MatrixView<T> view() { return {values_.data(), rows_, columns_, columns_ + gap_}; }
+  ConstMatrixView<T> view() const { return {values_.data(), rows_, columns_, columns_ + gap_}; }
 
   // A copy of the matrix with NaN in rows [begin, end).
   Matrix poisoned(int64_t begin, int64_t end) const {
@@ -87,9 +90,9 @@ class Matrix {
     return copy;
   }
   bool gap_is_intact() const {
-    const std::vector<unsigned char> untouched(kGap * sizeof(T), 0xFF);
+    const std::vector<unsigned char> untouched(static_cast<size_t>(gap_) * sizeof(T), 0xFF);
     for (int64_t r = 0; r < rows_; ++r) {
-      const T* gap = values_.data() + r * (columns_ + kGap) + columns_;
+      const T* gap = values_.data() + r * (columns_ + gap_) + columns_;
       if (std::memcmp(gap, untouched.data(), untouched.size()) != 0) return false;
     }
     return true;
@@ -100,13 +103,13 @@ class Matrix {
 
  private:
   void poison(int64_t begin, int64_t end) {
-    const auto row_bytes = (columns_ + kGap) * static_cast<int64_t>(sizeof(T));
+    const auto row_bytes = (columns_ + gap_) * static_cast<int64_t>(sizeof(T));
     std::fill_n(reinterpret_cast<unsigned char*>(values_.data()) + begin * row_bytes, (end - begin) * row_bytes, 0xFF);
   }
 
-  static constexpr int64_t kGap = 3;
   int64_t rows_;
   int64_t columns_;
+  int64_t gap_;
   std::vector<T, CacheLineAllocator<T>> values_;
 };
 

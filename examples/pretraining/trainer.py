@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from maxmoe import MoE, MoEConfig, MoEStats, StatsAccumulator, StepStats
 from maxmoe.expert_load import LoadHistory
+from maxmoe.expert_load.history import NUM_WINDOWS
 from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.optim import Muon, parameter_groups
 from pretraining import InputError, checkpoint
@@ -106,7 +107,9 @@ class History:
     @classmethod
     def resumed(cls, load: Mapping[str, Tensor], training: list[float], held_out: list[tuple[int, float]]) -> "History":
         """Return the history of a run so far, given the expert load in the windows of its steps."""
-        return cls(LoadHistory(num_steps=len(training), tokens_per_expert=load), training, held_out)
+        history = LoadHistory()
+        history.load_state_dict({"num_steps": len(training), "tokens_per_expert": load})
+        return cls(history, training, held_out)
 
     def record(self, bits_per_byte: float, layers: Mapping[str, MoEStats]) -> None:
         """Add the loss and the statistics of a step."""
@@ -131,7 +134,7 @@ class Trainer:
         model = build_model(options, balancing)
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         layers = [path for path, module in model.named_modules() if isinstance(module, MoE)]  # of all stages
-        no_load = torch.zeros(LoadHistory.NUM_WINDOWS, options.num_experts, dtype=torch.int64)
+        no_load = torch.zeros(NUM_WINDOWS, options.num_experts, dtype=torch.int64)
         self.history = History.resumed(dict.fromkeys(layers, no_load), [], [])
         self.computation = (Stages if split.has_stages else WholeModel)(model, split, options)
         self.model = self.computation.model  # the part of it that this rank has

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from maxmoe._torch.wrappers import unwrapped_path
 from maxmoe.checks.early_optimizers import mark_replaced
 from maxmoe.checks.fields import check_int, check_number, nearest
 from maxmoe.checks.whole_tensors import check_whole
 from maxmoe.config import MoEConfig
-from maxmoe.expert_load.stats_accumulator import unwrapped_path
 from maxmoe.nn import Experts, MoE, Router, local_dispatcher
 from maxmoe.quantization import QuantizedWeight, put_stack
 
@@ -260,7 +260,7 @@ class _Replacement:
         layer.runner = dataclasses.replace(layer.runner, dispatcher=local_dispatcher(config))
         layer.losses = dataclasses.replace(layer.losses, config=config)
         if layer.metrics_accumulator is not None:
-            layer.metrics_accumulator.resize(config.num_selectable_experts)
+            layer.metrics_accumulator = layer.metrics_accumulator.resized(config.num_selectable_experts)
 
 
 def _check_layer(path: str, layer: MoE) -> None:

@@ -3,21 +3,19 @@
 import csv
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from maxmoe.checks.fields import check_int
 from maxmoe.expert_load.stats import MoEStats
-from maxmoe.expert_load.windows import NUM_WINDOWS, LoadWindows
 from maxmoe.files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Number of steps that are kept as they were added before they are summarized on their device.
-CHUNK = 64
+NUM_WINDOWS = 100  # of steps over which counts are summed
 
 
 class LayerLoad(NamedTuple):
@@ -47,32 +45,13 @@ class LayerLoad(NamedTuple):
 
 
 VALUES = LayerLoad._fields[2:]  # without step and layer
-
-
-class SummaryWriter(Protocol):
-    """What `LoadHistory` calls of `torch.utils.tensorboard.SummaryWriter`."""
-
-    def add_scalar(self, tag: str, scalar_value: Any, global_step: int) -> None:
-        """Add a value of a step."""
-        ...
-
-
-class Run(Protocol):
-    """What `LoadHistory` calls of a run of Weights & Biases, which `wandb.init` returns."""
-
-    def define_metric(self, name: str, step_metric: str) -> Any:
-        """Choose the horizontal axis of metrics."""
-        ...
-
-    def log(self, data: dict[str, Any]) -> Any:
-        """Log the values of a step."""
-        ...
+KINDS = [LayerLoad.__annotations__[name] for name in VALUES]  # int or float
 
 
 class LoadHistory:
     """Load of the experts of every layer in every optimizer step of a run.
 
-    `add` waits for no device: it keeps the counts there, and summarizes them there. All other methods wait for them::
+    `add` waits for no device: it summarizes the counts where they are. All other methods wait for them::
 
         history = maxmoe.expert_load.LoadHistory()
         for batch in batches:
@@ -86,48 +65,34 @@ class LoadHistory:
 
     Args:
         num_steps: number of steps before the first one of this record, for a run that is resumed without its record.
-        tokens_per_expert: `tokens_per_expert` of the record of the run that is resumed; None for no counts.
+
+    Attributes:
+        num_steps: number of steps of the run.
 
     Raises:
-        ValueError: for a negative `num_steps`, and if `tokens_per_expert` has another number of windows or is not
-            integer.
+        ValueError: for a negative `num_steps`.
     """
 
-    NUM_WINDOWS = NUM_WINDOWS
-
-    def __init__(self, *, num_steps: int = 0, tokens_per_expert: Mapping[str, Tensor] | None = None) -> None:
+    def __init__(self, *, num_steps: int = 0) -> None:
         check_int("num_steps", num_steps, at_least=0)
-        windows = {}
-        for layer, counts in (tokens_per_expert or {}).items():
-            if counts.dim() != 2 or len(counts) != NUM_WINDOWS:
-                raise ValueError(
-                    f"tokens_per_expert must have shape [{NUM_WINDOWS}, E] for each layer, "
-                    f"got {tuple(counts.shape)} for {layer!r}"
-                )
-            if counts.is_floating_point():
-                raise ValueError(f"tokens_per_expert must be integer, got {counts.dtype} for {layer!r}")
-            windows[layer] = counts.long()
-        self._windows = LoadWindows(num_steps, windows)
-        self._num_experts = {layer: counts.shape[1] for layer, counts in windows.items()}
-        self._pending: list[tuple[Tensor, Tensor, Tensor]] = []
-        self._first_step = num_steps + 1
-        self._values: list[Tensor] = []  # of consecutive steps, (N, M, len(VALUES)) each
-
-    @property
-    def num_steps(self) -> int:
-        """Number of steps of the run."""
-        return self._windows.num_steps + len(self._pending)
+        self.num_steps = num_steps
+        self._num_experts: dict[str, int] = {}  # of each layer
+        self._first_step = num_steps + 1  # of the values
+        self._values: Tensor | None = None  # (N, M, len(VALUES)), with place for later steps
+        self._windows: Tensor | None = None  # counts of the experts of all layers, (NUM_WINDOWS, sum of E)
 
     @property
     def window(self) -> int:
         """Steps per window: the smallest power of two for which 100 windows are enough."""
-        return LoadWindows.length(self.num_steps)
+        return 1 << (max(0, self.num_steps - 1) // NUM_WINDOWS).bit_length()
 
     @property
     def tokens_per_expert(self) -> dict[str, Tensor]:
         """Tokens of each expert ``(100, E)``, int64, by layer, summed over windows of steps; 0 in future windows."""
-        self._summarize()
-        return dict(self._windows.tokens_per_expert)
+        if self._windows is None:
+            return {}
+        counts = torch.split(self._windows.clone(), [*self._num_experts.values()], dim=1)
+        return dict(zip(self._num_experts, counts, strict=True))
 
     def add(self, layers: Mapping[str, MoEStats]) -> None:
         """Add the statistics of an optimizer step.
@@ -144,12 +109,8 @@ class LoadHistory:
         if not num_experts or num_experts != known:
             raise ValueError(f"layers must be the same in every step, with {known} experts, got {num_experts}")
         self._num_experts = known
-        in_order = [layers[layer] for layer in known]
-        counts = torch.cat([stats.tokens_per_expert for stats in in_order])
-        dropped = torch.stack([stats.dropped for stats in in_order])
-        self._pending.append((counts, dropped, torch.stack([stats.router_entropy for stats in in_order])))
-        if len(self._pending) == CHUNK:
-            self._summarize()
+        self._add_to_windows(torch.cat([layers[layer].tokens_per_expert for layer in known]))
+        self._add_values(torch.stack([_values(layers[layer]) for layer in known]))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole record, for `torch.save` or `torch.distributed.checkpoint`.
@@ -158,28 +119,32 @@ class LoadHistory:
             Number of steps, `tokens_per_expert`, and the values of each step and layer, ``(N, M, 7)``, float64; tensors
             are on the CPU.
         """
-        values = self._read_values()
         counts = {layer: counts.cpu() for layer, counts in self.tokens_per_expert.items()}
-        return {"num_steps": self.num_steps, "tokens_per_expert": counts, "values": values}
+        return {"num_steps": self.num_steps, "tokens_per_expert": counts, "values": self._read_values().clone()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace the record by a saved one, after which the steps of a resumed run are added.
 
         Args:
-            state: result of `state_dict`.
+            state: result of `state_dict`. Without "values", the rows begin with the next step.
 
         Raises:
-            ValueError: as the constructor, and for values of another shape.
+            ValueError: for tensors of other shapes.
         """
-        record = LoadHistory(num_steps=state["num_steps"], tokens_per_expert=state["tokens_per_expert"])
-        values, num_layers = state["values"], len(record._num_experts)
-        if values.dim() != 3 or values.shape[1:] != (num_layers, len(VALUES)) or len(values) > record.num_steps:
+        num_steps, windows = state["num_steps"], state["tokens_per_expert"]
+        values = state.get("values", torch.empty(0, len(windows), len(VALUES), dtype=torch.float64))
+        shapes = {layer: tuple(counts.shape) for layer, counts in windows.items()}
+        if any(len(shape) != 2 or shape[0] != NUM_WINDOWS for shape in shapes.values()):
+            raise ValueError(f"tokens_per_expert must have shape [{NUM_WINDOWS}, E] for each layer, got {shapes}")
+        if values.shape[1:] != (len(windows), len(VALUES)) or len(values) > num_steps:
             raise ValueError(
-                f"values must have shape [N, {num_layers}, {len(VALUES)}] for N of {record.num_steps} steps, "
+                f"values must have shape [N, {len(windows)}, {len(VALUES)}] for N of {num_steps} steps, "
                 f"got {tuple(values.shape)}"
             )
-        record._values, record._first_step = [values] * bool(len(values)), record.num_steps - len(values) + 1
-        vars(self).update(vars(record))
+        self.num_steps, self._first_step = num_steps, num_steps - len(values) + 1
+        self._num_experts = {layer: shape[1] for layer, shape in shapes.items()}
+        self._values = values if len(values) else None
+        self._windows = torch.cat([*windows.values()], 1) if windows else None
 
     def rows(self, *, after: int = 0) -> list[LayerLoad]:
         """Return the load of each layer in each step, in the order of the steps.
@@ -187,13 +152,10 @@ class LoadHistory:
         Args:
             after: step up to which steps are left out.
         """
-        start = max(after + 1 - self._first_step, 0)
-        found = []
-        for step, of_layers in enumerate(self._read_values()[start:].tolist(), self._first_step + start):
+        first, found = max(after + 1, self._first_step), []
+        for step, of_layers in enumerate(self._read_values(first).tolist(), first):
             for layer, values in zip(self._num_experts, of_layers, strict=True):
-                most, least, dead, entropy, dropped, busiest, idlest = values
-                counts = (int(count) for count in (dropped, busiest, idlest))
-                found.append(LayerLoad(step, layer, most, least, int(dead), entropy, *counts))
+                found.append(LayerLoad(step, layer, *(kind(value) for kind, value in zip(KINDS, values, strict=True))))
         return found
 
     def scalars(self, *, after: int = 0) -> dict[int, dict[str, float]]:
@@ -204,8 +166,7 @@ class LoadHistory:
         """
         steps: dict[int, dict[str, float]] = {}
         for row in self.rows(after=after):
-            values = {f"{name}/{row.layer}": getattr(row, name) for name in VALUES}
-            steps.setdefault(row.step, {}).update(values)
+            steps.setdefault(row.step, {}).update({f"{name}/{row.layer}": getattr(row, name) for name in VALUES})
         return steps
 
     def write_csv(self, path: Path | str) -> None:
@@ -218,31 +179,6 @@ class LoadHistory:
             writer = csv.writer(file)
             writer.writerow(LayerLoad._fields)
             writer.writerows(self.rows())
-
-    def write_tensorboard(self, writer: SummaryWriter, *, after: int = 0) -> None:
-        """Add the `scalars` of the steps to TensorBoard.
-
-        Args:
-            writer: a `torch.utils.tensorboard.SummaryWriter`.
-            after: step up to which the steps have been written already.
-        """
-        for step, values in self.scalars(after=after).items():
-            for tag, value in values.items():
-                writer.add_scalar(tag, value, step)
-
-    def write_wandb(self, run: Run, *, after: int = 0) -> None:
-        """Log the `scalars` of the steps to Weights & Biases.
-
-        The horizontal axis of the values is "optimizer_step", so that other values can be logged in between.
-
-        Args:
-            run: the run that `wandb.init` returns.
-            after: step up to which the steps have been written already.
-        """
-        for name in VALUES:
-            run.define_metric(f"{name}/*", step_metric="optimizer_step")
-        for step, values in self.scalars(after=after).items():
-            run.log({"optimizer_step": step, **values})
 
     def heat_map(self) -> "Figure":
         """Draw the load of each expert over time, divided by the mean over experts, in one panel per layer.
@@ -257,36 +193,45 @@ class LoadHistory:
         """
         from maxmoe.expert_load.heat_map import heat_map
 
-        if not self.num_steps or not self.tokens_per_expert:
+        if self._windows is None:
             raise ValueError("heat_map needs at least one step, got 0: call add first")
         num_windows = -(-self.num_steps // self.window)
         counts = {layer: counts[:num_windows].cpu() for layer, counts in self.tokens_per_expert.items()}
         return heat_map(counts, self.window, self.num_steps)
 
-    def _read_values(self) -> Tensor:
-        """Return the values of all steps ``(N, M, len(VALUES))`` on the CPU."""
-        self._summarize()
-        if not self._values:
+    def _add_to_windows(self, counts: Tensor) -> None:
+        """Add the counts ``(sum of E,)`` of the next step; windows are merged in pairs where they are not enough."""
+        before, self.num_steps = self.window, self.num_steps + 1
+        if self._windows is None:
+            self._windows = counts.new_zeros(NUM_WINDOWS, len(counts))
+        elif self.window > before:
+            merged = self._windows[::2] + self._windows[1::2]
+            self._windows = torch.cat([merged, torch.zeros_like(merged)])
+        self._windows = self._windows.to(counts.device)
+        self._windows[(self.num_steps - 1) // self.window] += counts
+
+    def _add_values(self, values: Tensor) -> None:
+        """Add the values ``(M, len(VALUES))`` of the current step; the memory grows by doubling."""
+        old, index = self._values, self.num_steps - self._first_step
+        if old is None or index == len(old) or old.device != values.device:
+            self._values = values.new_empty(max(64, 2 * index), *values.shape)
+            if old is not None:
+                self._values[:index] = old[:index]
+        self._values[index] = values  # type: ignore[index]
+
+    def _read_values(self, first_step: int = 0) -> Tensor:
+        """Return the values from a step on, ``(N, M, len(VALUES))``, on the CPU."""
+        if self._values is None:
             return torch.empty(0, len(self._num_experts), len(VALUES), dtype=torch.float64)
-        self._values = [torch.cat([values.cpu() for values in self._values])]
-        return self._values[0]
-
-    def _summarize(self) -> None:
-        """Replace the pending statistics by the values of `LayerLoad` and add their counts to the windows."""
-        if not self._pending:
-            return
-        counts, dropped, entropy = (torch.stack(parts) for parts in zip(*self._pending, strict=True))
-        self._pending.clear()
-        loads = torch.split(counts, list(self._num_experts.values()), dim=1)
-        self._windows.add(dict(zip(self._num_experts, loads, strict=True)), len(counts))
-        layers = zip(loads, dropped.unbind(1), entropy.unbind(1), strict=True)
-        self._values.append(torch.stack([_values(*layer) for layer in layers], 1))
+        start = max(first_step - self._first_step, 0)
+        return self._values[start : self.num_steps - self._first_step + 1].cpu()
 
 
-def _values(load: Tensor, dropped: Tensor, entropy: Tensor) -> Tensor:
-    """Summarize the loads ``(N, E)`` of one layer in N steps as ``(N, len(VALUES))``, float64."""
-    least, idlest = load.min(1)
-    most, busiest = load.max(1)
-    mean = load.double().mean(1).clamp_min(1e-20)
-    values = (most / mean, least / mean, (load == 0).sum(1), entropy, dropped, busiest, idlest)
-    return torch.stack([value.double() for value in values], 1)
+def _values(stats: MoEStats) -> Tensor:
+    """Return the VALUES of a layer in one step as ``(len(VALUES),)``, float64."""
+    load = stats.tokens_per_expert
+    least, idlest = load.min(0)
+    most, busiest = load.max(0)
+    mean = load.double().mean().clamp_min(1e-20)
+    values = (most / mean, least / mean, (load == 0).sum(), stats.router_entropy, stats.dropped, busiest, idlest)
+    return torch.stack([value.double() for value in values])

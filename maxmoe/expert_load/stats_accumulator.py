@@ -5,12 +5,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from maxmoe.expert_load.layers_of_stages import LayersOfStages
-from maxmoe.expert_load.metrics_accumulator import MetricsAccumulator, unpacked
-from maxmoe.expert_load.rank_sums import all_reduce, new_accumulator
+from maxmoe._torch.wrappers import unwrapped_path
+from maxmoe.expert_load.metrics_accumulator import MetricsAccumulator, packed_size, unpacked
 from maxmoe.expert_load.stats import MoEStats
+from maxmoe.ranks import named_collectives
+from maxmoe.ranks.checksum import are_equal, checksum
+from maxmoe.ranks.token_group import FlattenedBatch, LocalTokens
+
+NUM_BINS = 1000  # of the histograms of `maxmoe.nn.required_bias_histogram`
 
 
 class StepStats(NamedTuple):
@@ -42,7 +45,7 @@ class StatsAccumulator:
         optimizer.step()
         step = accumulator.update()
 
-    With `maxmoe.pipeline`, the model is that of the pipeline, and the statistics are those of the layers of all stages.
+    With `maxmoe.pipeline`, pass `Pipeline.model`; the statistics have the layers of all stages.
 
     Args:
         model: model with `MoE` or `MoEFeedForward` layers, on its final device.
@@ -59,18 +62,21 @@ class StatsAccumulator:
             for path, module in model.named_modules()
             if hasattr(module, "metrics_accumulator")
         }
-        self._stages: LayersOfStages | None = getattr(model, "layers_of_stages", None)
+        self._stages: Any = getattr(model, "layers_of_stages", None)  # of a pipeline
         if not self._layers and self._stages is None:
             raise ValueError(f"{type(model).__name__} must have layers of type MoE, got none")
         self._process_group = process_group
-        self._sums: dict[str, MetricsAccumulator] = {}
-        for name, layer in self._layers.items():
-            self._sums[name] = layer.metrics_accumulator = new_accumulator(layer, process_group)
+        for layer in self._layers.values():
+            num_bins = NUM_BINS if layer.config.correction_bias_rule == "quantile" else 0
+            device = next(layer.parameters()).device
+            layer.metrics_accumulator = MetricsAccumulator(
+                layer.config.num_selectable_experts, num_bins, device, process_group
+            )
 
     def reset(self) -> None:
         """Forget the micro-batches since the last update, for a step that ended early, for example by an error."""
-        for sums in self._sums.values():
-            sums.reset()
+        for layer in self._layers.values():
+            layer.metrics_accumulator.take()
 
     @torch.no_grad()
     def update(self) -> StepStats:
@@ -85,25 +91,67 @@ class StatsAccumulator:
         Raises:
             ValueError: if the correction bias of a layer has 16 bits, or differs between the ranks.
         """
-        sums = all_reduce(self._layers, self._sums, self._process_group)
-        metrics = {name: layer_sums.metrics for name, layer_sums in sums.items()}
+        sums = self._sums_over_ranks()
+        sizes = {name: packed_size(layer.config.num_selectable_experts) for name, layer in self._layers.items()}
+        metrics = {name: sums[name][:size] for name, size in sizes.items()}
         if self._stages is not None:
             metrics = self._stages.all_reduce(metrics)
         aux_losses, stats = [], {}
         for name, packed in metrics.items():
-            summed = unpacked(packed)
-            calls = summed.calls.clamp_min(1)
-            aux_losses.append(summed.aux_loss / calls)
-            stats[name] = summed.stats._replace(router_entropy=summed.stats.router_entropy / calls)
+            calls, aux_loss, stats[name] = unpacked(packed)
+            aux_losses.append(aux_loss / calls.clamp_min(1))
         for name, layer in self._layers.items():
             router = layer.balanced_router
             if router is None or not is_trained(layer):
                 continue
             if layer.config.correction_bias_rule == "quantile":
-                router.update_correction_bias_by_quantiles(sums[name].histogram)
+                histogram = sums[name][sizes[name] : layer.metrics_accumulator.leaf.numel()]
+                router.update_correction_bias_by_quantiles(histogram.view(-1, NUM_BINS))
             else:
                 router.update_correction_bias(stats[name].tokens_per_expert)
         return StepStats(torch.stack(aux_losses).sum(), stats)
+
+    def _sums_over_ranks(self) -> dict[str, Tensor]:
+        """Reset the sums of the layers and return them, summed over the ranks; check that all have the same biases.
+
+        All layers that are not run by `parallelize` share one all-reduce over the process group. The others have
+        metrics over the ranks already, and reduce the rest over their token group.
+        """
+        none = torch.zeros(0)
+        checksums = {
+            name: none if (router := layer.balanced_router) is None else checksum(router.wide_correction_bias)
+            for name, layer in self._layers.items()
+        }
+        sums = {name: layer.metrics_accumulator.take() for name, layer in self._layers.items()}
+        if not dist.is_initialized():
+            return sums
+        local: list[Tensor] = []
+        for name, layer in self._layers.items():
+            sums[name] = torch.cat([sums[name], checksums[name].to(sums[name])])
+            if isinstance(layer.token_group, LocalTokens):
+                local.append(sums[name])
+            elif layer.config.score_correction_bias:
+                rest = sums[name][packed_size(layer.config.num_selectable_experts) :]
+                rest.copy_(*FlattenedBatch(layer.token_group).all_reduce_sequence(rest))
+        if local:
+            packed = torch.cat(local)
+            named_collectives.all_reduce(packed, "sums of layers", group=self._process_group)
+            for tensor, total in zip(local, torch.split(packed, [len(tensor) for tensor in local]), strict=True):
+                tensor.copy_(total)
+        self._check_biases({name: sums[name][-3:] for name in sums if checksums[name].numel()})
+        return sums
+
+    def _check_biases(self, checksums: dict[str, Tensor]) -> None:
+        # The only wait for the device, once per step.
+        equal = torch.stack([are_equal(total) for total in checksums.values()]).tolist() if checksums else []
+        for name, is_equal in zip(checksums, equal, strict=True):
+            if not is_equal:
+                bias = self._layers[name].balanced_router.score_correction_bias.tolist()
+                raise ValueError(
+                    f"the ranks must agree on the correction bias of {name!r}, got "
+                    f"{bias} on rank {dist.get_rank()} and another one elsewhere: all "
+                    "ranks must call update after the same steps, with the same layers frozen or in eval mode"
+                )
 
 
 def is_trained(layer: Any) -> bool:
@@ -111,19 +159,3 @@ def is_trained(layer: Any) -> bool:
     requires_grad = [parameter.requires_grad for parameter in layer.router.parameters()]
     # FSDP1 leaves no parameters in a module if it flattens them.
     return layer.training and (any(requires_grad) or not requires_grad)
-
-
-# Names under which torch.compile, FSDP1 and checkpoint_wrapper hold the module that they wrap.
-_WRAPPED_NAMES = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-
-
-def unwrapped_path(model: nn.Module, path: str) -> str:
-    """Return the path of a submodule without the names that wrappers around it or around its parents add."""
-    names = []
-    for name in path.split("."):
-        # The name of DDP is an ordinary one, which models use too.
-        is_ddp = name == "module" and isinstance(model, DataParallel | DistributedDataParallel)
-        if not is_ddp and name not in _WRAPPED_NAMES:
-            names.append(name)
-        model = model.get_submodule(name)
-    return ".".join(names)

@@ -24,14 +24,14 @@ class StepCounts:
         self._sums = torch.zeros(num_experts + 1, dtype=torch.float64, device=device)
         # Sum of the values in the backward, less those in the forward.
         self._late = torch.zeros((), dtype=torch.float64, device=device)
-        self._process_group = process_group
+        self.process_group = process_group
 
     def all_reduce(self, counts: Tensor, num_tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Sum counts ``(E,)`` and a number ``()`` of tokens over the ranks of a layer without a token group."""
         if not dist.is_initialized():
             return counts, num_tokens
         packed = torch.cat([counts, num_tokens.reshape(1)])
-        all_reduce(packed, "counts of a step", group=self._process_group)
+        all_reduce(packed, "counts of a step", group=self.process_group)
         return packed[:-1], packed[-1]
 
     def dot_frequencies(self, mass: Tensor, counts: Tensor, num_tokens: Tensor) -> Tensor:
@@ -92,14 +92,8 @@ def _dot_frequencies_backward(
     return gradient * frequencies
 
 
-@_dot_frequencies.register_fake
-def _(mass: Tensor, _own: Tensor, _sums: Tensor, _late: Tensor) -> Tensor:
-    return mass.new_empty(())
-
-
-@_dot_frequencies_backward.register_fake
-def _(_gradient: Tensor, mass: Tensor, _own: Tensor, _dot: Tensor, _sums: Tensor, _late: Tensor) -> Tensor:
-    return torch.empty_like(mass)
+_dot_frequencies.register_fake(lambda mass, *_others: mass.new_empty(()))
+_dot_frequencies_backward.register_fake(lambda _gradient, mass, *_others: torch.empty_like(mass))
 
 
 def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor], output: Tensor) -> None:

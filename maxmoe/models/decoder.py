@@ -20,7 +20,7 @@ from maxmoe.expert_load import MoEStats
 from maxmoe.models.blocks import Block, Norm
 from maxmoe.models.config import DecoderConfig
 from maxmoe.nn import TOKEN_DIMS, Declaration, MoE, ResidualStream, SavedTensor, set_recompute
-from maxmoe.ranks.token_group import ContinuedSequences, same_tokens_everywhere
+from maxmoe.ranks.token_group import LocalTokens, same_tokens_everywhere
 
 
 class DecoderOutput(NamedTuple):
@@ -251,3 +251,34 @@ def _sample(logits: Tensor, temperature: float, top_k: int | None) -> Tensor:
         return logits.argmax(-1, keepdim=True)
     values, candidates = logits.topk(top_k or logits.shape[-1])
     return candidates.gather(1, torch.multinomial((values / temperature).softmax(-1), 1))
+
+
+class ContinuedSequences(LocalTokens):
+    """Token group of a module that is called with one part of its sequences after the other, in a single process.
+
+    `all_gather_sequence` returns a part with those of all earlier calls, so that attention has a cache of keys and
+    values. A module gathers the same tensors, in the same order, after asking for the first position in every call.
+
+    Args:
+        max_length: largest length of the sequences.
+    """
+
+    def __init__(self, max_length: int) -> None:
+        self._max_length, self._length, self._num_gathered = max_length, 0, 0
+        self._gathered: list[Tensor] = []
+
+    def first_position(self, length: int) -> int:
+        """Return the number of tokens of all earlier calls."""
+        start, self._num_gathered = self._length, 0
+        self._length += length
+        return start
+
+    def all_gather_sequence(self, part: Tensor, dim: int) -> Tensor:
+        """Return the sequences so far."""
+        if self._num_gathered == len(self._gathered):
+            shape = (*part.shape[:dim], self._max_length, *part.shape[dim + 1 :])
+            self._gathered.append(part.new_empty(shape))
+        whole = self._gathered[self._num_gathered]
+        self._num_gathered += 1
+        whole.narrow(dim, self._length - part.shape[dim], part.shape[dim]).copy_(part)
+        return whole.narrow(dim, 0, self._length)

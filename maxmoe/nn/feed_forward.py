@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from maxmoe.convert.blocks import family_of_block
-from maxmoe.expert_load.metrics_accumulator import with_gradient
 from maxmoe.nn.checks import needs_gradient
 from maxmoe.nn.moe import MoE
 from maxmoe.ranks.token_group import LocalTokens
+from maxmoe.recompute.attached_gradient import with_gradient
 
 
 class MoEFeedForward(MoE):

@@ -336,9 +336,9 @@ class MoE(HookedModule):
         """Let the `StatsAccumulator` and the watch of the training see a call; return the hidden states with hooks."""
         sums, not_counted = self.metrics_accumulator, "its StatsAccumulator would not count the call: make none"
         if sums is not None and stats is not None and needs_gradient(self, hidden_states, not_counted):
-            hidden_states = sums.add(hidden_states, aux_loss, stats)
-            if sums.histogram is not None and (router := self.balanced_router) is not None:
-                hidden_states = sums.histogram.add(hidden_states, router.required_bias_histogram(routing))
+            router = self.balanced_router if sums.num_bins else None
+            histogram = None if router is None else router.required_bias_histogram(routing)
+            hidden_states = sums.add(hidden_states, aux_loss, stats, histogram)
         if hidden_states.requires_grad:
             self.training_watch.watch(self, hidden_states, aux_loss)
         return hidden_states

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from maxmoe._torch import never_compiled
 from maxmoe._torch.autograd import backward_id, checkpoint_frames, is_reentrant_checkpoint
+from maxmoe._torch.wrappers import unwrapped_path
 from maxmoe.config import MoEConfig
-from maxmoe.expert_load.stats_accumulator import unwrapped_path
 from maxmoe.files import replacing
 from maxmoe.nn.routing import Routing
 from maxmoe.recompute.selective import is_recomputation

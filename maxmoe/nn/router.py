@@ -10,13 +10,12 @@ from maxmoe._torch import ConvertedModule
 from maxmoe.adapters import adapted_module
 from maxmoe.config import MoEConfig
 from maxmoe.declaration import TOKEN_DIMS, Declaration, SavedTensor
+from maxmoe.expert_load.stats_accumulator import NUM_BINS
 from maxmoe.nn.module_path import module_path
 from maxmoe.nn.random_numbers import rand_of_tokens
 from maxmoe.nn.routing import Routing
 from maxmoe.ops import linear, route
 from maxmoe.ranks.token_group import LocalTokens, TokenGroupAttribute
-
-NUM_BINS = 1000  # of the histograms of quantile balancing
 
 
 class Router(ConvertedModule):

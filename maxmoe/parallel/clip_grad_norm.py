@@ -48,13 +48,9 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> T
 
 
 def squared_norm(parameters: Sequence[Tensor]) -> Tensor:
-    """Sum the squares of the gradients over the ranks of the meshes of their parameters.
+    """Sum the squares of the gradients of any number of parameters over the ranks of their meshes.
 
-    Args:
-        parameters: as for `clip_grad_norm_`, possibly none.
-
-    Returns:
-        ``(2,)``, float64: the sum, and the number of meshes whose ranks have gradients of different parameters.
+    Returns ``(2,)``, float64: the sum, and the number of meshes whose ranks have gradients of different parameters.
     """
     device = parameters[0].device if parameters else None
     plain = [each.grad for each in parameters if not isinstance(each, DTensor) and each.grad is not None]

@@ -7,12 +7,7 @@ from torch import nn
 
 from maxmoe.adapters import check_adapters, stacked_factors
 from maxmoe.declaration import NOTHING, declaration_of
-from maxmoe.nn import (
-    MoE,
-    check_recompute,
-    recompute_of,
-    set_recompute,
-)
+from maxmoe.nn import MoE, check_recompute, recompute_of, set_recompute
 from maxmoe.parallel.apply.apply import apply_plan
 from maxmoe.parallel.apply.input_gradients import InputGradientCheck
 from maxmoe.parallel.apply.interruptions import guard_calls
@@ -75,8 +70,8 @@ def parallelize(
             computes those of its experts. With "ragged_all_to_all", each rank receives the rows of its experts. "auto"
             takes the one of the two that communicates fewer bytes. With "least_loaded", a ragged all-to-all in which
             ranks with few rows also compute rows of other ranks' experts, whose weights they receive for the step.
-            With "gather_weights", tokens are not communicated
-            and each rank gathers all experts.
+            Where all ranks hold the same tokens, each of these means one all-reduce of the outputs. With
+            "gather_weights", tokens are not communicated and each rank gathers all experts.
         num_chunks: number of chunks of the tokens of a MoE layer; one chunk is communicated while another is computed.
             Layers that do not communicate tokens have one chunk. The bound of `buffer_factor` is per chunk.
         recompute: names of the parts that are recomputed in the backward, see `maxmoe.set_recompute`; None to keep the
@@ -118,19 +113,15 @@ def parallelize(
             warnings.warn(warning, stacklevel=2)
         set_recompute(module, recompute)
         name = type(module).__name__  # FSDP2 replaces the class
-        hooks = apply_plan(module, plan, num_chunks, InputGradientCheck(module, mesh))
-        guard_calls(module, hooks, mesh, name)
+        apply_plan(module, plan, num_chunks, InputGradientCheck(module, mesh))
+        guard_calls(module, mesh, name)
         return module
 
 
 def check_settings(module: nn.Module, mesh: Mesh, rules: LogicalRules, settings: Mapping[str, str]) -> None:
     """Raise on every rank if anything differs on which the collectives of a module depend, and for adapters in layers.
 
-    Args:
-        module: module to parallelize.
-        mesh: mesh of all ranks.
-        rules: rules of the module.
-        settings: texts of further settings, by name.
+    `settings` has texts of settings besides the mesh, the rules and the module, by name.
     """
     facts = {"the mesh": repr(mesh), **settings}
     facts |= {f"rule {number}": f"{name}: {' '.join(axes) or '-'}" for number, (name, axes) in enumerate(rules)}

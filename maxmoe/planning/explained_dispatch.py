@@ -4,8 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from maxmoe.parallel.dispatch.least_loaded import planned_moves
-from maxmoe.parallel.dispatch.planned_moves import PlannedMoves
+from maxmoe.parallel.dispatch.least_loaded import PlannedMoves, planned_moves
 from maxmoe.parallel.plan.dispatch_plan import DispatchPlan
 from maxmoe.parallel.plan.plan import Plan
 from maxmoe.planning.communication import dispatch_communication

@@ -66,22 +66,21 @@ def watch_ranks(patience: float = 10.0) -> Iterator[None]:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         yield
         return
-    records = Records(patience)
-    watch = Watch(records)
+    watch = Watch(patience)
     watch.start()
     try:
         yield
     except BaseException as error:
         if not is_lost_connection(error):
-            watch.finish(partial(records.report, [records.rank], f"failed first: {type(error).__name__}: {error}"))
+            watch.finish(partial(watch.report, [watch.rank], f"failed first: {type(error).__name__}: {error}"))
             raise
         with sigterm_ignored():
             place = place_of(list(traceback.walk_tb(error.__traceback__)))
-            failure = watch.finish(partial(records.find_failure, place))
+            failure = watch.finish(partial(watch.find_failure, place))
             if dist.is_torchelastic_launched():
                 time.sleep(HEAD_START)
-        raise RankError(f"{failure.message} (rank {records.rank} saw: {first_line(error)})") from None
-    watch.finish(records.leave)
+        raise RankError(f"{failure.message} (rank {watch.rank} saw: {first_line(error)})") from None
+    watch.finish(watch.leave)
 
 
 @contextmanager
@@ -124,12 +123,7 @@ def first_line(error: BaseException) -> str:
 
 
 class Failure(NamedTuple):
-    """Failure that all ranks report.
-
-    Attributes:
-        ranks: ranks at fault; empty if they are not known.
-        message: description that names the ranks.
-    """
+    """Failure that all ranks report: the ranks at fault, none if they are not known, and a text that names them."""
 
     ranks: list[int]
     message: str
@@ -138,59 +132,97 @@ class Failure(NamedTuple):
 STORE_IS_GONE = Failure([], "the process with the store of torch.distributed died: rank 0, or torchrun")
 
 
-class Records:
-    """Heartbeats and the failure of all ranks, in the store of torch.distributed.
+class Watch(threading.Thread):
+    """Thread that sends heartbeats, and exits the process if it does not notice the failure of another rank.
 
-    Methods that read the store can block without a timeout, so that only `Watch` calls them.
+    Heartbeats and the failure of all ranks are in the store of torch.distributed. The thread makes all calls on the
+    store, so that the watched thread can stop waiting for them. `TCPStore.set_timeout` does not suffice: while the
+    process with the store is stopped, its sockets stay open and calls block.
     """
 
     def __init__(self, patience: float) -> None:
-        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
-        self.patience = patience
+        super().__init__(name="maxmoe.watch_ranks", daemon=True)
+        self.rank, self.num_ranks, self.patience = dist.get_rank(), dist.get_world_size(), patience
         self.answered_at = -float("inf")  # when the store last answered
-        self.store: Any = default_store()
+        self._store: Any = default_store()
         self._prefix = f"maxmoe.watch_ranks/{next(_uses)}"
+        self._watched = threading.get_ident()
+        self._stopped = threading.Event()
+        self._last_call: Callable[[], Any] = self.leave
+        self._result: Any = STORE_IS_GONE
 
-    def connect(self) -> None:
-        """Open a separate connection: on torch's, the creation of a process group may block until all ranks arrive."""
-        self.store = PrefixStore(self._prefix, self.store.clone())
+    def run(self) -> None:
+        """Send heartbeats until `finish` is called, then make its last call."""
+        with suppress(dist.DistError):  # the process with the store is gone
+            # A separate connection: on torch's, the creation of a process group may block until all ranks arrive.
+            self._store = PrefixStore(self._prefix, self._store.clone())
+            self._send_heartbeats()
+            self._result = self._last_call()
 
-    def send_heartbeat(self, count: int, place: str) -> None:
-        """Write a heartbeat: a counter and the line that the rank executes."""
-        self.store.set(f"heartbeat/{self.rank}", f"{count} {place}")
+    def finish(self, last_call: Callable[[], T]) -> T | Failure:
+        """Stop the heartbeats; return the result of a last call on the store, or a `Failure` if it does not answer."""
+        self._last_call = last_call
+        self._stopped.set()
+        begin = time.monotonic()
+        while self.is_alive():
+            left = max(begin, self.answered_at) + self.patience - time.monotonic()
+            if left < 0:
+                return self._silent_store()
+            self.join(left)
+        return self._result  # type: ignore[no-any-return]
 
     def leave(self) -> None:
         """Record that this rank has left without an error and sends no more heartbeats."""
-        self.store.set(f"heartbeat/{self.rank}", LEFT)
+        self._store.set(f"heartbeat/{self.rank}", LEFT)
 
     def report(self, ranks: list[int], what: str) -> Failure:
         """Record the failure of ranks unless a failure is recorded already; return the recorded failure."""
         names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" if ranks else "no rank"
         failure = json.dumps(Failure(ranks, f"{names} of {self.num_ranks} {what}"))
-        return Failure(*json.loads(self.store.compare_set("failure", "", failure)))
-
-    def failure(self) -> Failure | None:
-        """Return the recorded failure, None if there is none."""
-        recorded = self._get("failure")
-        return Failure(*json.loads(recorded)) if recorded else None
+        return Failure(*json.loads(self._store.compare_set("failure", "", failure)))
 
     def find_failure(self, place: str) -> Failure:
         """Return the recorded failure, or find the ranks at fault if none is recorded within the patience.
 
         `place` is the line at which this rank has lost the connection to other ranks.
         """
-        self.store.set(f"lost/{self.rank}", place)
+        self._store.set(f"lost/{self.rank}", place)
         before, end = self._heartbeats(), time.monotonic() + self.patience
         while time.monotonic() < end:
-            if failure := self.failure():
+            if failure := self._failure():
                 return failure
             time.sleep(self.patience / HEARTBEATS)
         return self.report(*self._ranks_at_fault(before, self._heartbeats()))
 
-    def silent_store(self) -> Failure:
+    def _send_heartbeats(self) -> None:
+        """Write a counter and the line that the rank executes, again and again."""
+        failed_at = None
+        for count in itertools.count():
+            place = place_of([*traceback.walk_stack(sys._current_frames()[self._watched])][::-1])
+            self._store.set(f"heartbeat/{self.rank}", f"{count} {place}")
+            if failure := self._failure():
+                failed_at = failed_at or time.monotonic()
+                if self.rank in failure.ranks or time.monotonic() > failed_at + self.patience:
+                    self._exit(failure)
+            if self._stopped.wait(self.patience / HEARTBEATS):
+                return
+
+    def _exit(self, failure: Failure) -> None:
+        """Exit the process, because the watched thread may be in a call that cannot be interrupted."""
+        message = failure.message
+        if self.rank in failure.ranks:
+            message += "\n" + "".join(traceback.format_stack(sys._current_frames()[self._watched]))
+        try:
+            raise RankError(message)
+        except RankError as error:
+            os.write(2, f"{type(error).__name__}: {error}\n".encode())
+            get_error_handler().record_exception(error)  # for torchrun
+        os._exit(1)
+
+    def _silent_store(self) -> Failure:
         """Return the failure of a store that has not answered within the patience."""
         message = f"the process with the store of torch.distributed sends no heartbeat for {self.patience:g} s"
-        store = self.store
+        store = self._store
         while isinstance(store, PrefixStore):
             store = store.underlying_store
         if isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
@@ -216,71 +248,14 @@ class Records:
             "or a checkpoint alone?"
         )
 
+    def _failure(self) -> Failure | None:
+        recorded = self._get("failure")
+        return Failure(*json.loads(recorded)) if recorded else None
+
     def _heartbeats(self) -> list[str]:
         return [self._get(f"heartbeat/{rank}") for rank in range(self.num_ranks)]
 
     def _get(self, key: str) -> str:
-        value = self.store.get(key).decode() if self.store.check([key]) else ""
+        value = self._store.get(key).decode() if self._store.check([key]) else ""
         self.answered_at = time.monotonic()
         return value
-
-
-class Watch(threading.Thread):
-    """Thread that sends heartbeats, and exits the process if it does not notice the failure of another rank.
-
-    It makes all calls on the store, so that the watched thread can stop waiting for them. `TCPStore.set_timeout` does
-    not suffice: while the process with the store is stopped, its sockets stay open and calls block.
-    """
-
-    def __init__(self, records: Records) -> None:
-        super().__init__(name="maxmoe.watch_ranks", daemon=True)
-        self.records = records
-        self.watched = threading.get_ident()
-        self.stopped = threading.Event()
-        self.last_call: Callable[[], Any] = records.leave
-        self.result: Any = STORE_IS_GONE
-
-    def run(self) -> None:
-        """Send heartbeats until `finish` is called, then make its last call."""
-        with suppress(dist.DistError):  # the process with the store is gone
-            self.records.connect()
-            self._send_heartbeats()
-            self.result = self.last_call()
-
-    def finish(self, last_call: Callable[[], T]) -> T | Failure:
-        """Stop the heartbeats; return the result of a last call on the store, or a `Failure` if it does not answer."""
-        self.last_call = last_call
-        self.stopped.set()
-        begin, patience = time.monotonic(), self.records.patience
-        while self.is_alive():
-            left = max(begin, self.records.answered_at) + patience - time.monotonic()
-            if left < 0:
-                return self.records.silent_store()
-            self.join(left)
-        return self.result  # type: ignore[no-any-return]
-
-    def _send_heartbeats(self) -> None:
-        failed_at = None
-        for count in itertools.count():
-            self.records.send_heartbeat(count, self._place())
-            if failure := self.records.failure():
-                failed_at = failed_at or time.monotonic()
-                if self.records.rank in failure.ranks or time.monotonic() > failed_at + self.records.patience:
-                    self._exit(failure)
-            if self.stopped.wait(self.records.patience / HEARTBEATS):
-                return
-
-    def _place(self) -> str:
-        return place_of([*traceback.walk_stack(sys._current_frames()[self.watched])][::-1])
-
-    def _exit(self, failure: Failure) -> None:
-        """Exit the process, because the watched thread may be in a call that cannot be interrupted."""
-        message = failure.message
-        if self.records.rank in failure.ranks:
-            message += "\n" + "".join(traceback.format_stack(sys._current_frames()[self.watched]))
-        try:
-            raise RankError(message)
-        except RankError as error:
-            os.write(2, f"{type(error).__name__}: {error}\n".encode())
-            get_error_handler().record_exception(error)  # for torchrun
-        os._exit(1)

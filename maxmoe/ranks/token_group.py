@@ -95,37 +95,6 @@ def numbers_of_tokens(sequences: range, positions: range, device: torch.device) 
     return first + torch.arange(positions.start, positions.stop, device=device)
 
 
-class ContinuedSequences(LocalTokens):
-    """Token group of a module that is called with one part of its sequences after the other, in a single process.
-
-    `all_gather_sequence` returns a part with those of all earlier calls, so that attention has a cache of keys and
-    values. A module gathers the same tensors, in the same order, after asking for the first position in every call.
-
-    Args:
-        max_length: largest length of the sequences.
-    """
-
-    def __init__(self, max_length: int) -> None:
-        self._max_length, self._length, self._num_gathered = max_length, 0, 0
-        self._gathered: list[Tensor] = []
-
-    def first_position(self, length: int) -> int:
-        """Return the number of tokens of all earlier calls."""
-        start, self._num_gathered = self._length, 0
-        self._length += length
-        return start
-
-    def all_gather_sequence(self, part: Tensor, dim: int) -> Tensor:
-        """Return the sequences so far."""
-        if self._num_gathered == len(self._gathered):
-            shape = (*part.shape[:dim], self._max_length, *part.shape[dim + 1 :])
-            self._gathered.append(part.new_empty(shape))
-        whole = self._gathered[self._num_gathered]
-        self._num_gathered += 1
-        whole.narrow(dim, self._length - part.shape[dim], part.shape[dim]).copy_(part)
-        return whole.narrow(dim, 0, self._length)
-
-
 @dataclass(frozen=True)
 class FlattenedBatch:
     """Token reductions that treat the whole batch as one sequence."""

@@ -1,58 +1,31 @@
-"""Names for the number by which a gradient or a loss is wrong."""
+"""Names for the numbers by which a gradient, or the gradients of the tokens of each rank in it, are wrong."""
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-TWICE, RIGHT = "summed twice", "right"
+RIGHT = "right"
+CLOSE = 1e-6  # relative difference of factors that are equal
+Sizes = Mapping[str, int]  # of the run, by name, such as the number of ranks
 
 
-@dataclass(frozen=True)
-class Size:
-    """A size of the run, such as the number of ranks, with its name."""
-
-    name: str
-    value: int
-
-
-def is_close(one: float, other: float, tolerance: float) -> bool:
+def is_close(one: float, other: float, tolerance: float = CLOSE) -> bool:
     """Return whether two numbers are equal up to a relative tolerance."""
     return abs(one - other) <= tolerance * max(abs(one), abs(other))
 
 
-def named_factor(factor: float, sizes: Sequence[Size], tolerance: float = 1e-6) -> str:
+def named_factor(factor: float, sizes: Sizes) -> str:
     """Describe a factor by sizes of the run: "4 times: number of ranks"."""
-    text = f"{factor:.6g} times"
-    if abs(factor) < tolerance:
+    if abs(factor) < CLOSE:
         return "missing"
-    if is_close(factor, 1, tolerance):
+    if is_close(factor, 1):
         return RIGHT
-    names = [size.name for size in sizes if is_close(factor, size.value, tolerance)]
-    names += [f"1 / {size.name}" for size in sizes if is_close(factor, 1 / size.value, tolerance)]
-    if is_close(factor, 2, tolerance):
-        names.append(TWICE)
-    if not names:
-        names = _pairs(factor, sizes, tolerance)[:1]
-    if not names and is_close(factor, -1, tolerance):
-        names = ["wrong sign"]
-    return f"{text}: {' or '.join(names)}" if names else text
-
-
-def _pairs(factor: float, sizes: Sequence[Size], tolerance: float) -> list[str]:
-    found = []
-    for one, other in itertools.combinations(sizes, 2):
-        for value, name in (
-            (one.value * other.value, f"{one.name} ({one.value}) x {other.name} ({other.value})"),
-            (one.value / other.value, f"{one.name} ({one.value}) / {other.name} ({other.value})"),
-        ):
-            if is_close(factor, value, tolerance):
-                found.append(name)
-            elif is_close(factor, 1 / value, tolerance):
-                found.append(f"1 / ({name})")
-    return found
+    names = [name for name, size in sizes.items() if is_close(factor, size)]
+    names += [f"1 / {name}" for name, size in sizes.items() if is_close(factor, 1 / size)]
+    names += [name for value, name in ((2, "summed twice"), (-1, "wrong sign")) if is_close(factor, value)]
+    return f"{factor:.6g} times: {' or '.join(names)}" if names else f"{factor:.6g} times"
 
 
 def fit(columns: Sequence[Tensor], values: Tensor, largest_error: float) -> list[float] | None:
@@ -71,3 +44,65 @@ def fit(columns: Sequence[Tensor], values: Tensor, largest_error: float) -> list
     if float((scaled @ solution - target).abs().max()) > largest_error:
         return None
     return [float(value) for value in solution / norms]
+
+
+@dataclass(frozen=True)
+class Share:
+    """Tokens whose gradients one process has computed alone: one micro-batch of the batch of some ranks."""
+
+    ranks: tuple[int, ...]
+    micro_batch: int
+
+
+@dataclass(frozen=True)
+class ShareFactors:
+    """Factors with which ranks have the gradients of shares; 1 is right.
+
+    Attributes:
+        ranks: R ranks that have the parameter.
+        shares: all S shares.
+        factors: ``(R, S)``, float64.
+    """
+
+    ranks: list[int]
+    shares: list[Share]
+    factors: Tensor
+
+    def describe(self, sizes: Sizes, partitions: Mapping[str, list[list[int]]]) -> str:
+        """Say which tokens are missing or have another factor."""
+        own, others = self._split([[rank] for rank in self.ranks])
+        if _is_constant(own) and _is_constant(others):
+            mine, their = named_factor(float(own[0]), sizes), named_factor(float(others[0]), sizes)
+            if abs(others[0]) <= CLOSE:
+                factor = "" if mine == RIGHT else f", {mine}"
+                return f"missing reduction: each rank has only the gradient of its own tokens{factor}"
+            if mine != their:
+                return f"gradient of the rank's own tokens: {mine}; of the tokens of other ranks: {their}"
+        for name, groups in partitions.items():
+            near, far = self._split([next((group for group in groups if rank in group), []) for rank in self.ranks])
+            if _is_constant(near) and len(far) and far.abs().max() <= CLOSE:
+                return f"missing reduction: each rank has only the gradient of the tokens of its {name}"
+        if not all(_is_constant(column) for column in self.factors.unbind(1)):
+            return "gradients of the tokens of some ranks are missing or have a factor, differently on each rank"
+        found: dict[str, list[Share]] = {}
+        for share, factor in zip(self.shares, self.factors[0].tolist(), strict=True):
+            found.setdefault(named_factor(factor, sizes), []).append(share)
+        wrong = {text: shares for text, shares in found.items() if text != RIGHT}
+        return "; ".join(f"gradient of the tokens of {self._names(shares)}: {text}" for text, shares in wrong.items())
+
+    def _split(self, groups: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+        """Return the factors of the tokens that each rank's group has, and of all other tokens."""
+        is_own = torch.tensor([[bool({*group} & {*share.ranks}) for share in self.shares] for group in groups])
+        return self.factors[is_own], self.factors[~is_own]
+
+    def _names(self, found: list[Share]) -> str:
+        """Name shares by micro-batch if they have the micro-batch of every rank, else by rank."""
+        numbers = sorted({share.micro_batch for share in found})
+        if len(found) < len(self.shares) and found == [item for item in self.shares if item.micro_batch in numbers]:
+            return f"micro-batch {', '.join(str(number + 1) for number in numbers)} of each rank"
+        return f"rank {', '.join(str(rank) for rank in sorted({rank for share in found for rank in share.ranks}))}"
+
+
+def _is_constant(factors: Tensor) -> bool:
+    """Return whether there are factors, all equal."""
+    return len(factors) > 0 and bool(((factors - factors[0]).abs() <= CLOSE * max(1.0, abs(float(factors[0])))).all())

@@ -1,40 +1,78 @@
-"""Which entries of a whole tensor a rank holds."""
+"""Which entries of the tensors of one process a rank has: by name, by the layout of a `DTensor`, or by their values."""
 
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
+from maxmoe._torch.wrappers import WRAPPED_NAMES
+
 Shape = tuple[int, ...]
 Block = tuple[slice, ...]
 
 
-def indices_of(tensor: DTensor) -> Tensor:
-    """Return the flat indices, in the whole tensor, of the entries of this rank's shard, in the shape of the shard."""
-    numbers = torch.arange(tensor.numel()).view(tensor.shape)
-    placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
-    return distribute_tensor(numbers, tensor.device_mesh, placements, src_data_rank=None).to_local().cpu()
+@dataclass
+class Entries:
+    """Entries of a tensor on one rank.
+
+    Attributes:
+        values: this rank's entries.
+        shape: shape of the whole tensor for a `DTensor`, otherwise shape of `values`.
+        indices: flat index of each entry in the whole `DTensor`, in the shape of `values`; None for another tensor.
+    """
+
+    values: Tensor
+    shape: Shape
+    indices: Tensor | None = None
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Entries":
+        """Copy this rank's entries of a tensor. Partial sums of a `DTensor` are reduced first."""
+        tensor, indices = tensor.detach(), None
+        if isinstance(tensor, DTensor):
+            placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
+            numbers = torch.arange(tensor.numel()).view(tensor.shape)
+            indices = distribute_tensor(numbers, tensor.device_mesh, placements, src_data_rank=None).to_local().cpu()
+            local = tensor.redistribute(placements=placements).to_local()
+        else:
+            local = tensor if tensor.layout == torch.strided else tensor.to_dense()
+        return cls(local.cpu().clone(), tuple(tensor.shape), indices)
 
 
-def local_of(tensor: Tensor) -> Tensor:
-    """Return a copy of this rank's entries of a tensor. Partial sums of a `DTensor` are reduced first."""
-    tensor = tensor.detach()
-    if isinstance(tensor, DTensor):
-        placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
-        tensor = tensor.redistribute(placements=placements).to_local()
-    return (tensor if tensor.layout == torch.strided else tensor.to_dense()).cpu().clone()
+def locate(parts: Sequence[Entries], whole: Tensor) -> list[tuple[list[Tensor], float]]:
+    """Find the entries of each rank in a whole tensor.
 
-
-def indices_of_block(shape: Sequence[int], block: Block) -> Tensor:
-    """Return the flat indices of the entries of a block of a tensor with a shape."""
-    return torch.arange(torch.Size(shape).numel()).view(tuple(shape))[block]
+    Returns:
+        For each rank, flat indices ``(N,)`` of its entries, once for each block that is closest to their values, none
+        if no block has their shape; and their largest difference from the whole tensor there.
+    """
+    numbers, shapes = torch.arange(whole.numel()).view(whole.shape), [part.values.shape for part in parts]
+    found = []
+    for order, part in enumerate(parts):
+        if part.shape == whole.shape:
+            choices = iter([numbers if part.indices is None else part.indices])
+        elif part.indices is None:
+            choices = (numbers[block] for block in blocks(shapes, order, whole.shape))
+        else:
+            choices = iter([])
+        candidates: list[Tensor] = []
+        error = math.inf
+        for indices in choices:
+            difference = distance(part.values, whole.flatten()[indices])
+            if difference < error:
+                candidates, error = [], difference
+            if difference <= error:
+                candidates.append(indices.flatten())
+        found.append((candidates, error))
+    return found
 
 
 def blocks(shapes: Sequence[Shape], rank: int, whole: Shape) -> Iterator[Block]:
-    """Yield the blocks of a whole tensor that have the shape of a rank's part, those after lower ranks first.
+    """Yield the blocks of a whole tensor that have the shape of a rank's part, the block after lower ranks first.
 
     Args:
         shapes: shapes of the parts of all ranks.
@@ -47,12 +85,18 @@ def blocks(shapes: Sequence[Shape], rank: int, whole: Shape) -> Iterator[Block]:
     starts = []
     for dim, (size, limit) in enumerate(zip(part, whole, strict=True)):
         after_others = sum(shape[dim] for shape in shapes[:rank] if len(shape) == len(whole))
-        aligned = range(0, limit - size + 1, max(size, 1))
-        starts.append(
-            [start for start in dict.fromkeys([after_others, *aligned, limit - size]) if start + size <= limit]
-        )
+        choices = dict.fromkeys([after_others, *range(0, limit - size + 1, max(size, 1)), limit - size])
+        starts.append([start for start in choices if start + size <= limit])
     for start in itertools.product(*starts):
         yield tuple(slice(begin, begin + size) for begin, size in zip(start, part, strict=True))
+
+
+def missing_entries(indices: Sequence[Tensor], size: int) -> int:
+    """Return how many entries of a tensor no rank has."""
+    covered = torch.zeros(size, dtype=torch.bool)
+    for index in indices:
+        covered[index] = True
+    return int(size - covered.sum())
 
 
 def distance(part: Tensor, whole: Tensor) -> float:
@@ -73,13 +117,14 @@ def largest_of(tensor: Tensor) -> float:
     return float(finite.abs().max()) if finite.numel() else 0.0
 
 
-def closest_block(parts: Sequence[Tensor], rank: int, whole: Tensor) -> tuple[Block | None, float]:
-    """Return the block of a whole tensor that is closest to a rank's part, and their largest difference."""
-    best: tuple[Block | None, float] = (None, float("inf"))
-    for block in blocks([tuple(part.shape) for part in parts], rank, tuple(whole.shape)):
-        error = distance(parts[rank], whole[block])
-        if best[0] is None or error < best[1]:
-            best = block, error
-        if error == 0:
-            break
-    return best
+def matching_names(wrapped: Sequence[str], names: Sequence[str]) -> dict[str, str]:
+    """Return the name in one process of each name on a rank, where wrappers may have added prefixes.
+
+    A name that one process does not have is returned without prefixes.
+    """
+    known = {_without_wrappers(name): name for name in names}
+    return {name: known.get(bare := _without_wrappers(name), bare) for name in wrapped}
+
+
+def _without_wrappers(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in ("module", *WRAPPED_NAMES))  # "module" is of DDP

@@ -1,5 +1,6 @@
 """What one training step computes, measured in one process and on a rank: loss, outputs, parameters, gradients."""
 
+import functools
 import pickle
 import random
 import sys
@@ -11,21 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from maxmoe._torch import process_groups
 from maxmoe.testing.batches import map_tensors, tensors_in
-from maxmoe.testing.layout import indices_of, local_of
+from maxmoe.testing.layout import Entries
 
 WHOLE = "loss"  # name of the loss if it has no terms
-# Module.to would make complex buffers real.
-CASTS: dict[torch.dtype, Callable[[nn.Module], nn.Module]] = {
-    torch.float64: nn.Module.double,
-    torch.float32: nn.Module.float,
-    torch.float16: nn.Module.half,
-    torch.bfloat16: nn.Module.bfloat16,
-}
+ADDED = "added in the backward"  # name of the gradient that the backward adds beside the loss
 
 
 @dataclass(frozen=True)
@@ -38,26 +32,6 @@ class Training:
     loss: Callable[[Any, Any], Tensor | Mapping[str, Tensor]]
     step: Callable[[Any, Any], Tensor | Mapping[str, Tensor] | None] | None = None
     vary_constants: bool = True  # see _vary_constants
-
-
-@dataclass
-class Entries:
-    """Entries of a tensor on one rank.
-
-    Attributes:
-        values: this rank's entries.
-        shape: shape of the whole tensor, or of the rank's part if it does not know the whole.
-        indices: flat index in the whole tensor of each entry; None if the tensor is no `DTensor`.
-    """
-
-    values: Tensor
-    shape: tuple[int, ...]
-    indices: Tensor | None = None
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "Entries":
-        """Copy the entries of a tensor."""
-        return cls(local_of(tensor), tuple(tensor.shape), indices_of(tensor) if isinstance(tensor, DTensor) else None)
 
 
 @dataclass
@@ -77,18 +51,16 @@ class Measurement:
         loss: terms of the loss; empty if the step returns none.
         outputs: floating-point tensors that the model returns, by name, for each call.
         parameters: in the order in which the backward computes their gradients, those without a gradient last.
-        buffers: buffers before the step, by name.
-        buffers_after: buffers after the step, by name.
+        buffers: buffers "before" and "after" the step, by name.
         batch: the batch.
         groups: ranks of each process group of this rank.
-        narrow: a dtype narrower than that of the parameters in which the model computes, and the function.
+        narrow: a dtype in which the model computes, narrower than the dtype of the parameters, and the function.
     """
 
     loss: dict[str, float]
     outputs: list[dict[str, Entries]]
     parameters: dict[str, ParameterEntries]
-    buffers: dict[str, Entries]
-    buffers_after: dict[str, Entries]
+    buffers: dict[str, dict[str, Entries]]
     batch: Any
     groups: dict[str, list[int]] = field(default_factory=dict)
     narrow: tuple[torch.dtype, str] | None = None
@@ -96,11 +68,10 @@ class Measurement:
 
 def measure_one_process(training: Training, dtype: torch.dtype) -> tuple[Measurement, Measurement]:
     """Run the step twice in one process, with other random numbers, and return both measurements."""
-    model = build(training, 0, dtype)
-    first = _measure(model, training.loss, make_batch(training, 0, 1, dtype), seed=0)
-    model = build(training, 0, dtype)
+    first = _measure(build(training, 0, dtype), training.loss, make_batch(training, 0, 1, dtype), seed=0)
+    model, batch = build(training, 0, dtype), make_batch(training, 0, 1, dtype)
     with NarrowResults(dtype) as narrow:
-        second = _measure(model, training.loss, make_batch(training, 0, 1, dtype), seed=1)
+        second = _measure(model, training.loss, batch, seed=1)
     first.narrow = narrow.found
     return first, second
 
@@ -113,23 +84,32 @@ def measure_rank(training: Training, dtype: torch.dtype) -> Measurement:
         got = "None" if model is None else type(model).__name__
         raise ValueError(f"parallelize must return the model, got {got}")
     batch = make_batch(training, rank, dist.get_world_size(), dtype)
-    if training.step is None:
-        measurement = _measure(model, training.loss, batch, seed=rank)
-    else:
-        measurement = _measure(model, training.step, batch, seed=rank, has_backward=True)
+    has_backward = training.step is not None
+    measurement = _measure(model, training.step or training.loss, batch, seed=rank, has_backward=has_backward)
     measurement.groups = process_groups()
     return measurement
 
 
-def gradients_of_parts(
+def gradients_of_terms(
     training: Training, dtype: torch.dtype, batches: list[Any]
-) -> list[dict[str, dict[str, Tensor | None]]]:
-    """Return the gradients of all parameters in one process, for each batch, by the name of each term of the loss."""
+) -> list[dict[str, dict[str, Tensor]]]:
+    """Return the gradients of all parameters in one process, for each batch, by the name of each term of the loss.
+
+    A backward may add gradients that do not depend on the loss: of an auxiliary loss, as in `MoEFeedForward`. They
+    are what is left of a loss times zero, and are returned as the term ADDED.
+    """
     model, found = build(training, 0, dtype), []
     for batch in batches:
         _seed(0)
         terms = terms_of(training.loss(model, batch))
-        found.append({name: _gradients_of(model, term) for name, term in terms.items()})
+        added = _gradients_of(model, 0 * _total(terms))
+        gradients = {name: _gradients_of(model, term) for name, term in terms.items()}
+        if any(gradient.any() for gradient in added.values()):
+            for name, term in terms.items():
+                for parameter, gradient in _gradients_of(model, 0 * term).items():
+                    gradients[name][parameter] -= gradient
+            gradients[ADDED] = added
+        found.append(gradients)
     return found
 
 
@@ -142,7 +122,9 @@ def build(training: Training, seed: int, dtype: torch.dtype) -> nn.Module:
     for name, parameter in model.named_parameters():
         if parameter.is_complex():
             raise TypeError(f"build_model must return a model without complex parameters, got {name}")
-    CASTS[dtype](model)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():  # Module.to would make complex buffers real
+            tensor.data = tensor.data.to(dtype)
     if training.vary_constants:
         _vary_constants(model)
     return model
@@ -152,7 +134,8 @@ def make_batch(training: Training, rank: int, num_ranks: int, dtype: torch.dtype
     """Make the batch of a rank, with the same seed on all ranks."""
     _seed(0)
     batch = map_tensors(
-        lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, training.make_batch(rank, num_ranks)
+        lambda _, tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor,
+        training.make_batch(rank, num_ranks),
     )
     try:
         pickle.dumps(batch)
@@ -221,11 +204,15 @@ def _measure(
 ) -> Measurement:
     """Run a step and measure it; without `has_backward`, `step` is the loss."""
     values = {name: Entries.of(parameter) for name, parameter in model.named_parameters()}
-    buffers = _buffers_of(model)
+    buffers = {"before": _buffers_of(model)}
     outputs: list[dict[str, Entries]] = []
-    order: dict[str, None] = {}
-    recorded = map_tensors(lambda tensor: tensor.detach().clone(), batch)  # the step may change the batch
-    handles = [] if dist.is_initialized() else _record_order(model, order)
+    order: dict[str, None] = {}  # of the parameters in the backward
+    recorded = map_tensors(lambda _, tensor: tensor.detach().clone(), batch)  # the step may change the batch
+    handles: list[Any] = [
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.setdefault(name))
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and not dist.is_initialized()
+    ]
     if isinstance(model, nn.Module):
         handles.append(model.register_forward_hook(lambda *call: outputs.append(_output_of(call[2]))))
     _seed(seed)
@@ -238,7 +225,7 @@ def _measure(
     parameters = dict(model.named_parameters())
     names = [*order, *(name for name in reversed(parameters) if name not in order)]
     return Measurement(
-        loss={name: float(_local(term)) for name, term in terms.items()},
+        loss={name: float(Entries.of(term).values) for name, term in terms.items()},
         outputs=outputs,
         parameters={
             name: ParameterEntries(
@@ -248,8 +235,7 @@ def _measure(
             )
             for name in names
         },
-        buffers=buffers,
-        buffers_after=_buffers_of(model),
+        buffers={**buffers, "after": _buffers_of(model)},
         batch=recorded,
     )
 
@@ -259,33 +245,20 @@ def _buffers_of(model: Any) -> dict[str, Entries]:
     return {name: Entries.of(buffer) for name, buffer in named}
 
 
-def _record_order(model: nn.Module, order: dict[str, None]) -> list[Any]:
-    """Record the names of the parameters in the order in which the backward computes their gradients."""
-    return [
-        parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.setdefault(name))  # type: ignore[no-untyped-call]
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    ]
-
-
-def _total(terms: dict[str, Tensor]) -> Tensor:
-    total = torch.stack([term.reshape(()) for term in terms.values()]).sum() if len(terms) > 1 else None
-    loss = next(iter(terms.values())) if total is None else total
+def _total(terms: Mapping[str, Tensor]) -> Tensor:
+    loss = functools.reduce(torch.add, terms.values())
     if not loss.requires_grad:
         raise ValueError("loss must depend on parameters that require a gradient, got one without a gradient")
     return loss
 
 
-def _local(term: Tensor) -> Tensor:
-    return term.full_tensor() if isinstance(term, DTensor) else term.detach()
-
-
-def _gradients_of(model: nn.Module, term: Tensor) -> dict[str, Tensor | None]:
+def _gradients_of(model: nn.Module, term: Tensor) -> dict[str, Tensor]:
+    """Return the gradients of a term in one process, zeros for parameters without one."""
     model.zero_grad()
     if term.requires_grad:
         term.backward(retain_graph=True)  # type: ignore[no-untyped-call]
     return {
-        name: None if parameter.grad is None else local_of(parameter.grad)
+        name: torch.zeros_like(parameter) if parameter.grad is None else Entries.of(parameter.grad).values
         for name, parameter in model.named_parameters()
     }
 
@@ -293,6 +266,6 @@ def _gradients_of(model: nn.Module, term: Tensor) -> dict[str, Tensor | None]:
 def _output_of(output: Any) -> dict[str, Entries]:
     return {
         f"output{place}": Entries.of(tensor)
-        for place, tensor in tensors_in(output)
+        for place, tensor in tensors_in(output).items()
         if tensor.is_floating_point() and tensor.ndim
     }

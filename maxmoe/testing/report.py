@@ -1,6 +1,6 @@
 """What `compare_ranks` has found, as an object that prints as a table."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -15,6 +15,10 @@ HEADS = {
     "different start": "parameters differ before the first step",
     "not finite": "one process is not finite",
 }
+COLUMNS = (
+    "One process, ranks: value of a loss, norm of an output or gradient; one number for all ranks, or one for each. "
+    "Error: largest difference on any rank, divided by the largest entry in one process."
+)
 MAX_ROWS = 40  # of the printed table
 
 
@@ -69,11 +73,11 @@ class RankComparison:
     outputs: tuple[Comparison, ...] = ()
     gradients: tuple[Comparison, ...] = ()
     culprits: tuple[str, ...] = ()
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     @property
     def equal(self) -> bool:
-        """Whether loss, outputs and all gradients are those of one process."""
+        """Whether loss, outputs and all gradients are equal to one process."""
         return self.verdict == "equal"
 
     @property
@@ -99,13 +103,13 @@ class RankComparison:
         dtype = str(self.dtype).removeprefix("torch.")
         head = f"compare_ranks: {HEADS[self.verdict]}. {self.num_ranks} ranks beside one process"
         lines = [f"{head}, {dtype}, tolerance {self.tolerance:.0e}.", *self.culprits]
-        lines += [*self._wrong_outputs(), *self._first_wrong(), *self.notes]
+        if wrong := [output.name for output in self.outputs if not output.equal]:
+            lines.append(f"The mistake is in the forward pass: {', '.join(wrong)} differs.")
+        lines += [*self._first_wrong(), *self.notes]
         text = "\n".join(paragraph(line, width=width) for line in lines)
-        return f"{text}\n\n{self._table(width)}" if self.loss or self.outputs or self.gradients else text
-
-    def _wrong_outputs(self) -> list[str]:
-        wrong = [output.name for output in self.outputs if not output.equal]
-        return [f"The mistake is in the forward pass: {', '.join(wrong)} differs."] if wrong else []
+        if not (self.loss or self.outputs or self.gradients):
+            return text
+        return f"{text}\n\n{self._table(width)}\n\n{paragraph(COLUMNS, width=width)}"
 
     def _first_wrong(self) -> list[str]:
         first = self.first_wrong
@@ -123,21 +127,16 @@ class RankComparison:
         left_out = len(rows) - MAX_ROWS
         if left_out > 0:
             rows = sorted(rows, key=lambda row: row.equal)[:MAX_ROWS]
-        table = text_table(
-            [
-                ("", "one process", "ranks", "error", ""),
-                *(
-                    (
-                        row.name,
-                        f"{row.one_process:.6g}",
-                        " | ".join(f"{value:.6g}" for value in row.ranks) or "none",
-                        f"{row.error:.0e}" if row.error else "0",
-                        row.explanation or "right",
-                    )
-                    for row in rows
-                ),
-            ],
-            right=(1, 3),
-            width=width,
-        )
+        cells = [
+            (
+                row.name,
+                f"{row.one_process:.6g}",
+                " | ".join(f"{value:.6g}" for value in row.ranks) or "none",
+                f"{row.error:.0e}" if row.error else "0",
+                row.explanation or "right",
+            )
+            for row in rows
+        ]
+        heading = ("", "one process", "ranks", "error", "explanation")
+        table = text_table([heading, *cells], right=(1, 3), width=width)
         return f"{table}\n... and {left_out} rows more" if left_out > 0 else table

@@ -1,16 +1,19 @@
-"""What is known of a run besides its gradients: groups of ranks, sizes, and the batches of ranks and micro-batches."""
+"""What is known of a run besides its gradients: groups of ranks, sizes, and gradients of parts of batch and loss."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from maxmoe.testing.batches import batch_sizes, have_same_tensors, micro_batches
-from maxmoe.testing.factors import Size
+from maxmoe.testing.explanation import Gradients
+from maxmoe.testing.factors import Share, Sizes, fit
 from maxmoe.testing.measurement import Measurement
-from maxmoe.testing.shares import Share
 
 
 def partitions(ranks: Sequence[Measurement]) -> dict[str, list[list[int]]]:
-    """Return groups of ranks by name: those of meshes and other process groups, and all ranks."""
+    """Return groups of ranks by name: the axes of meshes, other process groups, and all ranks."""
     found: dict[str, list[list[int]]] = {}
     for rank in ranks:
         for name, group in rank.groups.items():
@@ -23,17 +26,13 @@ def partitions(ranks: Sequence[Measurement]) -> dict[str, list[list[int]]]:
     return {"all ranks": [everyone]} | {name: groups for name, groups in found.items() if groups != [everyone]}
 
 
-def sizes(one_process: Measurement, ranks: Sequence[Measurement]) -> list[Size]:
-    """Return the sizes that a factor may come from, each of them once."""
-    found = [Size("number of ranks", len(ranks))]
-    found += [Size(name, len(groups[0])) for name, groups in partitions(ranks).items() if name != "all ranks"]
-    found += [Size("micro-batches", _num_calls(one_process, ranks))]
-    found += [Size(name, size) for name, size in batch_sizes(one_process.batch)]
-    found += [Size(f"{name} of a rank", size) for name, size in batch_sizes(ranks[0].batch)]
-    unique: dict[tuple[str, int], Size] = {}
-    for size in found:
-        unique.setdefault((size.name.removesuffix(" of a rank"), size.value), size)
-    return [size for size in unique.values() if size.value > 1]
+def sizes(one_process: Measurement, ranks: Sequence[Measurement]) -> Sizes:
+    """Return the sizes that a factor may come from; a size of a rank that the whole has too is left out."""
+    groups = {name: len(groups[0]) for name, groups in partitions(ranks).items() if name != "all ranks"}
+    found = {"number of ranks": len(ranks), **groups, "micro-batches": _num_calls(one_process, ranks)}
+    whole = dict(batch_sizes(one_process.batch))
+    of_rank = {f"{name} of a rank": size for name, size in batch_sizes(ranks[0].batch) if size != whole.get(name)}
+    return {name: size for name, size in (found | whole | of_rank).items() if size > 1}
 
 
 def batches_of_shares(one_process: Measurement, ranks: Sequence[Measurement]) -> list[tuple[Share, Any]]:
@@ -52,6 +51,19 @@ def batches_of_shares(one_process: Measurement, ranks: Sequence[Measurement]) ->
         for those, batch in found
         for number, micro_batch in enumerate(micro_batches(batch, count))
     ]
+
+
+def weights_of(shares: Sequence[Mapping[str, Gradients]], whole: Gradients, largest_error: float) -> list[float]:
+    """Return the weights with which the gradients of the shares add up to the gradients of the whole batch, if any."""
+    if len(shares) < 2:
+        return []
+
+    def flat(gradients: Gradients) -> Tensor:
+        return torch.cat([gradients[name].flatten() for name in whole])
+
+    columns = [torch.stack([flat(gradients) for gradients in terms.values()]).sum(0) for terms in shares]
+    weights = fit(columns, flat(whole), largest_error)
+    return weights if weights and all(abs(weight) > 1e-9 for weight in weights) else []
 
 
 def _num_calls(one_process: Measurement, ranks: Sequence[Measurement]) -> int:

@@ -3,7 +3,7 @@
 import pickle
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 from maxmoe.ranks.failures import RankError
 from maxmoe.ranks.rank_processes import RankProcesses
-from maxmoe.testing.assembly import by_name, matching_names, missing_entries, place
 from maxmoe.testing.comparison import RankComparer
-from maxmoe.testing.layout import distance, largest_of
-from maxmoe.testing.measurement import Entries, Measurement, Training, measure_one_process, measure_rank
-from maxmoe.testing.report import RankComparison
+from maxmoe.testing.measurement import Training, measure_one_process, measure_rank
+from maxmoe.testing.report import RankComparison, Verdict
+from maxmoe.testing.starts import different_buffers, different_starts, random_parameters
 
 # Largest difference that is taken for rounding, relative to the largest entry of a tensor.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
-ABOUT_DTYPE = re.compile(r"^\S*(Error|Exception): .*(float64|[Dd]ouble|dtype)", re.MULTILINE)  # of a traceback
+# Last line of a traceback that names a dtype.
+ABOUT_DTYPE = re.compile(r"^\S*(Error|Exception): .*(float64|[Dd]ouble|dtype).*$", re.MULTILINE)
 
 
 def compare_ranks(
@@ -40,15 +40,13 @@ def compare_ranks(
     """Compare a training step on several ranks with the same step in one process.
 
     Starts one process without `torch.distributed`, then `num_ranks` processes with gloo on the CPU. One process runs
-    ``loss(model, batch).backward()`` with the whole batch. Each rank does so with its part of the batch and the model
-    that `parallelize` returns. The gradients of every rank must then be those of one process: whole for an ordinary
-    parameter, the shard of the rank for a `DTensor` and for a parameter that is a block of that of one process. The
-    model may be of any library. A pytest test is::
+    ``loss(model, batch).backward()`` with the whole batch, each rank with its part of the batch and the model that
+    `parallelize` returns. The gradients of every rank must then be the gradients of one process: whole for an ordinary
+    parameter, the shard of the rank for a `DTensor` and for a parameter that is a block of the whole parameter. The
+    loss of one process must be the sum or the mean over the ranks. The model may be of any library. A pytest test is::
 
         def test_ranks_train_as_one_process():
             compare_ranks(build_model, parallelize, make_batch, loss, num_ranks=4).raise_if_different()
-
-    The loss of the ranks is right if their sum or their mean is that of one process; the report says which.
 
     Args:
         build_model: function that returns the model, on the CPU. Rank r is seeded with r before the call, one process
@@ -97,134 +95,47 @@ class Run:
     processes: RankProcesses
 
     def compare(self) -> RankComparison:
+        """Compare in float64, or in float32 if the model cannot run in float64."""
+        __tracebackhide__ = True
+        if self.dtype is not None:
+            return self._compare(self.dtype)
+        try:
+            found = self._compare(torch.float64)
+        except RankError as error:
+            if (reason := ABOUT_DTYPE.search(str(error))) is None:
+                raise
+            note = f"Compared in float32, because the model cannot run in float64: {reason.group()}."
+            found = self._compare(torch.float32)
+            return replace(found, notes=(note, *found.notes))
+        with suppress(RankError):
+            if found.verdict == "different" and self._compare(torch.float32).equal:  # some operators of torch do so
+                note = "All are equal in float32: the difference is specific to float64, or smaller than the tolerance."
+                return replace(found, notes=(*found.notes, note))
+        return found
+
+    def _compare(self, dtype: torch.dtype) -> RankComparison:
         """Run one process and the ranks, and compare them."""
         __tracebackhide__ = True
-        first, second, dtype, notes = self._one_process()
-        tolerance = self.tolerance
-        if tolerance is None:
-            tolerance = TOLERANCES[first.narrow[0] if first.narrow else dtype]
-            if first.narrow:
-                narrow = str(first.narrow[0]).removeprefix("torch.")
-                notes.append(f"The model computes in {narrow} in places, first in the function {first.narrow[1]}.")
-        random = tuple(_differences(first, second, tolerance))
-        if random:
-            return RankComparison("random", self.num_ranks, dtype, tolerance, culprits=random[:3], notes=tuple(notes))
-        try:
-            ranks = self.processes.run(measure_rank, self.num_ranks, self.training, dtype)
-        except RankError as error:
-            if self.dtype is not None or dtype == torch.float32 or not ABOUT_DTYPE.search(str(error)):
-                raise
-            found = replace(self, dtype=torch.float32).compare()
-            return replace(found, notes=("Compared in float32, because the ranks cannot run in float64.", *found.notes))
-        comparer = RankComparer(self.training, self.processes, first, ranks, dtype, tolerance, notes)
-        culprits = tuple(different_starts(first, ranks, tolerance))
-        if culprits and self.training.vary_constants:  # parallelize may initialize constants once more
-            return replace(self, training=replace(self.training, vary_constants=False)).compare()
-        if culprits:
-            return RankComparison(
-                "different start", self.num_ranks, dtype, tolerance, culprits=culprits[:8], notes=tuple(notes)
-            )
-        notes.extend(different_buffers(first, ranks, tolerance))
-        found = comparer.comparison()
-        return (
-            found if found.equal or self.dtype is not None else replace(found, notes=found.notes + self._in_float32())
-        )
-
-    def _in_float32(self) -> tuple[str, ...]:
-        """Return a note if the ranks are right in float32: some operators of torch do otherwise in float64."""
-        with suppress(RankError):
-            if replace(self, dtype=torch.float32).compare().equal:
-                return (
-                    "All are equal in float32: the difference is specific to float64, or smaller than the tolerance.",
-                )
-        return ()
-
-    def _one_process(self) -> tuple[Measurement, Measurement, torch.dtype, list[str]]:
-        """Run one process, in float64 if it can."""
-        __tracebackhide__ = True
-        dtype = self.dtype or torch.float64
-        try:
-            return *self.processes.run_alone(measure_one_process, self.training, dtype), dtype, []
-        except RankError as error:
-            if self.dtype is not None:
-                raise
-            reason = str(error).splitlines()[-1]
-        dtype = torch.float32
         first, second = self.processes.run_alone(measure_one_process, self.training, dtype)
-        return first, second, dtype, [f"Compared in float32, because one process cannot run in float64: {reason}."]
+        notes: list[str] = []
+        if first.narrow:
+            narrow = str(first.narrow[0]).removeprefix("torch.")
+            notes.append(f"The model computes in {narrow} in places, first in the function {first.narrow[1]}.")
+        tolerance = self.tolerance or TOLERANCES[first.narrow[0] if first.narrow else dtype]
 
+        def stopped(verdict: Verdict) -> RankComparison:
+            named = tuple(culprits[:8])
+            return RankComparison(verdict, self.num_ranks, dtype, tolerance, culprits=named, notes=tuple(notes))
 
-def different_starts(one_process: Measurement, ranks: Sequence[Measurement], tolerance: float) -> list[str]:
-    """Describe the parameters that are not those of one process before the step."""
-    everywhere = by_name(ranks, list(one_process.parameters))
-    texts = [f"{name}: no rank has it." for name in one_process.parameters if name not in everywhere]
-    for name, entries in everywhere.items():
-        if name not in one_process.parameters:
-            texts.append(f"{name}: rank {min(entries)} has it, one process does not.")
-            continue
-        whole = one_process.parameters[name].value.values
-        shape, placed = whole.shape, place(entries, whole, tolerance)
-        wrong = [item for item in placed if item.error > 0]
-        if wrong:
-            where = f"rank{'s' if len(wrong) > 1 else ''} {', '.join(str(item.rank) for item in wrong)}"
-            got = wrong[0].entries.value.shape
-            if wrong[0].error == float("inf") and tuple(got) != tuple(shape):
-                texts.append(f"{name}: has shape {got} on {where}, which is no part of {tuple(shape)}.")
-            else:
-                texts.append(f"{name}: {where} of {len(ranks)} differ from one process by {wrong[0].error:.0e}.")
-        elif count := missing_entries([item for one in placed for item in one.candidates], shape.numel()):
-            texts.append(f"{name}: no rank has {count} of {shape.numel()} entries.")
-    return texts
-
-
-def different_buffers(one_process: Measurement, ranks: Sequence[Measurement], tolerance: float) -> list[str]:
-    """Describe the buffers that have the shapes, but not the values of one process, before or after the step."""
-    found: dict[str, str] = {}
-    before = one_process.buffers, [rank.buffers for rank in ranks]
-    after = one_process.buffers_after, [rank.buffers_after for rank in ranks]
-    for when, (expected, everywhere) in (("before", before), ("after", after)):
-        for name, where in _ranks_with_others(expected, everywhere, tolerance).items():
-            text = f"The buffer {name} differs from that of one process {when} the step on rank {where}."
-            found.setdefault(name, text)
-    return list(found.values())
-
-
-def _ranks_with_others(
-    expected: Mapping[str, Entries], everywhere: Sequence[Mapping[str, Entries]], tolerance: float
-) -> dict[str, str]:
-    """Return, by name, the ranks whose tensor has the expected shape, but not the expected values."""
-    wrong: dict[str, list[str]] = {}
-    for rank, tensors in enumerate(everywhere):
-        for other, name in matching_names(list(tensors), list(expected)).items():
-            values = tensors[other].values
-            whole = expected[name].values if name in expected else values
-            if (
-                values.shape == whole.shape
-                and not whole.is_complex()
-                and distance(values, whole) > tolerance * largest_of(whole)
-            ):
-                wrong.setdefault(name, []).append(str(rank))
-    return {name: ", ".join(numbers) for name, numbers in wrong.items()}
-
-
-def _differences(first: Measurement, second: Measurement, tolerance: float) -> list[str]:
-    """Describe what differs between two runs in one process."""
-    texts = []
-    for name, entries in first.parameters.items():
-        pairs = [
-            ("value before the step", entries.value, second.parameters[name].value),
-            ("gradient", entries.gradient, second.parameters[name].gradient),
-        ]
-        for what, one, other in pairs:
-            if one is None or other is None:
-                if one is not other:
-                    texts.append(f"{name}: one of the runs has no {what}.")
-                continue
-            scale = largest_of(one.values)
-            error = distance(one.values, other.values)
-            if error > tolerance * scale and error > 1e-12:
-                texts.append(f"{name}: the {what} differs by {error / (scale or 1):.0e}.")
-    return texts
+        if culprits := random_parameters(first, second, tolerance):
+            return stopped("random")
+        ranks = self.processes.run(measure_rank, self.num_ranks, self.training, dtype)
+        if culprits := different_starts(first, ranks, tolerance):
+            if self.training.vary_constants:  # parallelize may initialize constants once more
+                return replace(self, training=replace(self.training, vary_constants=False))._compare(dtype)
+            return stopped("different start")
+        notes.extend(different_buffers(first, ranks, tolerance))
+        return RankComparer(self.training, self.processes, first, ranks, dtype, tolerance, notes).comparison()
 
 
 def _check(num_ranks: Any, dtype: Any, tolerance: Any, timeout: Any) -> None:

@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import re
 import struct
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import maxmoe
 from maxmoe import MoEStats
 from maxmoe.expert_load import LayerLoad, LoadHistory
 
+PAGE = Path(__file__).parents[2] / "docs/how_to/log_load.md"
 NUM_EXPERTS = {"layers.0.mlp": 4, "layers.1.mlp": 7}
 
 
@@ -94,7 +96,9 @@ def test_the_load_is_summed_over_windows_that_depend_on_the_steps_done(
     nothing = torch.zeros(())
     for step in range(steps):
         if step == resumed_after:
-            history = LoadHistory(num_steps=step, tokens_per_expert=history.tokens_per_expert)
+            windows = history.tokens_per_expert
+            history = LoadHistory()
+            history.load_state_dict({"num_steps": step, "tokens_per_expert": windows})
         history.add({"moe": MoEStats(counts[step], nothing, nothing)})
     assert history.window == window and history.num_steps == steps
     expected = [part.sum(0) for part in counts.split(window)]
@@ -152,10 +156,9 @@ def test_counts_that_were_read_stay() -> None:
 
 
 def test_a_resumed_record_needs_its_windows() -> None:
-    with pytest.raises(ValueError, match=r"shape \[100, E\] for each layer, got \(3, 4\) for 'moe'$"):
-        LoadHistory(num_steps=3, tokens_per_expert={"moe": torch.zeros(3, 4, dtype=torch.int64)})
-    with pytest.raises(ValueError, match=r"tokens_per_expert must be integer, got torch.float32 for 'moe'$"):
-        LoadHistory(num_steps=3, tokens_per_expert={"moe": torch.zeros(100, 4)})
+    for counts in (torch.zeros(3, 4, dtype=torch.int64), torch.zeros(100, dtype=torch.int64)):
+        with pytest.raises(ValueError, match=r"shape \[100, E\] for each layer, got \{'moe': \("):
+            LoadHistory().load_state_dict({"num_steps": 3, "tokens_per_expert": {"moe": counts}})
     for num_steps in (-5, 1.5):
         with pytest.raises(ValueError, match=rf"num_steps must be an int >= 0, got {num_steps}$"):
             LoadHistory(num_steps=num_steps)  # type: ignore[arg-type]
@@ -188,16 +191,24 @@ def expected_scalars(steps: list[dict[str, MoEStats]]) -> Iterator[tuple[str, in
             yield from ((f"{name}/{layer}", step, value) for name, value in zip(row._fields[2:], row[2:], strict=True))
 
 
+def lines_of_the_page(library: str) -> str:
+    """The lines of docs/how_to/log_load.md that write a record."""
+    (lines,) = re.findall(rf"# {library}\n(.*?)\n\n", PAGE.read_text(), re.DOTALL)
+    assert lines.count("\n") < 5
+    return str(lines)
+
+
 def test_tensorboard_files_read_back(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="pip install 'maxmoe[logging]'")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from torch.utils.tensorboard import SummaryWriter
 
-    history, steps = recorded(5)
+    (history, steps), lines = recorded(5), lines_of_the_page("TensorBoard")
     with SummaryWriter(str(tmp_path)) as writer:  # type: ignore[no-untyped-call]
-        history.write_tensorboard(writer)
+        names = {"history": history, "writer": writer, "written": 0}
+        exec(lines, names)
         history.add(steps[0])
-        history.write_tensorboard(writer, after=5)
+        exec(lines, names)
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     found = {(tag, event.step): event.value for tag in events.Tags()["scalars"] for event in events.Scalars(tag)}
@@ -208,12 +219,13 @@ def test_tensorboard_files_read_back(tmp_path: Path) -> None:
 
 def test_wandb_files_read_back(tmp_path: Path) -> None:
     wandb = pytest.importorskip("wandb", reason="pip install 'maxmoe[logging]'")
-    history, steps = recorded(5)
+    (history, steps), lines = recorded(5), lines_of_the_page("Weights & Biases")
     with wandb.init(mode="offline", dir=tmp_path, project="load") as run:
-        history.write_wandb(run)
+        names = {"maxmoe": maxmoe, "history": history, "run": run, "written": 0}
+        exec(lines, names)
         run.log({"loss": 2.5})
         history.add(steps[0])
-        history.write_wandb(run, after=5)
+        exec(lines, names)
     (file,) = tmp_path.rglob("*.wandb")
     records = wandb_records(file)
     axes = {record.metric.glob_name: record.metric.step_metric for record in records if record.HasField("metric")}

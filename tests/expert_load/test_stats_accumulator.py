@@ -244,6 +244,6 @@ def test_models_with_a_process_group_are_copied() -> None:
         StatsAccumulator(model, process_group=group)
         copied = copy.deepcopy(model)
         assert copied.metrics_accumulator is not model.metrics_accumulator
-        assert copied.metrics_accumulator.step._process_group is group
+        assert copied.metrics_accumulator.step.process_group is group
 
     run_ranks(check, 1)

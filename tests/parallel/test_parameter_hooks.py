@@ -12,6 +12,7 @@ from maxmoe._torch import all_gather_single
 from maxmoe.parallel import parallelize
 from maxmoe.parallel.apply.parameter_hooks import GatheredParameter, ParameterVersion
 from maxmoe.ranks import named_collectives
+from maxmoe.recompute.freed_storage import FreedStorage
 from maxmoe.sharding import Mesh
 from support import parallel_decoder
 from support.parallel_decoder import MeshRules
@@ -23,8 +24,8 @@ def test_what_autograd_saved_is_there_again_for_the_backward() -> None:
     expected = torch.autograd.grad((x @ weight.t()).sum(), x)
     copy = weight.clone()
     output = x @ copy.t()  # autograd saves a view
-    parameter = GatheredParameter(copy, lambda: weight, ParameterVersion("weight", weight))
-    parameter.free()
+    parameter = GatheredParameter(FreedStorage(copy), lambda: weight, ParameterVersion("weight", weight))
+    parameter.storage.free()
     assert copy.untyped_storage().nbytes() == 0
     parameter.refill()
     assert torch.equal(torch.autograd.grad(output.sum(), x)[0], expected[0])
@@ -38,11 +39,11 @@ def test_values_for_memory_that_nobody_has_kept_are_dropped() -> None:
         gathered.append(torch.ones(3))
         return gathered[-1]
 
-    parameter = GatheredParameter(torch.ones(3), gather, ParameterVersion("weight", torch.ones(3)))
-    parameter.free()
+    parameter = GatheredParameter(FreedStorage(torch.ones(3)), gather, ParameterVersion("weight", torch.ones(3)))
+    parameter.storage.free()
     parameter.refill()
     kept = torch.zeros(3)  # that nobody has freed
-    GatheredParameter(kept, gather, ParameterVersion("weight", kept)).refill()
+    GatheredParameter(FreedStorage(kept), gather, ParameterVersion("weight", kept)).refill()
     assert len(gathered) == 2 and torch.equal(kept, torch.zeros(3))
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from maxmoe import MoE, MoEConfig, parallelize
 from maxmoe.parallel import RankError, watch_ranks
-from maxmoe.ranks.failures import STORE_IS_GONE, Records, Watch, first_line, is_lost_connection
+from maxmoe.ranks.failures import STORE_IS_GONE, Watch, first_line, is_lost_connection
 from maxmoe.sharding import Mesh
 from support.failing_ranks import (
     ENOUGH,
@@ -173,9 +173,9 @@ def test_the_store_is_in_memory() -> None:
     def find() -> str:
         dist.destroy_process_group()
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        watch = Watch(Records(PATIENCE))
+        watch = Watch(PATIENCE)
         watch.start()
-        return watch.finish(partial(watch.records.find_failure, "here")).message
+        return watch.finish(partial(watch.find_failure, "here")).message
 
     (message,) = run_ranks(find, 1)
     assert message.startswith("no rank of 1 failed first: all waited until the timeout. rank 0 at here. ")
@@ -227,13 +227,13 @@ def test_the_process_with_the_store_is_gone(monkeypatch: pytest.MonkeyPatch) -> 
         raise dist.DistNetworkError("Broken pipe")
 
     def last_call(name: str, *arguments: Any) -> bool:
-        watch = Watch(Records(PATIENCE))
+        watch = Watch(PATIENCE)
         watch.start()
-        while watch.records.answered_at < 0:  # not connected
+        while watch.answered_at < 0:  # not connected
             time.sleep(0.01)
         for method in ("set", "check", "compare_set"):
             monkeypatch.setattr(dist.PrefixStore, method, gone)
-        found = watch.finish(partial(getattr(watch.records, name), *arguments))
+        found = watch.finish(partial(getattr(watch, name), *arguments))
         monkeypatch.undo()
         return found == STORE_IS_GONE
 

@@ -1,6 +1,7 @@
 """Builds the GoogleTest suite of the kernels (cpp/tests) and runs it with every instruction set there is.
 
-The benchmarks of the kernels (cpp/benchmarks) are built with it, and run on small sizes.
+The tests of the CUDA kernels (cpp/cuda/tests) are built with it, and run in the emulator. The benchmarks of the kernels
+(cpp/benchmarks) are built with it, too, and run on small sizes.
 """
 
 import faulthandler
@@ -21,6 +22,7 @@ from support import programs
 
 ROOT = Path(__file__).parents[2]
 ISAS = maxmoe.build_info()["supported_isas"]
+PROGRAMS = ("maxmoe_kernels_tests", "maxmoe_cuda_tests", "maxmoe_kernels_benchmarks")
 # The cmake and ninja that pip installed beside this Python come before those of the system.
 PATH = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
 
@@ -53,7 +55,7 @@ def build_folder() -> Path:
     options += [f"-DCMAKE_MAKE_PROGRAM={ninja}"] if (ninja := shutil.which("ninja", path=PATH)) else []
     faulthandler.cancel_dump_traceback_later()  # each step has a bound, longer than that of a test
     build_step("cmake", "-S", str(ROOT), "-B", str(folder), *options)
-    build_step("cmake", "--build", str(folder), "--target", "maxmoe_kernels_tests", "maxmoe_kernels_benchmarks")
+    build_step("cmake", "--build", str(folder), "--target", *PROGRAMS)
     return folder
 
 
@@ -64,6 +66,12 @@ def test_kernels(build_folder: Path, isa: str) -> None:
     done = run(str(build_folder / "cpp/tests/maxmoe_kernels_tests"), *options, MAXMOE_ISA=isa)
     if done.returncode != 0 or not re.search(r"PASSED.* [1-9]\d* tests", done.stdout):
         pytest.fail("\n".join([f"MAXMOE_ISA={isa}", *done.stdout.splitlines()[-200:]]), pytrace=False)
+
+
+def test_cuda_kernels(build_folder: Path) -> None:
+    done = run(str(build_folder / "cpp/cuda/tests/maxmoe_cuda_tests"), "--gtest_brief=1")
+    if done.returncode != 0 or not re.search(r"PASSED.* [1-9]\d* tests", done.stdout):
+        pytest.fail("\n".join(done.stdout.splitlines()[-200:]), pytrace=False)
 
 
 @pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512", "avx512bf16"])

@@ -13,7 +13,6 @@ import yaml
 
 import maxmoe
 from fuzz import steps_under_load
-from repository import planted_mistakes
 from repository.check_packages import TORCH_REQUIREMENT, TORCHES
 from support.docs_module import docs_module
 
@@ -116,8 +115,8 @@ def test_commands_exist(words: list[str], tmp_path: Path, monkeypatch: pytest.Mo
             assert options in ([], ["--device", "cpu", "--tiny"])
         case ["python", "tests/fuzz/steps_under_load.py", *arguments]:
             steps_under_load.parse_arguments(arguments)
-        case ["python", "tests/repository/planted_mistakes.py", *arguments]:
-            planted_mistakes.parse_arguments(arguments)
+        case ["python", script, *arguments] if script.startswith("tests/repository/planted_"):
+            importlib.import_module(f"repository.{Path(script).stem}").parse_arguments(arguments)
         case ["python", fuzzer, *arguments] if fuzzer.startswith("tests/fuzz/"):
             assert (ROOT / fuzzer).exists() and set(arguments[::2]) <= {"--seconds", "--seed", "--case"}
         case ["python", "examples/notebooks/execute.py", *names]:

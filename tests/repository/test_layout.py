@@ -16,7 +16,7 @@ from maxmoe import ops
 ROOT = Path(__file__).parents[2]
 # The functions of maxmoe.ops that call operators.
 OPERATORS = sorted(name for name in ops.__all__ if name.islower() and hasattr(torch.ops.maxmoe, name))
-CPP_FILES = sorted(path for pattern in ("*.h", "*.cpp") for path in (ROOT / "cpp").rglob(pattern))
+CPP_FILES = sorted(path for pattern in ("*.h", "*.cpp", "*.cu") for path in (ROOT / "cpp").rglob(pattern))
 
 # Names of torch that PyTorch does not document for C++ extensions.
 PRIVATE_NAMES_OF_TORCH = (
@@ -128,6 +128,12 @@ def test_every_kernel_has_a_cpp_test() -> None:
     assert kernels <= tests, f"without a test: {sorted(kernels - tests)}"
 
 
+def test_every_cuda_kernel_has_a_test() -> None:
+    kernels = {path.stem for path in (ROOT / "cpp/cuda").glob("*.cu")}
+    tests = {path.stem.removeprefix("test_") for path in (ROOT / "cpp/cuda/tests").glob("test_*.cpp")}
+    assert kernels and tests == kernels | {"emulator"}
+
+
 def test_every_kernel_has_a_cpp_benchmark() -> None:
     headers = (ROOT / "cpp/kernels").rglob("*.h")
     kernels = {path.stem for path in headers if re.search(r"^MAXMOE_KERNEL\(", path.read_text(), re.MULTILINE)}
@@ -211,7 +217,8 @@ def including(paths: Iterable[Path], headers: str) -> list[str]:
 
 
 def test_kernels_know_nothing_of_torch() -> None:
-    kernels = [path for path in CPP_FILES if path.is_relative_to(ROOT / "cpp/kernels")]
+    folders = (ROOT / "cpp/kernels", ROOT / "cpp/cuda")
+    kernels = [path for path in CPP_FILES if any(path.is_relative_to(folder) for folder in folders)]
     assert len(kernels) > 50 and not including(kernels, "(torch|ATen|c10|pybind11|ops)/")
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from repository import planted_cuda_mistakes
 from repository.planted_mistakes import ROOT, Mistake, mistakes, problems
 
 
@@ -25,3 +26,10 @@ def test_a_text_that_is_not_there_once_is_named(text: str, tmp_path: Path) -> No
     (message,) = problems(tmp_path, [mistake])
     assert "wrong-number: a.py must have the text once" in message
     assert len(problems(tmp_path, [replace(mistake, tests=["b.py"])])) == 2
+
+
+def test_every_mistake_in_a_cuda_kernel_can_be_planted() -> None:
+    table = planted_cuda_mistakes.mistakes()
+    assert not planted_cuda_mistakes.problems(table)
+    assert len({mistake.name for mistake in table}) == len(table) >= 30
+    assert {mistake.kernel for mistake in table} == {path.stem for path in (ROOT / "cpp/cuda").glob("*.cu")}

@@ -1,6 +1,7 @@
 """Mistakes in training on several ranks, and the first wrong gradient and the explanation that belong to each."""
 
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -8,9 +9,12 @@ import torch.distributed._functional_collectives as fc
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from maxmoe import MoEConfig, MoEFeedForward
 from support.compared_models import (
+    BATCH,
     LENGTH,
     MICRO_BATCHES,
+    WIDTH,
     Case,
     Model,
     Terms,
@@ -21,6 +25,7 @@ from support.compared_models import (
     expert_and_data_parallel,
     expert_parallel,
     loss,
+    micro_batches,
     other_lengths,
     reduce_gradients,
     same_batch,
@@ -169,20 +174,45 @@ def tensor_parallel_twice(model: nn.Module) -> nn.Module:
     return model
 
 
-def experts_in_another_order(model: nn.Module) -> nn.Module:
-    """The gradients of experts come back in the order of the all-to-all, not in that of the experts."""
-    for parameter in model.experts.parameters():
-        parameter.register_hook(lambda gradient: gradient.roll(2, 0))
-    return ddp(model)
+def clipped_by_each_rank(model: nn.Module, batch: Any) -> Terms:
+    """The norms to which ranks clip differ, as between groups of experts (Automodel#3816)."""
+    terms = average(model, batch)
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad /= 1 + dist.get_rank()
+    return terms
 
 
-def half_of_experts_twice(model: nn.Module) -> nn.Module:
-    """Experts 0 to 3 are counted twice, as by a second hook."""
-    for parameter in model.experts.parameters():
-        parameter.register_hook(lambda gradient: torch.cat([2 * gradient[:4], gradient[4:]]))
-    return ddp(model)
+def build_feed_forward(scope: Literal["sequence", "batch"]) -> nn.Module:
+    """A layer whose backward adds the gradient of its auxiliary loss."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 4, "num_experts": 4, "top_k": 2}
+    config = MoEConfig(**sizes, load_balance_loss_weight=0.1, load_balance_scope=scope)  # type: ignore[arg-type]
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), MoEFeedForward(config))
 
 
+def loss_of_tokens(model: nn.Module, batch: Any) -> Terms:
+    return {"loss": F.mse_loss(model(batch[0]), batch[1])}
+
+
+def share_of_tokens(model: nn.Module, batch: Any) -> Terms:
+    return scaled(loss_of_tokens(model, batch), all=len(batch[0]) / BATCH)
+
+
+def forgotten_scale(model: nn.Module, batch: Any) -> Terms:
+    """Micro-batches without `set_aux_loss_scale`."""
+    for micro_batch in micro_batches(batch):
+        terms = backward(scaled(loss_of_tokens(model, micro_batch), all=1 / MICRO_BATCHES))
+    return terms
+
+
+def summed_shares(model: nn.Module, batch: Any) -> Terms:
+    terms = backward(share_of_tokens(model, batch))
+    reduce_gradients(model)
+    return terms
+
+
+ADDED = "the auxiliary gradient added in the backward is {}, see set_aux_loss_scale"
 REDUCED = "missing reduction (sum) over all ranks: each rank has only its own gradient"
 WRONG = {
     "gradients summed instead of averaged": Case(alone, step=summed, explanation="4 times: number of ranks"),
@@ -232,9 +262,11 @@ WRONG = {
     "routing weights detached": Case(
         ddp, build=build_detached, first_wrong="router.bias", explanation="the term 'tokens' is missing"
     ),
-    "frozen experts": Case(frozen_experts, first_wrong="experts.down", explanation="frozen: requires_grad is False"),
+    "frozen experts": Case(
+        frozen_experts, first_wrong="experts.down", explanation="frozen on the ranks: requires_grad is False"
+    ),
     "norm without a graph": Case(
-        without_norm_gradient, step=average, first_wrong="norm.weight", explanation="detached: no gradient"
+        without_norm_gradient, step=average, first_wrong="norm.weight", explanation="detached on the ranks: no gradient"
     ),
     "all-reduce before replicated use": Case(
         tensor_parallel_twice,
@@ -242,15 +274,43 @@ WRONG = {
         first_wrong="last.weight",
         explanation="4 times: number of ranks",
     ),
-    "experts in another order": Case(
-        experts_in_another_order,
-        first_wrong="experts.down",
-        explanation="permuted along dim 0: row i is that of [6, 7, 0, 1, 2, 3, 4, 5][i] in one process",
+    "clipped by each rank": Case(
+        alone,
+        step=clipped_by_each_rank,
+        explanation="right on rank 0, 0.5 times on rank 1, 0.333333 times on rank 2, "
+        "0.25 times: 1 / number of ranks on rank 3",
     ),
-    "some experts twice": Case(
-        half_of_experts_twice,
-        first_wrong="experts.down",
-        explanation="rows 0-3 of dim 0: 2 times: summed twice; rows 4-7 of dim 0: right",
+    "scale of the auxiliary loss forgotten": Case(
+        ddp,
+        loss=loss_of_tokens,
+        step=forgotten_scale,
+        build=partial(build_feed_forward, "sequence"),
+        first_wrong="1.router.weight",
+        explanation=ADDED.format("3 times: micro-batches"),
+    ),
+    "scale of an auxiliary loss over the batch forgotten": Case(
+        ddp,
+        loss=loss_of_tokens,
+        step=forgotten_scale,
+        build=partial(build_feed_forward, "batch"),
+        first_wrong="1.router.weight",
+        explanation="mean of the gradients of each rank's batch alone, not the gradient of the whole batch; "
+        + ADDED.format("3 times: micro-batches"),
+    ),
+    "auxiliary gradient of each rank summed": Case(
+        alone,
+        loss=share_of_tokens,
+        step=summed_shares,
+        build=partial(build_feed_forward, "sequence"),
+        first_wrong="1.router.weight",
+        explanation=ADDED.format("4 times: number of ranks"),
+    ),
+    "auxiliary loss of each rank's tokens": Case(
+        ddp,
+        loss=loss_of_tokens,
+        build=partial(build_feed_forward, "batch"),
+        first_wrong="1.router.weight",
+        explanation="mean of the gradients of each rank's batch alone, not the gradient of the whole batch",
     ),
     "ranks with different numbers of tokens": Case(
         ddp,

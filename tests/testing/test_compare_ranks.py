@@ -175,7 +175,7 @@ def test_parameters_of_other_names_and_shapes() -> None:
 
     texts = compare(Case(add_layer, 2)).culprits
     assert "more.weight: rank 0 has it, one process does not." in texts
-    assert "last.weight: has shape (16, 8) on ranks 0, 1, which is no part of (8, 8)." in texts
+    assert "last.weight: has shape (16, 8) on ranks 0, 1, which does not fit into (8, 8)." in texts
 
 
 def test_a_parameter_that_no_rank_has() -> None:
@@ -225,7 +225,7 @@ def test_float32_where_float64_is_impossible() -> None:
     comparison = compare(Case(ddp, 2, loss=mean_square, build=NoFloat64))
     assert comparison.equal and comparison.dtype == torch.float32 and comparison.tolerance == 1e-4
     (note,) = (note for note in comparison.notes if "float64" in note)
-    assert note.endswith("one process cannot run in float64: NotImplementedError: no float64 here.")
+    assert note.endswith("the model cannot run in float64: NotImplementedError: no float64 here.")
     assert compare(Case(without_float64, 2, loss=mean_square, build=Small)).notes[0].startswith("Compared in float32")
     wrong = compare(Case(alone, 2, loss=mean_square, build=NoFloat64))
     assert wrong.first_wrong is not None and "missing reduction (mean)" in wrong.first_wrong.explanation

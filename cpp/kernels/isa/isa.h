@@ -16,6 +16,12 @@
 // symbol, of which the linker keeps one definition for all instruction sets. Baseline code could then run AVX-512
 // instructions.
 #define MAXMOE_INLINE __attribute__((always_inline)) inline
+// Before MAXMOE_INLINE, for functions of views that CUDA kernels call as well (cpp/cuda).
+#ifdef __CUDACC__
+#define MAXMOE_DEVICE __host__ __device__
+#else
+#define MAXMOE_DEVICE
+#endif
 // For lambdas whose captures must stay in registers.
 #define MAXMOE_INLINE_LAMBDA __attribute__((always_inline))
 

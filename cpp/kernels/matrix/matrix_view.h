@@ -36,7 +36,7 @@ struct MatrixView {
   int64_t column_stride = 1;
 
   // Pointer to element (r, 0). The next four functions return views of the same memory.
-  MAXMOE_INLINE T* row(int64_t r) const { return data + r * row_stride; }
+  MAXMOE_DEVICE MAXMOE_INLINE T* row(int64_t r) const { return data + r * row_stride; }
   MAXMOE_INLINE MatrixView row_range(int64_t begin, int64_t end) const {
     return {row(begin), end - begin, columns, row_stride, column_stride};
   }
@@ -57,7 +57,7 @@ struct MatrixStack {
   int64_t count = 0;
   int64_t stride = 0;
 
-  MAXMOE_INLINE MatrixView<T> operator[](int64_t index) const {
+  MAXMOE_DEVICE MAXMOE_INLINE MatrixView<T> operator[](int64_t index) const {
     MatrixView<T> view = first;
     view.data += index * stride;
     return view;

@@ -7,7 +7,6 @@ import torch
 from transformers import TrainerCallback
 
 from maxmoe.expert_load import LoadHistory, StatsAccumulator
-from maxmoe.expert_load.history import Run, SummaryWriter
 
 
 class LoadCallback(TrainerCallback):
@@ -20,11 +19,6 @@ class LoadCallback(TrainerCallback):
         Trainer(model, arguments, train_dataset=data, callbacks=[callback]).train()
         callback.history.write_csv("load.csv")
 
-    Args:
-        tensorboard: a `torch.utils.tensorboard.SummaryWriter`, to which the first process writes the values of all
-            steps whenever the trainer logs; None for none.
-        wandb: the run that `wandb.init` returns, to which they are written likewise; None for none.
-
     Attributes:
         history: record of the steps of the current or last training, on every process.
 
@@ -32,11 +26,8 @@ class LoadCallback(TrainerCallback):
         ValueError: when the training begins, if the model has no `MoE` or `MoEFeedForward` layers.
     """
 
-    def __init__(self, *, tensorboard: SummaryWriter | None = None, wandb: Run | None = None) -> None:
+    def __init__(self) -> None:
         self.history = LoadHistory()
-        self._tensorboard = tensorboard
-        self._wandb = wandb
-        self._written = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin a record, or continue the record of the checkpoint if the training is resumed."""
@@ -44,7 +35,6 @@ class LoadCallback(TrainerCallback):
         if state.global_step and saved.exists():
             self.history.load_state_dict(torch.load(saved))
         self._accumulator = StatsAccumulator(kwargs["model"])
-        self._written = state.global_step
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Add the statistics of the step."""
@@ -55,16 +45,6 @@ class LoadCallback(TrainerCallback):
         file = _saved_history(args, state)
         if state.is_world_process_zero and file.parent.is_dir():
             torch.save(self.history.state_dict(), file)
-
-    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write the steps since the last log; the trainer logs at its end, too."""
-        if not state.is_world_process_zero or self._written == self.history.num_steps:
-            return
-        if self._tensorboard is not None:
-            self.history.write_tensorboard(self._tensorboard, after=self._written)
-        if self._wandb is not None:
-            self.history.write_wandb(self._wandb, after=self._written)
-        self._written = self.history.num_steps
 
 
 def _saved_history(args: Any, state: Any) -> Path:

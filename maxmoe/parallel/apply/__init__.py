@@ -1,1 +1,1 @@
-"""What applies a plan to a module: parameters, hooks, FSDP2, tokens."""
+"""What applies a plan to a module: parameters, hooks, FSDP2, exceptions."""

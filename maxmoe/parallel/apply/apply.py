@@ -12,10 +12,8 @@ from maxmoe.parallel.plan.plan import Plan
 from maxmoe.ranks.token_group import uses_token_group
 
 
-def apply_plan(
-    module: nn.Module, plan: Plan, num_chunks: int, input_check: InputGradientCheck | None
-) -> list[ParameterHooks]:
-    """Shard the parameters of a module by its plan and register its hooks; return the hooks of the FSDP units."""
+def apply_plan(module: nn.Module, plan: Plan, num_chunks: int, input_check: InputGradientCheck | None) -> None:
+    """Shard the parameters of a module by its plan and register its hooks."""
     refuse_wrong_scalers()
     allow_averages_of_buffers()
     # Without the axes of FSDP2, which shards the parameters over them in `fully_shard_blocks`.
@@ -29,7 +27,6 @@ def apply_plan(
     fully_shard_blocks(module, plan)
     for hooks in parameter_hooks:
         hooks.keep_stored()
-    return parameter_hooks
 
 
 def _register_hooks(module: nn.Module, plan: Plan, input_check: InputGradientCheck | None) -> list[ParameterHooks]:

@@ -52,12 +52,8 @@ def fully_shard_blocks(module: nn.Module, plan: Plan) -> None:
 def fully_shard_stage(stage: nn.Module, model: nn.Module, plan: Plan, *, reshards: bool) -> None:
     """Make a module around a model the root of FSDP2, so that a schedule finds the FSDP2 modules of its stage.
 
-    Args:
-        stage: module without parameters of its own, which calls `model`.
-        model: model with the plan.
-        plan: plan of the model.
-        reshards: whether parameters are freed after each forward. A schedule with a split backward looks for the
-            gathered parameters between forward and backward, so that they must stay.
+    `reshards`: whether parameters are freed after each forward. A schedule with a split backward looks for the gathered
+    parameters between forward and backward, so that they must stay.
     """
     if any(isinstance(module, fsdp.FSDPModule) for module in model.modules()):
         root = fsdp.fully_shard(
@@ -70,10 +66,9 @@ def fully_shard_stage(stage: nn.Module, model: nn.Module, plan: Plan, *, reshard
 
 
 def reset_fsdp(module: nn.Module) -> None:
-    """Bring FSDP2 into its state before a forward after an exception.
+    """Shard the parameters of FSDP2 again after an exception, and drop gradients that it has not reduced.
 
-    Parameters are sharded, and gradients that have not been reduced are dropped: a later backward would add them to its
-    own.
+    A later backward would add these gradients to its own.
     """
     for child in fsdp_modules(module):
         if is_running_root(child):  # a block outside of which nothing is sharded is a root of its own

@@ -2,13 +2,12 @@
 
 During a forward, modules hold gathered parameters in the place of DTensors, FSDP2 holds those of its blocks until the
 end of the backward, and other ranks wait for this one in collectives. An exception, also a KeyboardInterrupt, may end a
-forward or a backward anywhere. `Recovery` brings a module into the state before the call. `AfterInterruption` asks,
-before the next call, whether all ranks have stopped at the same place, because otherwise collectives of different calls
-would meet.
+forward or a backward anywhere. `leave_units` and `reset_fsdp` bring a module into the state before the call, without
+communication. `AfterInterruption` asks, before the next call, whether all ranks have stopped at the same place, because
+otherwise collectives of different calls would meet.
 """
 
 import threading
-from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -19,7 +18,7 @@ from maxmoe._torch.autograd import backward_id, call_after_backward, is_backward
 from maxmoe._torch.compile import call_with_hooks, runs_uncompiled
 from maxmoe.parallel.apply.fsdp import around_blocks, fsdp_modules, reset_fsdp
 from maxmoe.parallel.apply.one_thread import ONE_THREAD
-from maxmoe.parallel.apply.parameter_hooks import ParameterHooks, tensors_of
+from maxmoe.parallel.apply.parameter_hooks import ParameterHooks, leave_units, num_running_units, tensors_of
 from maxmoe.ranks.named_collectives import num_started
 from maxmoe.sharding.mesh import Mesh
 
@@ -52,7 +51,7 @@ def _new_guarded(cls: Any) -> Any:
     return guarded.__new__(guarded)
 
 
-def guard_calls(module: nn.Module, hooks: Sequence[ParameterHooks], mesh: Mesh, name: str) -> None:
+def guard_calls(module: nn.Module, mesh: Mesh, name: str) -> None:
     """Let every call of a module leave it as it was if an exception ends the call or its backward.
 
     Also calls of the model inside of wrappers, such as its `generate`.
@@ -62,65 +61,34 @@ def guard_calls(module: nn.Module, hooks: Sequence[ParameterHooks], mesh: Mesh, 
     the name of the class before.
     """
     after = AfterInterruption(name, mesh, has_fsdp=any(fsdp_modules(module)))
-    guard = CallGuard(Recovery(module, hooks), after)
+    guard = CallGuard(module, after)
     for outer in around_blocks(module):
         outer._call_guard = guard  # type: ignore[assignment]
         cls: Any = type(outer)
         outer.__class__ = _guarded(cls)
 
 
-class Recovery:
-    """Brings a parallelized module into the state before a call that an exception has ended. Nothing is communicated.
-
-    Gradients that have been added to parameters stay, as in one process; those that FSDP2 has not reduced yet are lost.
-
-    Args:
-        module: module with the FSDP2 modules.
-        hooks: hooks of the FSDP units inside of it.
-    """
-
-    def __init__(self, module: nn.Module, hooks: Sequence[ParameterHooks]) -> None:
-        self._module, self._hooks = module, hooks
-
-    @property
-    def num_gathers(self) -> int:
-        """Number of forwards of FSDP units so far."""
-        return sum(hooks.num_gathers for hooks in self._hooks)
-
-    def running_calls(self) -> list[int]:
-        """Return how many forwards of each FSDP unit run now."""
-        return [hooks.num_calls for hooks in self._hooks]
-
-    def leave_units(self, running_calls: Sequence[int]) -> None:
-        """Put the DTensors back that forwards after `running_calls` have replaced."""
-        for hooks, number in zip(self._hooks, running_calls, strict=True):
-            hooks.abandon(number)
-
-    def reset_fsdp(self) -> None:
-        """Shard the parameters of FSDP2 again, and drop what it keeps between forward and backward."""
-        reset_fsdp(self._module)
-
-
 class CallGuard:
     """Runs the calls of a module, and recovers it after an exception in a call or in its backward.
 
+    Gradients that have been added to parameters stay, as in one process; those that FSDP2 has not reduced yet are lost.
     Calls of several threads at the same time are an error.
     """
 
-    def __init__(self, recovery: Recovery, after: "AfterInterruption") -> None:
-        self._recovery, self._after = recovery, after
+    def __init__(self, module: nn.Module, after: "AfterInterruption") -> None:
+        self._module, self._after = module, after
         self._depth = 0  # of a module that calls itself, and of a model in wrappers
         self._watched = -1
 
     @called_uncompiled
     def run(self, call: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Call the module."""
-        running_calls = self._begin()
+        num_running = self._begin()
         try:
             output = call(*arguments, **options)
             self._check_thread()
         except BaseException:
-            self._recover_forward(running_calls)
+            self._recover_forward(num_running)
             raise
         finally:
             self._end()
@@ -128,22 +96,18 @@ class CallGuard:
         return output
 
     @never_compiled
-    def _begin(self) -> list[int]:
-        """Compare with other ranks after an interruption; return how many forwards of each FSDP unit run now."""
+    def _begin(self) -> int:
+        """Compare with other ranks after an interruption; return how many forwards of FSDP units run now."""
         if not is_backward_running():  # a recomputation belongs to the backward
             ONE_THREAD.enter()
             if self._depth == 0:
-                self._compare()
+                try:
+                    self._after.begin_call()
+                except BaseException:
+                    ONE_THREAD.leave()
+                    raise
         self._depth += 1
-        return self._recovery.running_calls()
-
-    def _compare(self) -> None:
-        try:
-            self._after.check()
-        except BaseException:
-            ONE_THREAD.leave()
-            raise
-        self._after.begin_call(self._recovery.num_gathers)
+        return num_running_units()
 
     @never_compiled
     def _check_thread(self) -> None:
@@ -157,8 +121,8 @@ class CallGuard:
             ONE_THREAD.leave()
 
     @never_compiled
-    def _recover_forward(self, running_calls: list[int]) -> None:
-        self._recovery.leave_units(running_calls)
+    def _recover_forward(self, num_running: int) -> None:
+        leave_units(num_running)
         # The checkpoints of torch end a recomputation by an exception when it has computed what the backward needs. One
         # that ends the backward too is seen at its end.
         if self._depth == 1 and not is_backward_running():
@@ -191,8 +155,8 @@ class CallGuard:
             ONE_THREAD.leave()
 
     def _recover(self, part: str) -> None:
-        self._recovery.reset_fsdp()
-        self._after.note(part, self._recovery.num_gathers)
+        reset_fsdp(self._module)
+        self._after.note(part)
 
 
 class _EndOfBackward:
@@ -233,18 +197,19 @@ class AfterInterruption:
         self._num_calls = self._num_interruptions = self._started = self._gathers = 0
         self._place: str | None = None
 
-    def begin_call(self, num_gathers: int) -> None:
-        """Note where a call begins."""
+    def begin_call(self) -> None:
+        """Note where a call begins; raise if ranks have been interrupted at different places."""
+        self._check()
         self._num_calls += 1
-        self._started, self._gathers = num_started(), num_gathers
+        self._started, self._gathers = num_started(), ParameterHooks.num_gathers
 
-    def note(self, part: str, num_gathers: int) -> None:
+    def note(self, part: str) -> None:
         """Note that an exception has ended the forward or the backward of the last call."""
-        collectives, gathers = num_started() - self._started, num_gathers - self._gathers
+        collectives, gathers = num_started() - self._started, ParameterHooks.num_gathers - self._gathers
         if collectives > 0 or self._has_fsdp:
             self._place = f"{part} of call {self._num_calls}, after {gathers} modules and {collectives} collectives"
 
-    def check(self) -> None:
+    def _check(self) -> None:
         """Raise unless all ranks have been interrupted at the same place as this one, or this one has not been."""
         if self._place is None:
             return

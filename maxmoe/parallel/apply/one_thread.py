@@ -25,11 +25,9 @@ class OneThread:
         self._has_met_another = False
 
     def enter(self, thread: int | None = None) -> None:
-        """Begin a forward or a backward.
+        """Begin a forward or a backward of the thread with an ident, None for this one.
 
-        Args:
-            thread: thread that has called the model, by its ident; None for this one. Autograd may run a backward in
-                another one.
+        Autograd may run the backward of a model in another thread than the one that has called the model.
         """
         thread = threading.get_ident() if thread is None else thread
         with self._changes:

@@ -65,6 +65,8 @@ class ParameterHooks:
         fsdp_blocks: modules to which FSDP2 is applied, by their path.
     """
 
+    num_gathers = 0  # of all units of this process
+
     def __init__(self, unit: ModulePlan, fsdp_blocks: Mapping[str, Any]) -> None:
         self._places = []
         for path, plan in (unit.reduced | unit.parameters).items():
@@ -73,58 +75,50 @@ class ParameterHooks:
         blocks = dict.fromkeys(plan.fsdp_block for _, _, plan in self._places if plan.fsdp_block is not None)
         self._fsdp_modules = [fsdp_blocks[path] for path in blocks]
         self._fsdp_root = fsdp_blocks.get("")
-        self._stored: dict[str, Tensor | None] = {}
-        self._calls: list[UnitCall] = []  # several if the unit calls itself
-        self.num_gathers = 0
+        self._reduces_jointly = all(place.plan.reduced_by is not None for place in self._places)
+        self._stored: dict[str, Tensor] = {}
 
     def keep_stored(self) -> None:
         """Keep the parameters that the optimizer holds; called when FSDP2 has replaced them by their shards."""
-        self._stored = {plan.name: parameter_in_place(owner, name) for owner, name, plan in self._places}
+        found = ((plan.name, parameter_in_place(owner, name)) for owner, name, plan in self._places)
+        self._stored = {name: parameter for name, parameter in found if parameter is not None}
 
     @not_compiled
     def gather(self, _unit: nn.Module, _arguments: tuple[Any, ...]) -> None:
         """Forward pre-hook: replace the DTensor parameters by gathered plain tensors."""
         if self._fsdp_root is not None:
             make_root(self._fsdp_root)
-        self.num_gathers += 1
-        call = UnitCall()
-        self._calls.append(call)
-        # Keyed by the id of the parameter, so that a parameter that several children share is gathered once. All ranks
-        # gather in the order of the plans.
-        found: dict[int, tuple[DTensor, Place]] = {}
+        ParameterHooks.num_gathers += 1
+        call = UnitCall(self)
+        _RUNNING.append(call)
+        # By name, so that a parameter that several children share is gathered once. All ranks gather in the order of
+        # the plans.
+        found: dict[str, tuple[DTensor, Place]] = {}
         for place in self._places:
             parameter = parameter_in_place(place.owner, place.name)
             if isinstance(parameter, DTensor):  # else gathered by a unit whose forward calls this one
-                call.replaced.append((place.owner, place.name, parameter))
-                found.setdefault(id(parameter), (parameter, place))
+                call.replaced.append((place, parameter))
+                found.setdefault(place.plan.name, (parameter, place))
         parameters = [parameter for parameter, _ in found.values()]
         gatherings = [_gathering_now(parameter, place.plan) for parameter, place in found.values()]
-        names = [place.plan.name for _, place in found.values()]
-        jointly = all(place.plan.reduced_by is not None for place in self._places)
-        tensors = redistribute_parameters(parameters, gatherings, names, jointly=jointly)
-        if _has_later_backward():
-            for tensor, (_, place) in zip(tensors, found.values(), strict=True):
-                self._remember(call, tensor, place)
+        tensors = redistribute_parameters(parameters, gatherings, [*found], jointly=self._reduces_jointly)
         gathered = dict(zip(found, tensors, strict=True))
-        for owner, name, parameter in call.replaced:
-            put_in_place(owner, name, gathered[id(parameter)])
-
-    def _remember(self, call: "UnitCall", tensor: Tensor, place: Place) -> None:
-        """Keep the version of a parameter for the backward, and where to gather it again, if it is gathered."""
-        stored = self._stored[place.plan.name]
-        assert stored is not None
-        version = ParameterVersion(place.plan.name, stored)
-        if not place.plan.is_gathered:
-            call.ungathered.append((tensor, version))
-        elif place.plan.is_saved:
-            call.gathered.append(GatheredParameter(tensor, place.gather, version))
+        if _has_later_backward():
+            for name, (_, place) in found.items():
+                version = ParameterVersion(name, self._stored[name])
+                if not place.plan.is_gathered:
+                    call.ungathered.append((gathered[name], version))
+                elif place.plan.is_saved:
+                    call.gathered.append(GatheredParameter(FreedStorage(gathered[name]), place.gather, version))
+        for place, _ in call.replaced:
+            put_in_place(place.owner, place.name, gathered[place.plan.name])
 
     @not_compiled
     def free(self, _unit: nn.Module, _arguments: tuple[Any, ...], output: Any) -> None:
         """Forward hook: put the DTensors back, free the gathered tensors, and refill them in the backward."""
-        if not self._calls:  # another hook has raised before `gather`
+        if not _RUNNING or _RUNNING[-1].hooks is not self:  # another hook has raised before `gather`
             return
-        call = self._calls.pop()
+        call = _RUNNING.pop()
         call.put_back()
         gathered, ungathered = call.gathered, call.ungathered  # both empty without a later backward
         tensors = tensors_of(output) if gathered or ungathered else []
@@ -151,7 +145,7 @@ class ParameterHooks:
                 parameter.refill()
 
         for gathered_parameter in gathered:
-            gathered_parameter.free()
+            gathered_parameter.storage.free()
         for tensor in tensors:
             # An in-place operation on a view replaces the history of the view, and with it the hook, by one that ends
             # in that of the base.
@@ -159,37 +153,36 @@ class ParameterHooks:
                 if hooked is not None and hooked.requires_grad:
                     hooked.register_hook(refill)  # type: ignore[no-untyped-call]
 
-    @property
-    def num_calls(self) -> int:
-        """Number of forwards of the unit that run now, one inside of the other."""
-        return len(self._calls)
-
-    def abandon(self, num_calls: int) -> None:
-        """Put the DTensors back that an interrupted forward has replaced, and leave the outer `num_calls` forwards."""
-        while len(self._calls) > num_calls:
-            self._calls.pop().put_back()
-
 
 @dataclasses.dataclass
 class UnitCall:
-    """Parameters of one forward of a unit.
+    """Parameters of one forward of a unit: DTensors to put back, gathered tensors, tensors that share their memory."""
 
-    Attributes:
-        replaced: parameters that are put back after the forward, with their modules and names.
-        gathered: gathered tensors for the backward.
-        ungathered: tensors that share memory with their parameters, and the versions of these.
-        is_refilled: whether the backward has gathered the parameters again.
-    """
-
-    replaced: list[tuple[nn.Module, str, Tensor]] = dataclasses.field(default_factory=list)
+    hooks: ParameterHooks
+    replaced: list[tuple[Place, Tensor]] = dataclasses.field(default_factory=list)
     gathered: list["GatheredParameter"] = dataclasses.field(default_factory=list)
     ungathered: list[tuple[Tensor, "ParameterVersion"]] = dataclasses.field(default_factory=list)
-    is_refilled: bool = False
+    is_refilled: bool = False  # by the backward
 
     def put_back(self) -> None:
         """Put the DTensors in the place of the gathered tensors."""
-        for owner, name, parameter in self.replaced:
-            put_in_place(owner, name, parameter)
+        for place, parameter in self.replaced:
+            put_in_place(place.owner, place.name, parameter)
+
+
+# Forwards of units that run now in this process, one inside of the other.
+_RUNNING: list[UnitCall] = []
+
+
+def num_running_units() -> int:
+    """Return the number of forwards of FSDP units that run now."""
+    return len(_RUNNING)
+
+
+def leave_units(num_running: int = 0) -> None:
+    """Put the DTensors back that interrupted forwards have replaced, and leave the outer `num_running` forwards."""
+    while len(_RUNNING) > num_running:
+        _RUNNING.pop().put_back()
 
 
 def tensors_of(output: Any) -> list[Tensor]:
@@ -228,32 +221,27 @@ def _versions(parameter: Tensor) -> tuple[int, int]:
     return version_of(parameter), version_of(local)
 
 
-class GatheredParameter:
+class GatheredParameter(NamedTuple):
     """A gathered parameter whose storage is freed between forward and backward; `gather` gathers it again."""
 
-    def __init__(self, tensor: Tensor, gather: Callable[[], Tensor], version: ParameterVersion) -> None:
-        self._storage = FreedStorage(tensor)
-        self._gather = gather
-        self._version = version
-
-    def free(self) -> None:
-        """Free the storage."""
-        self._storage.free()
+    storage: FreedStorage
+    gather: Callable[[], Tensor]
+    version: ParameterVersion
 
     def check_version(self) -> None:
         """Raise, on every rank and before any collective, if the parameter has been modified since the forward."""
-        if self._version.is_outdated:
+        if self.version.is_outdated:
             raise RuntimeError(
-                f"{self._version.name} is needed for gradient computation, but has been modified by an inplace "
+                f"{self.version.name} is needed for gradient computation, but has been modified by an inplace "
                 "operation since the forward: call backward before optimizer.step()"
             )
 
     @torch.no_grad()
     def refill(self) -> None:
         """Gather the parameter again, and fill the storage if tensors still share it on this rank."""
-        values = self._gather()
-        if self._storage.is_needed:
-            self._storage.fill(values)
+        values = self.gather()
+        if self.storage.is_needed:
+            self.storage.fill(values)
 
 
 def _has_later_backward() -> bool:
@@ -278,4 +266,4 @@ def _gathering_now(parameter: DTensor, plan: ParameterPlan) -> Redistribution:
             f"{plan.name} is gathered in the forward of {plan.fsdp_block or 'the module given to parallelize'}, got a "
             "call of a module inside of it: call that module, or this one under torch.no_grad()"
         )
-    return plan.gathering_without_fsdp
+    return Redistribution((plan.stored, plan.used), (plan.grad_used, plan.stored))

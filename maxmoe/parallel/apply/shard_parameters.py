@@ -1,6 +1,5 @@
 """Conversion of the parameters of a module to DTensors."""
 
-import warnings
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -9,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from maxmoe._torch import as_parameter
 from maxmoe.checks.early_optimizers import mark_replaced
-from maxmoe.parallel.plan.parameter_sharding import ParameterSharding, names_without_rules, shardings_by_name
+from maxmoe.parallel.plan.parameter_sharding import ParameterSharding, parameter_shardings
 from maxmoe.ranks.named_collectives import broadcast
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
@@ -32,9 +31,8 @@ def shard_parameters(
         module: module whose parameters have logical names, see `Declaration`.
         mesh: mesh on which parameters are sharded.
         rules: rules that map logical names to mesh axes.
-        strict: raise for names without rules, parameters without names, and dims that their axes do not divide;
-            otherwise these dims are not sharded.
-        allow_unused: accept names of mesh and rules that have no effect.
+        strict: as for `parameter_shardings`.
+        allow_unused: as for `parameter_shardings`.
 
     Returns:
         Sharding of each parameter, by its path.
@@ -43,9 +41,7 @@ def shard_parameters(
         ValueError: for a parameter that is a DTensor already, and as `parameter_shardings`; the module is not changed
             then.
     """
-    parameters = shardings_by_name(module, mesh, rules, strict=strict, allow_unused=allow_unused)
-    for warning in names_without_rules(parameters, rules):
-        warnings.warn(warning, stacklevel=2)
+    parameters = parameter_shardings(module, mesh, rules, strict=strict, allow_unused=allow_unused)
     distribute_parameters(module, {name: parameter.sharding for name, parameter in parameters.items()})
     return parameters
 

@@ -1,8 +1,7 @@
 """Collectives over rows of tensors, each with its adjoint as its backward.
 
-    all_gather_rows             <-> reduce_scatter_rows
-    all_gather_replicated_rows  <-> the local chunk of the gradient
-    ragged_all_to_all           <-> ragged_all_to_all with the splits swapped
+    all_gather_rows   <-> reduce_scatter_rows
+    ragged_all_to_all <-> ragged_all_to_all with the splits swapped
 
 Ranks may hold different numbers of rows, none included. All ranks of the group take part in every call, in the forward
 and in the backward.
@@ -17,7 +16,7 @@ Shapes: N rows of this rank, P ranks.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -53,19 +52,6 @@ class CollectiveHandle:
         return self.result
 
 
-class RowCollective(Protocol):
-    """A linear map of the rows of all ranks to rows of all ranks."""
-
-    def start(self, rows: Tensor) -> CollectiveHandle:
-        """Start the collective with the contiguous rows ``(N, ...)`` of this rank."""
-        ...
-
-    @property
-    def adjoint(self) -> "RowCollective":
-        """The collective that maps the gradient of the result to the gradient of the rows."""
-        ...
-
-
 @dataclass(frozen=True)
 class AllToAll:
     """Every rank sends different rows to each rank: `send[p]` rows to rank p, `receive[p]` rows from it."""
@@ -77,7 +63,8 @@ class AllToAll:
     def start(self, rows: Tensor) -> CollectiveHandle:
         """Start an all-to-all: ``(sum(send), ...)`` to ``(sum(receive), ...)``."""
         result = rows.new_empty(sum(self.receive), *rows.shape[1:])
-        return CollectiveHandle(result, _all_to_all(result, rows, self.receive, self.send, self.group))
+        work = all_to_all(result, rows, list(self.receive), list(self.send), "rows", group=self.group)
+        return CollectiveHandle(result, work)
 
     @property
     def adjoint(self) -> "AllToAll":
@@ -87,34 +74,26 @@ class AllToAll:
 
 @dataclass(frozen=True)
 class AllGather:
-    """Every rank gets the rows of all ranks, in the order of the ranks.
-
-    Args:
-        group: the ranks.
-        counts: N of every rank.
-        is_replicated: whether all ranks compute the same from the result, so that each has its whole gradient.
-    """
+    """Every rank gets the rows of all ranks, in the order of the ranks; `counts` is N of every rank."""
 
     group: dist.ProcessGroup
     counts: tuple[int, ...]
-    is_replicated: bool = False
 
     def start(self, rows: Tensor) -> CollectiveHandle:
         """Start an all-gather: ``(N, ...)`` to ``(sum(counts), ...)``."""
-        result = rows.new_empty(sum(self.counts), *rows.shape[1:])
-        if len(set(self.counts)) == 1:
-            work = all_gather(result, rows, "rows", group=self.group, is_async=True) if result.numel() else None
-            return CollectiveHandle(result, work)
-        # All-gathers need tensors of equal size. An all-to-all of copies sends the same number of bytes.
         num_ranks = len(self.counts)
-        copies = torch.cat([rows] * num_ranks)
-        work = _all_to_all(result, copies, self.counts, (rows.shape[0],) * num_ranks, self.group)
+        if len(set(self.counts)) > 1:
+            # All-gathers need tensors of equal size. An all-to-all of copies sends the same number of bytes.
+            copies = torch.cat([rows] * num_ranks)
+            return AllToAll(self.group, (rows.shape[0],) * num_ranks, self.counts).start(copies)
+        result = rows.new_empty(sum(self.counts), *rows.shape[1:])
+        work = all_gather(result, rows, "rows", group=self.group, is_async=True) if result.numel() else None
         return CollectiveHandle(result, work)
 
     @property
-    def adjoint(self) -> "ReduceScatter | LocalChunk":
-        """A reduce-scatter, or without communication the local chunk of a gradient that every rank has."""
-        return LocalChunk(self.group, self.counts) if self.is_replicated else ReduceScatter(self.group, self.counts)
+    def adjoint(self) -> "ReduceScatter":
+        """A reduce-scatter."""
+        return ReduceScatter(self.group, self.counts)
 
 
 @dataclass(frozen=True)
@@ -132,9 +111,8 @@ class ReduceScatter:
         if len(set(self.counts)) == 1 and dist.get_backend(self.group) != "gloo":
             work = reduce_scatter(result, rows, "rows", group=self.group, is_async=True) if rows.numel() else None
             return CollectiveHandle(result, work)
-        received = rows.new_empty(num_ranks, count, *rows.shape[1:])
-        work = _all_to_all(received.flatten(0, 1), rows, (count,) * num_ranks, self.counts, self.group)
-        return CollectiveHandle(result, work, received)
+        sent = AllToAll(self.group, self.counts, (count,) * num_ranks).start(rows)
+        return CollectiveHandle(result, sent.work, sent.result.view(num_ranks, count, *rows.shape[1:]))
 
     @property
     def adjoint(self) -> AllGather:
@@ -142,28 +120,9 @@ class ReduceScatter:
         return AllGather(self.group, self.counts)
 
 
-@dataclass(frozen=True)
-class LocalChunk:
-    """Rows that every rank has; rank p keeps its `counts[p]` rows. Nothing is communicated."""
-
-    group: dist.ProcessGroup
-    counts: tuple[int, ...]
-
-    def start(self, rows: Tensor) -> CollectiveHandle:
-        """Slice ``(sum(counts), ...)`` to ``(N, ...)``."""
-        rank = self.group.rank()
-        return CollectiveHandle(rows.narrow(0, sum(self.counts[:rank]), self.counts[rank]), None)
-
-    @property
-    def adjoint(self) -> AllGather:
-        """An all-gather of chunks of one tensor."""
-        return AllGather(self.group, self.counts, is_replicated=True)
-
-
-def _all_to_all(
-    output: Tensor, rows: Tensor, receive: Sequence[int], send: Sequence[int], group: dist.ProcessGroup
-) -> dist.Work | None:
-    return all_to_all(output, rows, list(receive), list(send), "rows", group=group)
+# Linear map of the rows of all ranks to rows of all ranks. `start` takes the contiguous rows ``(N, ...)`` of this rank;
+# `adjoint` maps the gradient of the result to the gradient of the rows.
+RowCollective: TypeAlias = AllToAll | AllGather | ReduceScatter
 
 
 def start_collective(rows: Tensor, collective: RowCollective) -> Future[Tensor]:
@@ -243,14 +202,6 @@ def all_gather_rows(rows: Tensor, counts: Sequence[int], group: dist.ProcessGrou
         A function that waits for ``(sum(counts), ...)``, the rows in the order of the ranks.
     """
     return start_collective(rows, AllGather(group, tuple(counts)))
-
-
-def all_gather_replicated_rows(rows: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Future[Tensor]:
-    """All-gather like `all_gather_rows`, if all ranks compute the same values from the result.
-
-    Every rank then has the whole gradient of the result, and the backward is a slice.
-    """
-    return start_collective(rows, AllGather(group, tuple(counts), is_replicated=True))
 
 
 def reduce_scatter_rows(rows: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Future[Tensor]:

@@ -34,12 +34,7 @@ class ComputedRows:
 
     @classmethod
     def of(cls, rows: Tensor, moves: Sequence[Move]) -> "ComputedRows":
-        """Distribute rows over ranks.
-
-        Args:
-            rows: ``(P, E)``, int64 on the host, number of rows of each rank for each expert.
-            moves: moves of `plan_moves`.
-        """
+        """Distribute the rows ``(P, E)``, int64 on the host, of each rank for each expert by the moves of experts."""
         num_ranks, num_experts = rows.shape[0], rows.shape[1] // rows.shape[0]
         parts: dict[tuple[int, int], Tensor] = {}
         for expert in {move.expert for move in moves}:
@@ -109,14 +104,10 @@ class ComputedRows:
 
 
 def _split(rows: list[int], wanted: dict[int, int]) -> dict[int, list[int]]:
-    """Distribute the rows of each rank for one expert over the ranks that compute it.
+    """Distribute the rows ``(P,)`` of each rank for one expert over ranks that compute a `wanted` number of them each.
 
-    Args:
-        rows: ``(P,)``, number of rows of each rank.
-        wanted: number of rows that each computing rank gets; the sum is that of `rows`.
-
-    Returns:
-        Number of rows ``(P,)`` of each rank for each computing rank. A rank keeps as many of its own rows as it can.
+    Returns the number of rows ``(P,)`` of each rank for each computing rank. A rank keeps as many of its own rows as it
+    can.
     """
     left, missing = list(rows), dict(wanted)
     parts = {rank: [0] * len(rows) for rank in wanted}

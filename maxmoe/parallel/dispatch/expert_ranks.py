@@ -83,10 +83,6 @@ class ExpertRanks:
     first_experts: tuple[int, ...]
     buffer_factor: float | None = None
 
-    def __deepcopy__(self, _memo: object) -> "ExpertRanks":
-        """Return the object itself: a process group cannot be copied, so copies of a layer share it."""
-        return self
-
     @property
     def size(self) -> int:
         """Number of ranks."""
@@ -95,11 +91,7 @@ class ExpertRanks:
     def plan(self, top_k: TopK) -> RaggedPlan:
         """Sort the slots by the rank of their expert and by expert; slots of experts outside of the group have no row.
 
-        Args:
-            top_k: expert ids and routing weights of the tokens.
-
-        Returns:
-            Plan whose groups are the experts in the order of the ranks.
+        The groups of the plan are the experts in the order of the ranks.
         """
         experts, count, total = top_k.experts, self.experts.count, self.experts.total
         are_all = self.size * count == total

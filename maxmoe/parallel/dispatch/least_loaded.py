@@ -1,9 +1,8 @@
 """Least-loaded experts: ranks with few rows compute rows of other ranks' experts, whose weights they receive."""
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -13,18 +12,11 @@ from maxmoe.nn.local_dispatcher import LocalDispatcher, LocalExperts
 from maxmoe.nn.routing import TopK
 from maxmoe.ops import RaggedPlan
 from maxmoe.parallel.dispatch.computed_rows import ComputedRows
-from maxmoe.parallel.dispatch.expert_moves import TRIED_PERCENT, plan_moves
-from maxmoe.parallel.dispatch.expert_ranks import ExpertLayout, with_rows
+from maxmoe.parallel.dispatch.expert_moves import TRIED_PERCENT, Move, loads_of, plan_moves
+from maxmoe.parallel.dispatch.expert_ranks import with_rows
 from maxmoe.parallel.dispatch.lent_experts import LentExperts
-from maxmoe.parallel.dispatch.planned_dispatch import PlannedDispatch
-from maxmoe.parallel.dispatch.planned_moves import PlannedMoves
-from maxmoe.parallel.dispatch.ragged_dispatcher import (
-    RaggedAllToAll,
-    RaggedCounts,
-    RaggedDispatched,
-    Splits,
-    planned_rows,
-)
+from maxmoe.parallel.dispatch.ragged_dispatcher import RaggedAllToAll, RaggedCounts, SentRows, Splits, planned_rows
+from maxmoe.parallel.dispatch.strategy import PlannedDispatch, Received
 from maxmoe.sharding.planned_collective import PlannedCollective
 
 # Floating-point operations of a rank, in the time in which it sends a byte to another one, by the type of its device.
@@ -62,7 +54,7 @@ class LeastLoaded(RaggedAllToAll):
     Source: arXiv:2601.17111 (least-loaded expert parallelism).
     """
 
-    moves_experts: ClassVar[bool] = True
+    moves_experts = True
 
     local: LocalDispatcher
 
@@ -78,21 +70,20 @@ class LeastLoaded(RaggedAllToAll):
             )
         return counts
 
-    def dispatch(self, x: Tensor, top_k: TopK, counts: RaggedCounts) -> Future[RaggedDispatched]:
+    def dispatch(self, x: Tensor, top_k: TopK, counts: RaggedCounts) -> Future[Received[SentRows]]:
         """Start the all-to-all of the rows of x ``(T, D)`` to the ranks that compute them."""
         moves = plan_moves(counts.host_rows.sum(0).tolist(), self.ranks.size, rows_per_expert(x.device.type, x.dtype))
         if not moves:
             return super().dispatch(x, top_k, counts)
         computed, rank = ComputedRows.of(counts.host_rows, moves), self.ranks.group.rank()
         plan = with_rows(counts.plan, computed.order(rank).to(x.device))
-        num_sent = computed.sent(rank)
-        num_experts = len(computed.experts[rank])
+        num_sent, num_experts = computed.sent(rank), len(computed.experts[rank])
+        splits = Splits(num_sent, num_sent, computed.received(rank))
         local = replace(self.local, experts=LocalExperts(0, num_experts, num_experts, num_experts))
-        sent = self.send(x, top_k, plan, Splits(num_sent, num_sent, computed.received(rank)))
-        expert_ids = computed.expert_ids(rank).to(x.device)
+        arriving = self.send(x, top_k, (plan, splits), computed.expert_ids(rank).to(x.device), local)
 
-        def arrive() -> RaggedDispatched:
-            dispatched = self.receive(sent, expert_ids, local)
+        def arrive() -> Received[SentRows]:
+            dispatched = arriving()
             own, foreign = self._split(dispatched.plan, computed)
             lent = LentExperts(foreign, computed.lent(rank), computed.borrowed(rank), self.ranks.group)
             return replace(dispatched, plan=own, foreign=lent)
@@ -121,13 +112,6 @@ class LeastLoaded(RaggedAllToAll):
         settings = (TRIED_PERCENT, flop_per_byte(device), self.ranks.first_experts, chunk.weights.dtype, autocast)
         return [*super()._facts(chunk), zlib.crc32(repr(settings).encode())]
 
-    @classmethod
-    def dispatcher(cls, layout: ExpertLayout) -> "LeastLoaded":
-        """Make the dispatcher of this process."""
-        local = layout.local_dispatcher(is_bounded=False)
-        assert isinstance(local, LocalDispatcher)
-        return cls(local, layout.ranks())
-
     @staticmethod
     def planned_collectives(tokens: PlannedDispatch) -> Iterator[PlannedCollective]:
         """List the collectives of a training step."""
@@ -136,7 +120,65 @@ class LeastLoaded(RaggedAllToAll):
             yield from planned_rows(chunk) if tokens.layout.imbalance == 1.0 else planned_moves(chunk).collectives()
 
 
+@dataclass(frozen=True)
+class PlannedMoves:
+    """Moves of one chunk, if all ranks route alike and one expert has all rows above an even load.
+
+    Args:
+        tokens: tokens of the chunk.
+        rows: ``(P, E)``, int64, number of rows of each rank for each expert, in the order of the ranks.
+        moves: moves of experts to other ranks.
+    """
+
+    tokens: PlannedDispatch
+    rows: Tensor
+    moves: tuple[Move, ...]
+
+    @property
+    def most_rows(self) -> float:
+        """Most rows of a rank over the mean."""
+        loads = loads_of(self.rows.sum(0).tolist(), self.tokens.num_ranks, self.moves)
+        return max(loads) * len(loads) / max(1, sum(loads))
+
+    def collectives(self) -> Iterator[PlannedCollective]:
+        """List the collectives of rows, weights and gradients, each with the bytes of the rank that sends most."""
+        tokens, computed = self.tokens, ComputedRows.of(self.rows, self.moves)
+        row = self._most(computed.sent, computed.received)
+        size = tokens.config.row_size * tokens.dtype.itemsize
+        yield from tokens.exchange("tokens to experts", row * size, is_input=True)
+        yield from tokens.exchange("routing weights", row * tokens.weights_dtype.itemsize)
+        yield from tokens.exchange("outputs of experts", row * size)
+        if self.moves:
+            experts = self._most(lambda rank: list(map(len, computed.lent(rank))), computed.borrowed)
+            for num_bytes, is_trained in tokens.expert_bytes:
+                # Sent again in the backward, whether the layer is recomputed or the weights are freed in between.
+                yield from tokens.exchange(
+                    "weights of moved experts", experts * num_bytes, has_gradient=is_trained, is_sent_again=True
+                )
+
+    def _most(self, sent: Callable[[int], list[int]], received: Callable[[int], list[int]]) -> int:
+        """Return the largest number that a rank sends to other ranks, or receives from them."""
+        counts = ((rank, count(rank)) for count in (sent, received) for rank in range(self.tokens.num_ranks))
+        return max(sum(parts) - parts[rank] for rank, parts in counts)
+
+
 def planned_moves(tokens: PlannedDispatch) -> PlannedMoves:
-    """Plan the moves of one chunk. A planned mesh is assumed to be of GPUs."""
-    mesh = tokens.layout.mesh
-    return PlannedMoves.of(tokens, rows_per_expert("cuda" if mesh.is_planned else mesh.device_type, tokens.dtype))
+    """Plan the moves of one chunk at the imbalance of its layout. A planned mesh is assumed to be of GPUs."""
+    mesh, rows = tokens.layout.mesh, _routed_rows(tokens).expand(tokens.num_ranks, -1)
+    cost = rows_per_expert("cuda" if mesh.is_planned else mesh.device_type, tokens.dtype)
+    return PlannedMoves(tokens, rows, plan_moves(rows.sum(0).tolist(), tokens.num_ranks, cost))
+
+
+def _routed_rows(tokens: PlannedDispatch) -> Tensor:
+    """Return the number of rows ``(E,)`` of a rank for each expert of the group.
+
+    Each rank sends a share of its rows to the first expert, and the others to all experts alike. With the share
+    (imbalance - 1) / (P - 1), the rank of the first expert has `imbalance` times the mean number of rows: all rows of
+    the first expert if the imbalance is P.
+    """
+    count, num_experts = tokens.num_group_rows, tokens.num_group_experts
+    hot = round(count * (tokens.layout.imbalance - 1) / max(1, tokens.num_ranks - 1))
+    rows = torch.full((num_experts,), (count - hot) // num_experts)
+    rows[: (count - hot) % num_experts] += 1
+    rows[0] += hot
+    return rows

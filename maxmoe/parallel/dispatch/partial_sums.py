@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from maxmoe._torch import assert_async
 from maxmoe.nn.dispatcher import LayerInputs, TensorParallelRegion, sum_of
 from maxmoe.nn.routing import TopK
-from maxmoe.parallel.dispatch.planned_dispatch import PlannedDispatch
-from maxmoe.parallel.dispatch.routed_alike import check_routed_alike, checksum_of_ids
+from maxmoe.parallel.dispatch.strategy import PlannedDispatch
+from maxmoe.ranks.checksum import PRIME
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding, PartitionSpec
 from maxmoe.sharding.not_compiled import not_compiled
@@ -28,18 +29,16 @@ class PartialSums(TensorParallelRegion):
     Args:
         mesh: mesh of the layer.
         axes: axes along which the ranks hold the same tokens and compute parts of the layer.
-        sum_axes: subset of `axes` over which the outputs of the experts are partial sums.
         dropped_axes: subset of `axes` along which the ranks drop different slots.
         embed_axes: axes that shard the hidden dim of the residual stream. The layer takes whole hidden states, returns
             this rank's part, and its input gradient is partial over these axes.
-        shared_is_partial: whether the shared experts are computed in parts over `sum_axes` too: one reduction for both.
+        shared_is_partial: whether the shared experts are computed in parts over `axes` too: one reduction for both.
         routed_is_partial: whether the routed experts return parts of the output; otherwise they are latent, and their
             parts are summed before the projection to the output.
     """
 
     mesh: Mesh
     axes: tuple[str, ...]
-    sum_axes: tuple[str, ...]
     dropped_axes: tuple[str, ...] = ()
     embed_axes: tuple[str, ...] = ()
     shared_is_partial: bool = False
@@ -48,13 +47,11 @@ class PartialSums(TensorParallelRegion):
     @not_compiled
     def enter(self, x: Tensor) -> LayerInputs:
         """Return x as input of each part of the layer; the backward sums the gradients of the parts."""
-        if not self._has_partial_outputs:
-            whole = redistribute_local(x, self.grad_input(()), "the tokens of a layer")
-            return LayerInputs(whole, whole, whole)
-        whole, parts = _Enter.apply(x, self)  # type: ignore[no-untyped-call]
-        return LayerInputs(
-            whole, parts if self.routed_is_partial else whole, parts if self.shared_is_partial else whole
-        )
+        what = "the tokens of a layer"
+        whole = redistribute_local(x, self.grad_input(()), what) if self.embed_axes else x
+        parts = redistribute_local(x, self.grad_input(self.axes), what) if self._has_partial_outputs else whole
+        are_partial = (self.routed_is_partial, self.shared_is_partial)
+        return LayerInputs(whole, *(parts if is_partial else whole for is_partial in are_partial))
 
     @not_compiled
     def assign(self, top_k: TopK) -> TopK:
@@ -64,7 +61,7 @@ class PartialSums(TensorParallelRegion):
         """
         if not self.axes or not top_k.weights.requires_grad:
             return top_k
-        weights = _Assign.apply(top_k.weights, checksum_of_ids(top_k.experts), self)  # type: ignore[no-untyped-call]
+        weights = _Assign.apply(top_k.weights, _checksum_of_ids(top_k.experts), self)  # type: ignore[no-untyped-call]
         return top_k._replace(weights=weights)
 
     @not_compiled
@@ -74,15 +71,15 @@ class PartialSums(TensorParallelRegion):
 
     @not_compiled
     def reduce_from_experts(self, latent: Tensor) -> Tensor:
-        """All-reduce the outputs of latent experts over `sum_axes`."""
+        """All-reduce the outputs of latent experts over `axes`."""
         return redistribute_local(latent, self._latent_outputs, "latent outputs")
 
     @not_compiled
     def leave(self, routed: Tensor, shared: Tensor | None, whole: Tensor | None = None) -> Tensor:
-        """Sum the partial outputs over `sum_axes`, add the whole ones, and keep this rank's part of the hidden dim."""
+        """Sum the partial outputs over `axes`, add the whole ones, and keep this rank's part of the hidden dim."""
         parts = [(routed, self.routed_is_partial), (shared, self.shared_is_partial), (whole, False)]
         outputs = []
-        for is_partial, axes in ((True, self.sum_axes), (False, ())):
+        for is_partial, axes in ((True, self.axes), (False, ())):
             summands = [part for part, of_ranks in parts if part is not None and of_ranks is is_partial]
             if summands:
                 outputs.append(redistribute_local(sum_of(*summands), self._outputs(axes), "outputs of a layer"))
@@ -115,7 +112,7 @@ class PartialSums(TensorParallelRegion):
 
     @property
     def _latent_outputs(self) -> Redistribution:
-        return Redistribution.reduce_outputs(self.mesh, 2, self.sum_axes)
+        return Redistribution.reduce_outputs(self.mesh, 2, self.axes)
 
     @property
     def _has_partial_outputs(self) -> bool:
@@ -125,8 +122,8 @@ class PartialSums(TensorParallelRegion):
     def _dropped(self) -> Redistribution:
         return Redistribution.reduce_outputs(self.mesh, 0, self.dropped_axes)
 
-    def _outputs(self, sum_axes: tuple[str, ...]) -> Redistribution:
-        return Redistribution.reduce_outputs(self.mesh, 2, sum_axes, self.embed_axes)
+    def _outputs(self, axes: tuple[str, ...]) -> Redistribution:
+        return Redistribution.reduce_outputs(self.mesh, 2, axes, self.embed_axes)
 
     def grad_input(self, axes: tuple[str, ...]) -> Redistribution:
         """Return the redistribution of tokens ``(T, D)`` whose gradient has a summand on each rank along `axes`."""
@@ -139,7 +136,7 @@ class PartialSums(TensorParallelRegion):
         again = {"is_repeated": tokens.is_recomputed}
         has_whole_shared = config.num_shared_experts > 0 and not self.shared_is_partial
         has_whole_outputs = has_whole_shared or config.has_zero_computation_outputs or not self.routed_is_partial
-        for has_outputs, axes in ((self._has_partial_outputs, self.sum_axes), (has_whole_outputs, ())):
+        for has_outputs, axes in ((self._has_partial_outputs, self.axes), (has_whole_outputs, ())):
             if has_outputs:
                 output = self._outputs(axes)
                 yield from planned_redistribution("partial outputs", output, shape, tokens.dtype, **again)
@@ -151,24 +148,6 @@ class PartialSums(TensorParallelRegion):
             yield from planned_redistribution("latent outputs", self._copied_to_experts, rows, tokens.dtype)
         yield from planned_redistribution("dropped slots", self._dropped, (), torch.int64, **again)
         yield from planned_redistribution("routing weights", self.grad_weights, slots, tokens.weights_dtype)
-
-
-class _Enter(torch.autograd.Function):
-    """Return the tokens twice: the gradient of the first is equal on all ranks, that of the second is partial."""
-
-    @staticmethod
-    def forward(context: Any, x: Tensor, region: PartialSums) -> tuple[Tensor, Tensor]:
-        context.region = region
-        return x.view_as(x), x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(context: Any, of_router: Tensor, of_experts: Tensor) -> tuple[Tensor, None]:
-        region: PartialSums = context.region
-        summands = Redistribution(*reversed(region.grad_input(region.axes)))
-        whole = Redistribution(*reversed(region.grad_input(())))
-        what = "the gradient of the tokens of a layer"
-        return redistribute_local(of_experts, summands, what) + redistribute_local(of_router, whole, what), None
 
 
 class _Assign(torch.autograd.Function):
@@ -190,5 +169,26 @@ class _Assign(torch.autograd.Function):
             packed, Redistribution(*reversed(region.grad_weights)), "gradient of routing weights"
         )
         of_slots, checksums = torch.split(summed, [gradient.numel(), region.num_ranks])
-        check_routed_alike(checksums.unsqueeze(1))
+        _check_routed_alike(checksums)
         return of_slots.view_as(gradient), None, None
+
+
+def _checksum_of_ids(experts: Tensor) -> Tensor:
+    """Return a checksum ``()`` of expert ids, int64, which float32 represents exactly."""
+    ids = experts.flatten()
+    return (ids * torch.arange(1, len(ids) + 1, device=ids.device)).sum().remainder(PRIME)
+
+
+def _check_routed_alike(checksums: Tensor) -> None:
+    """Raise unless the checksums ``(P,)`` of the ids of all ranks are equal.
+
+    On an accelerator, for which the host does not wait, an assertion of the device raises.
+    """
+    is_other = checksums.ne(checksums[0])
+    if checksums.device.type != "cpu":
+        assert_async(~is_other.any(), "ranks that hold the same tokens must route them alike")
+    elif is_other.any():
+        raise RuntimeError(
+            "ranks that hold the same tokens must route them alike, got other experts on the ranks "
+            f"{is_other.nonzero()[:, 0].tolist()} of the group than on its rank 0: give them the same tokens and seeds"
+        )

@@ -5,49 +5,27 @@ Shapes: T tokens of this rank, K top_k, D hidden_size, P ranks that share the ex
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from maxmoe.declaration import SavedTensor
-from maxmoe.nn.dispatcher import Dispatched, Dispatcher, Future
+from maxmoe.nn.dispatcher import Dispatcher, Future
 from maxmoe.nn.routing import TopK
 from maxmoe.parallel.dispatch.collectives import all_gather_counts, all_gather_rows, reduce_scatter_rows
 from maxmoe.parallel.dispatch.expert_ranks import ExpertLayout
-from maxmoe.parallel.dispatch.planned_dispatch import PlannedDispatch
+from maxmoe.parallel.dispatch.strategy import PlannedDispatch, Received, Strategy
 from maxmoe.recompute.freed_storage import Recomputation
 from maxmoe.sharding.planned_collective import PlannedCollective
 
-
-class RingCounts(NamedTuple):
-    """Counts of a chunk.
-
-    Attributes:
-        tokens: number of tokens of every rank.
-        num_sequences: number of sequences of all ranks.
-    """
-
-    tokens: list[int]
-    num_sequences: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class RingDispatched(Dispatched):
-    """The input of this rank's experts, with the values that `RingOfExperts.combine` needs.
-
-    Attributes:
-        local: input of the local experts, from the local dispatcher.
-        counts: number of tokens of every rank.
-    """
-
-    local: Dispatched
-    counts: list[int]
+# Of a chunk: the number of tokens of every rank, and the number of sequences of all ranks.
+RingCounts: TypeAlias = tuple[list[int], int]
 
 
 @dataclass(frozen=True)
-class RingOfExperts:
+class RingOfExperts(Strategy):
     """All-gather of the tokens over the ranks that share the experts, reduce-scatter of the outputs.
 
     1. Counts: an all-gather of the number of tokens of each rank, once for all chunks.
@@ -64,17 +42,16 @@ class RingOfExperts:
     Source: MaxText, `use_ring_of_experts`; DeepSpeed-Megatron "AG-RS".
     """
 
-    keeps_sequences: ClassVar[bool] = True
-    has_partial_outputs: ClassVar[bool] = True
-    moves_experts: ClassVar[bool] = False
+    keeps_sequences = True
 
     local: Dispatcher[Any, int]
     group: dist.ProcessGroup
     needs_sequences: bool = False
 
-    def __deepcopy__(self, _memo: object) -> "RingOfExperts":
-        """Copies of a layer share the group, which cannot be copied."""
-        return self
+    @classmethod
+    def dispatcher(cls, layout: ExpertLayout) -> "RingOfExperts":
+        """Make the dispatcher of this process."""
+        return cls(layout.local_dispatcher(), layout.group(), layout.config.capacity_factor is not None)
 
     def exchange_counts(self, chunks: Sequence[TopK], num_sequences: int) -> list[RingCounts]:
         """All-gather the number of tokens of each chunk, and of sequences: step 1."""
@@ -86,41 +63,28 @@ class RingOfExperts:
         lengths = sorted({total // number for total, number in totals if total})
         if self.needs_sequences and len(lengths) > 1:
             raise ValueError(f"capacity_factor needs sequences of one length on all ranks, got {lengths}")
-        return [RingCounts(tokens, sum(sequences)) for tokens in num_tokens.t().tolist()]
+        return [(tokens, sum(sequences)) for tokens in num_tokens.t().tolist()]
 
-    def dispatch(self, x: Tensor, top_k: TopK, counts: RingCounts) -> Future[RingDispatched]:
+    def dispatch(self, x: Tensor, top_k: TopK, counts: RingCounts) -> Future[Received[list[int]]]:
         """Start the all-gather of x ``(T, D)``, expert ids and weights: steps 2 and 3."""
-        tokens = all_gather_rows(x, counts.tokens, self.group)
-        weights = all_gather_rows(top_k.weights, counts.tokens, self.group)
-        experts = all_gather_rows(top_k.experts.to(torch.int32), counts.tokens, self.group)
+        num_tokens, num_sequences = counts
+        tokens = all_gather_rows(x, num_tokens, self.group)
+        weights = all_gather_rows(top_k.weights, num_tokens, self.group)
+        experts = all_gather_rows(top_k.experts.to(torch.int32), num_tokens, self.group)
 
-        def arrive() -> RingDispatched:
+        def arrive() -> Received[list[int]]:
             gathered = TopK(weights(), experts().to(torch.int64))
             arrived = tokens()
-            local: Dispatched = self.local.dispatch(arrived, gathered, counts.num_sequences)()
-            again = Recomputation(arrived, lambda x: all_gather_rows(x(), counts.tokens, self.group))
-            return RingDispatched(
-                x=local.x,
-                weights=local.weights,
-                plan=local.plan,
-                dropped=local.dropped,
-                recomputations=(again, *local.recomputations),
-                local=local,
-                counts=counts.tokens,
-            )
+            again = Recomputation(arrived, lambda x: all_gather_rows(x(), num_tokens, self.group))
+            local = self.local.dispatch(arrived, gathered, num_sequences)()
+            return Received.of(local, again, local.dropped, num_tokens)
 
         return arrive
 
-    def combine(self, outputs: Tensor, dispatched: RingDispatched) -> Future[Tensor]:
+    def combine(self, outputs: Tensor, dispatched: Received[list[int]]) -> Future[Tensor]:
         """Start the reduce-scatter of the outputs: steps 4 and 5."""
         partial_sums = self.local.combine(outputs, dispatched.local)()
-        return reduce_scatter_rows(partial_sums, dispatched.counts, self.group)
-
-    @classmethod
-    def dispatcher(cls, layout: ExpertLayout) -> "RingOfExperts":
-        """Make the dispatcher of this process."""
-        needs_sequences = layout.config.capacity_factor is not None
-        return cls(layout.local_dispatcher(), layout.group(), needs_sequences)
+        return reduce_scatter_rows(partial_sums, dispatched.sent, self.group)
 
     @staticmethod
     def planned_collectives(tokens: PlannedDispatch) -> Iterator[PlannedCollective]:
@@ -137,6 +101,4 @@ class RingOfExperts:
     @staticmethod
     def planned_saved_tensors(tokens: PlannedDispatch) -> Iterator[SavedTensor]:
         """List the saved tensors of a training step that no module declares, with their shapes on this rank."""
-        gathered = tokens.num_ranks * tokens.num_tokens
-        yield from tokens.saved_input(gathered)
-        yield from tokens.saved_by_local_dispatcher(gathered, tokens.config.top_k)
+        return tokens.saved(tokens.num_ranks * tokens.num_tokens, tokens.config.top_k)

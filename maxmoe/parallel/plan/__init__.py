@@ -1,1 +1,1 @@
-"""The plan of `parallelize`: what is stored where, what is gathered, and how tokens reach experts."""
+"""The plan of `parallelize`: what is stored where, what is communicated, and how tokens reach experts."""

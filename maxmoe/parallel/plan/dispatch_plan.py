@@ -6,29 +6,27 @@ from typing import Literal, TypeAlias
 from maxmoe.config import MoEConfig
 from maxmoe.declaration import EXPERT_TOKEN_DIMS
 from maxmoe.nn import ExpertRunner, TensorParallelRegion
-from maxmoe.parallel.apply.sharded_tokens import ShardedTokens, activation_spec
 from maxmoe.parallel.dispatch import (
     ExpertLayout,
     LeastLoaded,
     LocalStrategy,
     PartialSums,
-    RaggedAllGather,
     RaggedAllToAll,
     RingOfExperts,
     Strategy,
 )
 from maxmoe.parallel.plan.parameter_sharding import ParameterSharding
+from maxmoe.parallel.plan.sharded_tokens import ShardedTokens, activation_spec
 from maxmoe.sharding.not_compiled import not_compiled
 from maxmoe.sharding.rules import LogicalRules
 
 Dispatch: TypeAlias = Literal["auto", "ring_of_experts", "ragged_all_to_all", "least_loaded", "gather_weights"]
 
-# The class of each strategy if tokens are communicated, and if all ranks of the experts hold the same tokens.
-STRATEGIES: dict[Dispatch, tuple[type[Strategy], type[Strategy]]] = {
-    "ring_of_experts": (RingOfExperts, LocalStrategy),
-    "ragged_all_to_all": (RaggedAllToAll, RaggedAllGather),
-    "least_loaded": (LeastLoaded, RaggedAllGather),
-    "gather_weights": (LocalStrategy, LocalStrategy),
+STRATEGIES: dict[Dispatch, type[Strategy]] = {
+    "ring_of_experts": RingOfExperts,
+    "ragged_all_to_all": RaggedAllToAll,
+    "least_loaded": LeastLoaded,
+    "gather_weights": LocalStrategy,
 }
 
 
@@ -58,9 +56,8 @@ class DispatchPlan(ExpertLayout):
 
     @property
     def strategy_class(self) -> type[Strategy]:
-        """The class of the strategy."""
-        communicating, replicated = STRATEGIES[self.strategy]
-        return communicating if self.token_axes else replicated
+        """The class of the strategy; local if all ranks of the experts hold the same tokens."""
+        return STRATEGIES[self.strategy] if self.token_axes else LocalStrategy
 
     def num_chunks(self, asked_for: int) -> int:
         """Return the number of chunks of the tokens: one if there is no communication to overlap with the experts."""
@@ -77,19 +74,10 @@ class DispatchPlan(ExpertLayout):
         parts = (*self.replicated_axes, *self.tensor_parallel_axes)
         return tuple(axis for axis in self.mesh.axes if axis in parts)
 
-    @property
-    def sum_axes(self) -> tuple[str, ...]:
-        """Axes over which the outputs of the layer are all-reduced."""
-        whole = () if self.strategy_class.has_partial_outputs else self.expert_axes
-        return tuple(axis for axis in self.partial_axes if axis not in whole)
-
     def runner(self, num_chunks: int) -> ExpertRunner:
         """Make the runner of this process, with `num_chunks` chunks if there is communication to overlap."""
-        return MeshExpertRunner(self.strategy_class.dispatcher(self), self.region(), self.num_chunks(num_chunks))
-
-    def region(self) -> TensorParallelRegion:
-        """Make the tensor-parallel region of this process."""
-        return self.partial_sums if self.partial_axes or self.embed_axes else TensorParallelRegion()
+        region = self.partial_sums if self.partial_axes or self.embed_axes else TensorParallelRegion()
+        return MeshExpertRunner(self.strategy_class.dispatcher(self), region, self.num_chunks(num_chunks))
 
     @property
     def partial_sums(self) -> PartialSums:
@@ -98,41 +86,26 @@ class DispatchPlan(ExpertLayout):
         return PartialSums(
             self.mesh,
             self.partial_axes,
-            self.sum_axes,
-            dropped_axes=self.replicated_axes if drops and self.strategy_class.has_partial_outputs else (),
+            dropped_axes=self.replicated_axes if drops else (),
             embed_axes=self.embed_axes,
             shared_is_partial=self.shared_is_partial,
             routed_is_partial=self.config.latent_size is None,
         )
 
 
-def check_dispatch(dispatch: str) -> None:
-    """Raise for an unknown dispatch strategy."""
-    known = ("auto", *STRATEGIES)
-    if dispatch not in known:
-        raise ValueError(f"dispatch must be one of {', '.join(map(repr, known))}, got {dispatch!r}")
-
-
 def plan_dispatch(
     local: DispatchPlan, stacked: ParameterSharding, rules: LogicalRules, tokens: ShardedTokens, dispatch: Dispatch
 ) -> DispatchPlan:
-    """Plan the dispatch of a layer.
+    """Plan the dispatch of a layer, given its plan without communication and the sharding of a stack of its experts.
 
     Experts are sharded over the axes that the rules `exp` and `activation_exp` share. Tokens are communicated over
     those of these axes that shard the tokens outside of the layer. Raises if an axis does not divide the number of
     experts, or if the experts of a rank would not be consecutive.
-
-    Args:
-        local: plan of a layer that communicates no tokens: each rank computes all experts.
-        stacked: sharding of a parameter whose first dim is the expert dim.
-        rules: rules that map logical names to mesh axes.
-        tokens: token group, with the mesh axes that shard the tokens.
-        dispatch: strategy, or "auto".
     """
-    config, mesh = local.config, local.mesh
+    config = local.config
     if dispatch == "gather_weights":
         return local
-    *_, of_activation = activation_spec(EXPERT_TOKEN_DIMS, mesh, rules)
+    *_, of_activation = activation_spec(EXPERT_TOKEN_DIMS, local.mesh, rules)
     for drop in stacked.dropped:
         if drop.dim == 0 and drop.axis in of_activation:
             raise ValueError(
@@ -148,14 +121,14 @@ def plan_dispatch(
         )
     if not axes:
         return replace(local, reason="no axis of the mesh is one of 'activation_exp'")
-    token_axes = tuple(axis for axis in axes if axis in tokens.axes)
-    strategy, reason = _chosen(replace(local, expert_axes=axes, token_axes=token_axes))
+    plan = replace(local, expert_axes=axes, token_axes=tuple(axis for axis in axes if axis in tokens.axes))
+    strategy, reason = _chosen(plan)
     if dispatch != "auto":
         reason = "given" if dispatch == strategy else f"given; auto takes {strategy}: {reason}"
         strategy = dispatch
-    plan = replace(local, strategy=strategy, reason=reason, expert_axes=axes, token_axes=token_axes)
+    plan = replace(plan, strategy=strategy, reason=reason)
     if config.capacity_factor is not None and not plan.strategy_class.keeps_sequences:
-        able = [name for name, (communicating, _) in STRATEGIES.items() if communicating.keeps_sequences]
+        able = [name for name, strategy_class in STRATEGIES.items() if strategy_class.keeps_sequences]
         raise ValueError(
             f"dispatch must be {' or '.join(map(repr, able))} with capacity_factor ({config.capacity_factor}), got "
             f"{strategy!r}, which sends rows without their sequences"
@@ -186,11 +159,6 @@ def _chosen(plan: DispatchPlan) -> tuple[Dispatch, str]:
     if config.implementation == "dense":
         return "ring_of_experts", "the dense implementation computes every token that comes"
     if not plan.token_axes:
-        if config.top_k == 1 and not config.num_shared_experts and not plan.embed_axes:
-            return (
-                "ragged_all_to_all",
-                "all ranks hold the same tokens: gathering one row of each is half an all-reduce",
-            )
         return "ring_of_experts", "all ranks hold the same tokens: one all-reduce"
     rows, share = f"top_k ({config.top_k}) rows", config.num_experts / config.num_selectable_experts
     if share < 1:

@@ -75,11 +75,7 @@ def fsdp_axes(stored: NamedSharding, gradient: NamedSharding) -> tuple[str, ...]
 
     - FSDP2 shards the local shard of other axes, so `fsdp` must be the minor axis of its dim.
     - FSDP2 gathers over `fsdp` and sums gradients over it, so each rank along `fsdp` must have a summand of the whole
-      gradient.
-
-    Args:
-        stored: sharding of the parameter between steps.
-        gradient: sharding of the gradient that the modules compute.
+      gradient that the modules compute.
     """
     if SHARD_AXIS not in gradient.partial or not any(axes[-1:] == (SHARD_AXIS,) for axes in stored.spec):
         return ()
@@ -106,12 +102,7 @@ def shared_by_blocks(module: nn.Module) -> set[nn.Parameter]:
 
 
 def _parts(module: nn.Module, *, in_list: bool = False) -> Iterator[tuple[nn.Module, bool]]:
-    """Yield the blocks of a model and all modules outside of them, each with whether it is a block.
-
-    Args:
-        module: module to search.
-        in_list: whether it is in a list.
-    """
+    """Yield the blocks of a model and all modules outside of them, each with whether it is a block."""
     yield module, False
     for child in module.children():
         if in_list and not isinstance(child, CONTAINERS):

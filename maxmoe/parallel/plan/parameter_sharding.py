@@ -173,13 +173,7 @@ def shardings_by_name(
     """Compute `parameter_shardings` without its warnings."""
     if not allow_unused:
         check_used(mesh, rules, declared_names(module))
-    return dict(_shardings(module, mesh, rules, strict))
-
-
-def _shardings(
-    module: nn.Module, mesh: Mesh, rules: LogicalRules, strict: bool
-) -> Iterator[tuple[str, ParameterSharding]]:
-    names_of = logical_names(module)
+    names_of, shardings = logical_names(module), {}
     part_of = {name: part for parts in stack_parts(module).values() for name, part in parts.items()}
     for name, parameter in module.named_parameters():
         shape, names = tuple(parameter.shape), names_of.get(name)
@@ -192,4 +186,7 @@ def _shardings(
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
         sharding = NamedSharding(mesh, spec)
-        yield name, ParameterSharding(names, shape, parameter.dtype, requested, sharding, dropped, part_of.get(name))
+        shardings[name] = ParameterSharding(
+            names, shape, parameter.dtype, requested, sharding, dropped, part_of.get(name)
+        )
+    return shardings

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from maxmoe.nn import Checkpointed, MoE
-from maxmoe.parallel.apply.sharded_tokens import ShardedTokens
-from maxmoe.parallel.apply.tensor_parallel_hooks import ResidualReaderHook, TensorParallelHooks
 from maxmoe.parallel.plan.dispatch_plan import DispatchPlan
 from maxmoe.parallel.plan.parameter_sharding import ParameterSharding
+from maxmoe.parallel.plan.sharded_tokens import ShardedTokens
+from maxmoe.parallel.plan.tensor_parallel_hooks import ResidualReaderHook, TensorParallelHooks
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
 from maxmoe.sharding.planned_collective import PlannedCollective, planned_joint_steps, planned_steps
@@ -77,11 +77,6 @@ class ParameterPlan:
     def gathering(self) -> Redistribution:
         """Redistribution of the parameter by the FSDP unit before its forward, and of the gradient in the backward."""
         return Redistribution((self.unsharded, self.used), (self.grad_used, self.grad_unsharded))
-
-    @property
-    def gathering_without_fsdp(self) -> Redistribution:
-        """Redistribution of the parameter, in a forward for which FSDP has not gathered it."""
-        return Redistribution((self.stored, self.used), (self.grad_used, self.stored))
 
     @property
     def is_gathered(self) -> bool:

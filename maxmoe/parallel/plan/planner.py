@@ -13,13 +13,12 @@ from torch import nn
 from maxmoe.adapters import wrappers_of
 from maxmoe.declaration import EXPERT_TOKEN_DIMS, TOKEN_DIMS, Absent, declaration_of
 from maxmoe.nn import MoE, SharedExperts
-from maxmoe.parallel.apply.sharded_tokens import ShardedTokens, activation_spec, token_sharding
-from maxmoe.parallel.apply.tensor_parallel_hooks import ResidualReaderHook, TensorParallelHooks
-from maxmoe.parallel.plan.blocks_of_scales import check_blocks
-from maxmoe.parallel.plan.dispatch_plan import Dispatch, DispatchPlan, check_dispatch, plan_dispatch
+from maxmoe.parallel.plan.dispatch_plan import STRATEGIES, Dispatch, DispatchPlan, plan_dispatch
 from maxmoe.parallel.plan.fsdp_units import blocks, fsdp_axes, fsdp_units, is_saved, shared_by_blocks
 from maxmoe.parallel.plan.parameter_sharding import ParameterSharding, shardings_by_name, tensor_parallel_activation
 from maxmoe.parallel.plan.plan import ModulePlan, ParameterPlan, Plan, enclosing
+from maxmoe.parallel.plan.sharded_tokens import ShardedTokens, activation_spec, token_sharding
+from maxmoe.parallel.plan.tensor_parallel_hooks import ResidualReaderHook, TensorParallelHooks
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding, PartitionSpec
 from maxmoe.sharding.rules import LogicalRules, resolve
@@ -30,20 +29,17 @@ class ResidualPart(NamedTuple):
 
     Args:
         axes: mesh axes that shard the stream.
+        partial_axes: axes over which the gradient of the reader's input is a partial sum; none without a writer.
         hidden_size: D, hidden size of the stream.
         reader: path of the module that reads the stream; None where the stream begins.
         writer: path of the module that adds to the stream; None where the stream ends.
     """
 
     axes: tuple[str, ...]
+    partial_axes: tuple[str, ...]
     hidden_size: int
     reader: str | None
     writer: str | None
-
-    @property
-    def partial_axes(self) -> tuple[str, ...]:
-        """Axes over which the gradient of the reader's input is a partial sum."""
-        return () if self.writer is None else self.axes
 
 
 def make_plan(
@@ -59,23 +55,16 @@ def make_plan(
 ) -> Plan:
     """Plan the parameters, collectives and dispatch of all modules of a model.
 
-    Args:
-        model: model that is not parallelized yet.
-        mesh: mesh on which the model runs; may be planned.
-        rules: rules that map logical names to mesh axes.
-        dispatch: dispatch strategy for experts on other ranks, or "auto".
-        num_chunks: number of chunks of the tokens of a MoE layer.
-        strict: raise for names without rules, parameters without names, and dims that their axes do not divide.
-        allow_unused: accept names of mesh and rules that have no effect.
-        splits_backward: whether a pipeline computes the gradients of inputs first, and of weights later. torch then
-            takes apart the graph of each parameter, so that gradients are not reduced together.
+    Arguments as for `parallelize`. With `splits_backward`, a pipeline computes the gradients of inputs first, and of
+    weights later. torch then takes apart the graph of each parameter, so that gradients are not reduced together.
 
     Raises:
         ValueError: as `parameter_shardings`; if an axis of the experts does not divide their number; for sequences that
             are sharded or chunked although a layer needs them whole, an invalid num_chunks, and trained parameters of
             several dtypes in one group of FSDP2.
     """
-    check_dispatch(dispatch)
+    if dispatch not in (known := ("auto", *STRATEGIES)):
+        raise ValueError(f"dispatch must be one of {', '.join(map(repr, known))}, got {dispatch!r}")
     shardings = shardings_by_name(model, mesh, rules, strict=strict, allow_unused=allow_unused)
     planner = _Planner(model, mesh, rules, shardings, dispatch, splits_backward=splits_backward)
     plan = Plan(
@@ -200,24 +189,26 @@ class _Planner:
     def axes_of_tokens(self) -> dict[str, tuple[str, ...]]:
         """Return, for each name of an activation dim, the axes of its rule that shard the tokens."""
         declarations = [declaration_of(module) for module in self.modules.values()]
-        names = {name: None for declaration in declarations for name in declaration.tensor_parallel_dims}
-        parts = {tensor_parallel_activation(name): activation_parts(name, self.rules, self.tokens) for name in names}
+        dims = (name for declaration in declarations for name in declaration.tensor_parallel_dims)
+        names = dict.fromkeys(map(tensor_parallel_activation, dims))
         if "activation_embed" in self.rules.names and any(declaration.residual_stream for declaration in declarations):
-            parts["activation_embed"] = embed_parts(self.rules, self.tokens)
-        return {name: axes.of_tokens for name, axes in parts.items() if axes.of_tokens}
+            names["activation_embed"] = None
+        parts = {name: part_axes(name, self.rules, self.tokens).of_tokens for name in names}
+        return {name: axes for name, axes in parts.items() if axes}
 
     def _residual_parts(self) -> Iterator[ResidualPart]:
         for path, module in self.modules.items():
             stream = declaration_of(module).residual_stream
             if stream is None or "activation_embed" not in self.rules.names:
                 continue
-            axes = embed_parts(self.rules, self.tokens).computed
+            axes = part_axes("activation_embed", self.rules, self.tokens).computed
             ((axes,), _) = resolve(PartitionSpec(axes), self.mesh.sizes, (stream.hidden_size,))
             for children in stream.parts if axes else ():
                 reader, writer = (child and f"{path}.{child}".lstrip(".") for child in children)
                 # A reader or writer that another stage has reads or writes the stream there.
                 if not any(isinstance(self.modules.get(child or ""), Absent) for child in (reader, writer)):
-                    yield ResidualPart(axes, stream.hidden_size, reader, writer)
+                    partial = () if writer is None else axes
+                    yield ResidualPart(axes, partial, stream.hidden_size, reader, writer)
 
     def _plan_dispatch(self, path: str, layer: MoE, dispatch: Dispatch) -> DispatchPlan:
         experts = layer.routed_experts
@@ -236,7 +227,7 @@ class _Planner:
         of_shared = set(self.parallel_axes[shared]) if isinstance(shared, SharedExperts) else None
         # Routed and shared experts share one all-reduce of the input's gradient and one of the output, if they are
         # partial over the same axes.
-        return replace(plan, shared_is_partial=of_shared == set(plan.partial_axes) == set(plan.sum_axes))
+        return replace(plan, shared_is_partial=of_shared == set(plan.partial_axes))
 
     def _used(self, unit: nn.Module, parameter: ParameterSharding) -> NamedSharding:
         """Return the sharding in which a FSDP unit computes with a parameter.
@@ -260,7 +251,7 @@ class _Planner:
         block = next((outer for outer in enclosing(unit_path) if self.modules[outer] in self.blocks), "")
         for path, name in self.units.get(unit, {}).items():
             used = self._used(unit, self.shardings[name])
-            check_blocks(name, self.shardings[name], used)
+            _check_blocks(name, self.shardings[name], used)
             parameter = unit.get_parameter(path)
             sharded = {axis for axes in used.spec for axis in axes}
             # A parameter that is added to the output is partial: zero on all ranks but one. Every rank along a
@@ -310,9 +301,10 @@ class PartAxes(NamedTuple):
     of_tokens: tuple[str, ...]
 
 
-def part_axes(names: tuple[str, ...], mesh: Mesh, rules: LogicalRules, tokens: ShardedTokens) -> PartAxes:
-    """Decide over which axes ranks compute parts of the last one of the named dims; tokens have precedence."""
-    *_, axes = activation_spec(names, mesh, rules)
+def part_axes(name: str, rules: LogicalRules, tokens: ShardedTokens) -> PartAxes:
+    """Decide over which axes ranks compute parts of a dim of activations, by its name; tokens have precedence."""
+    others = EXPERT_TOKEN_DIMS if name.endswith("_moe") else TOKEN_DIMS
+    *_, axes = activation_spec((*others, name), tokens.mesh, rules)
     computed = tuple(axis for axis in axes if axis not in tokens.axes)
     return PartAxes(computed, tuple(axis for axis in axes if axis in tokens.axes))
 
@@ -332,10 +324,10 @@ def tensor_parallel_axes(
         for parameter in parameters
         if parameter.names is not None
         and name in parameter.names
-        # Scales follow the codes, or else `check_blocks` raises.
+        # Scales follow the codes, or else `_check_blocks` raises.
         and (parameter.stack_part is None or parameter.stack_part.part == "codes")
     ]
-    candidates = [activation_parts(name, rules, tokens).computed for name in dims]
+    candidates = [part_axes(tensor_parallel_activation(name), rules, tokens).computed for name in dims]
     chosen: list[str] = []
     for axis in specs[0] if specs else ():  # in the order of the weights, which are sharded in this order
         is_common = all(axis in axes for axes in (*specs, *candidates))
@@ -344,12 +336,21 @@ def tensor_parallel_axes(
     return tuple(chosen)
 
 
-def activation_parts(name: str, rules: LogicalRules, tokens: ShardedTokens) -> PartAxes:
-    """Return the axes that the rules give to the activations of a tensor-parallel dim of weights."""
-    others = EXPERT_TOKEN_DIMS if name.endswith("_moe") else TOKEN_DIMS
-    return part_axes((*others, tensor_parallel_activation(name)), tokens.mesh, rules, tokens)
+def _check_blocks(name: str, parameter: ParameterSharding, used: NamedSharding) -> None:
+    """Raise if ranks compute with shards of rows or columns that end inside of a block with one scale.
 
-
-def embed_parts(rules: LogicalRules, tokens: ShardedTokens) -> PartAxes:
-    """Return the axes that the rules give to the hidden dim of a residual stream."""
-    return part_axes((*TOKEN_DIMS, "activation_embed"), tokens.mesh, rules, tokens)
+    Codes and scales that are gathered before they are used may be sharded anywhere.
+    """
+    part = parameter.stack_part
+    if part is None or part.part != "codes":
+        return
+    _, *axes_of = used.spec
+    dims = zip(("rows", "columns"), axes_of, part.sizes, part.block, part.num_scales, strict=True)
+    for kind, axes, size, block, num_scales in dims:
+        count = used.mesh.size(*axes)
+        if count > 1 and num_scales > 1 and size % (count * block):
+            raise ValueError(
+                f"{name.rpartition('.')[0]} is quantized as {part.format}, in blocks of {block} {kind}: the axes "
+                f"{axes} must give each rank a multiple of {block} of its {size} {kind}, got {size / count:g}. Choose "
+                "rules that do not shard them over these axes, or another format"
+            )

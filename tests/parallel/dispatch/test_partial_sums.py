@@ -14,7 +14,7 @@ from support.run_ranks import run_ranks
 
 def boundary_of(shared_is_partial: bool = False) -> PartialSums:
     mesh = Mesh({"data": 2, "expert": 2})
-    return PartialSums(mesh, ("expert",), ("expert",), ("expert",), shared_is_partial=shared_is_partial)
+    return PartialSums(mesh, ("expert",), ("expert",), shared_is_partial=shared_is_partial)
 
 
 def my_part() -> int:
@@ -73,7 +73,7 @@ def test_outputs_are_summed_and_their_gradient_is_not(shared_is_partial: bool) -
 def test_drops_are_summed_where_ranks_have_other_experts() -> None:
     def check() -> tuple[int, int]:
         boundary = boundary_of()
-        same_experts = PartialSums(boundary.mesh, ("expert",), ("expert",))
+        same_experts = PartialSums(boundary.mesh, ("expert",))
         dropped = torch.tensor(my_part())
         return int(boundary.all_reduce_dropped(dropped)), int(same_experts.all_reduce_dropped(dropped))
 

@@ -1,0 +1,40 @@
+#include "cuda/activation.h"
+#include "cuda/launch.h"
+
+namespace maxmoe::cuda {
+namespace {
+
+template <class T, int kWidth>
+__global__ void __launch_bounds__(kThreads) activate_elements(const ActivateRows<T> a) {
+  const bool has_gate = a.kind.gate != GateLayout::none;
+  for (int64_t row = first_row_of_thread(); row < a.out.rows; row += rows_of_all_blocks()) {
+    for (int64_t c = int64_t{threadIdx.x} * kWidth; c < a.out.columns; c += int64_t{blockDim.x} * kWidth) {
+      T gate[kWidth] = {};
+      T up[kWidth];
+      if (has_gate) load(a.gate.row(row) + c * a.gate.column_stride, gate);
+      load(a.up.row(row) + c * a.up.column_stride, up);
+      T out[kWidth];
+      MAXMOE_UNROLL
+      for (int i = 0; i < kWidth; ++i) {
+        out[i] = to_narrow<T>(activate_pair(a.kind, to_wide(gate[i]), to_wide(up[i])).activated);
+      }
+      store(a.out.row(row) + c, out);
+    }
+  }
+}
+
+}  // namespace
+
+template <class T>
+void activate_rows(const ActivateRows<T>& a, Stream stream) {
+  if (a.out.rows == 0 || a.out.columns == 0) return;
+  const bool has_gate = a.kind.gate != GateLayout::none;
+  with_width<T>((!has_gate || is_aligned(a.gate)) && is_aligned(a.up) && is_aligned(a.out), [&]<int kWidth>() {
+    const dim3 threads = block_of_rows(a.out.columns / kWidth);
+    launch("activate_rows", activate_elements<T, kWidth>, grid_of(a.out.rows, threads.y), threads, 0, stream, a);
+  });
+}
+
+MAXMOE_INSTANTIATE_CUDA(activate_rows, ActivateRows)
+
+}  // namespace maxmoe::cuda

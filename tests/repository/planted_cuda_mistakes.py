@@ -1,0 +1,146 @@
+"""Plants mistakes in the CUDA kernels, one at a time, and tells which test finds each in the emulator.
+
+    python tests/repository/planted_cuda_mistakes.py
+    python tests/repository/planted_cuda_mistakes.py --only no-barrier-after-the-wait
+
+The mistakes are in planted_cuda_mistakes.yaml. The tests of the kernel run without sanitizers first; if they find
+nothing, with the address and undefined-behaviour sanitizers. They must pass without a mistake. The exit status is 0 if
+all mistakes are found. Only the kernel is compiled again, not the operators, unlike by planted_mistakes.py.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "cpp/cuda"
+TABLE = Path(__file__).with_suffix(".yaml")
+SANITIZERS = {"plain": [], "sanitized": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]}
+MAX_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A mistake.
+
+    Args:
+        name: what is wrong.
+        file: file in cpp/cuda.
+        right: text that is in the file once.
+        wrong: text in its place.
+        kernel: kernel whose tests should find it.
+    """
+
+    name: str
+    file: str
+    right: str
+    wrong: str
+    kernel: str
+
+
+def mistakes() -> list[Mistake]:
+    """Return the table of mistakes."""
+    return [Mistake(**entry) for entry in yaml.safe_load(TABLE.read_text())]
+
+
+def problems(planted: Sequence[Mistake]) -> list[str]:
+    """Return a message for each mistake that cannot be planted."""
+    counts = [(mistake, (FOLDER / mistake.file).read_text().count(mistake.right)) for mistake in planted]
+    return [f"{m.name}: {m.file} must have the text once, got {n} times: {m.right}" for m, n in counts if n != 1]
+
+
+class Tests:
+    """The tests of a kernel, built in a folder; the object of the tests is compiled once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def _compile(self, source: Path, target: Path, sanitizer: str, *includes: Path) -> None:
+        paths = [*includes, ROOT / "cpp", ROOT / "cpp/tests", FOLDER / "tests"]
+        flags = ["-std=c++20", "-O1", "-w", *SANITIZERS[sanitizer], *(f"-I{path}" for path in paths)]
+        compiler = os.environ.get("CXX", "c++")
+        subprocess.run([compiler, *flags, "-xc++", "-c", str(source), "-o", str(target)], check=True)
+
+    def complaint(self, kernel: str, mistake: Mistake | None, sanitizer: str) -> str:
+        """Return what the tests of a kernel say of a mistake, or "" if they pass."""
+        tests, planted = self.folder / f"test_{kernel}_{sanitizer}.o", self.folder / "cuda"
+        if not tests.exists():
+            self._compile(FOLDER / f"tests/test_{kernel}.cpp", tests, sanitizer)
+        planted.mkdir(exist_ok=True)
+        for path in planted.iterdir():
+            path.unlink()
+        source = FOLDER / f"{kernel}.cu"
+        if mistake is not None:
+            text = (FOLDER / mistake.file).read_text()
+            (planted / mistake.file).write_text(text.replace(mistake.right, mistake.wrong))
+            source = planted / mistake.file if mistake.file == source.name else source
+        self._compile(source, self.folder / "kernel.o", sanitizer, self.folder)
+        program = self.folder / "tests"
+        objects = [str(self.folder / "kernel.o"), str(tests)]
+        libraries = [*SANITIZERS[sanitizer], "-lgtest_main", "-lgtest", "-lpthread"]
+        subprocess.run([os.environ.get("CXX", "c++"), *objects, *libraries, "-o", str(program)], check=True)
+        return self._run(program)
+
+    def _run(self, program: Path) -> str:
+        command = [str(program), "--gtest_brief=1", "--gtest_fail_fast"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=MAX_SECONDS, errors="replace")
+        except subprocess.TimeoutExpired:
+            return f"no end after {MAX_SECONDS:.0f} s"
+        if done.returncode == 0:
+            return ""
+        output = done.stdout + done.stderr
+        found = re.search(r"ERROR: (AddressSanitizer: \S+)|(runtime error: .*)|\[  FAILED  \] (\S+)", output)
+        return next(filter(None, found.groups())) if found else f"exit status {done.returncode}"
+
+
+def found_by(tests: Tests, mistake: Mistake) -> str:
+    """Return what finds a mistake, or ""."""
+    for sanitizer in SANITIZERS:
+        if complaint := tests.complaint(mistake.kernel, mistake, sanitizer):
+            return f"{sanitizer}: {complaint}"
+    return ""
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these mistakes")
+    options = parser.parse_args(arguments)
+    unknown = {*(options.only or ())} - {mistake.name for mistake in mistakes()}
+    if unknown:
+        parser.error(f"there is no mistake {', '.join(sorted(unknown))}")
+    return options
+
+
+def main() -> int:
+    """Plant the mistakes, print what finds each, return whether one is not found."""
+    options = parse_arguments()
+    chosen = [mistake for mistake in mistakes() if options.only is None or mistake.name in options.only]
+    if found := problems(chosen):
+        raise SystemExit("\n".join(found))
+    width = max(len(mistake.name) for mistake in chosen)
+    missed = 0
+    with tempfile.TemporaryDirectory() as name:
+        tests = Tests(Path(name))
+        for kernel in sorted({mistake.kernel for mistake in chosen}):
+            if complaint := tests.complaint(kernel, None, "plain"):
+                raise SystemExit(f"the tests of {kernel} fail without a mistake: {complaint}")
+        for mistake in chosen:
+            finder = found_by(tests, mistake)
+            missed += not finder
+            print(f"{mistake.name:{width}}  {finder or 'NOT FOUND'}", flush=True)
+    print(f"{len(chosen) - missed} of {len(chosen)} mistakes found")
+    return int(missed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""check_cuda.py names kernels with spilled registers, missing targets and products without the matrix units."""
+
+from pathlib import Path
+
+import pytest
+
+from repository import check_cuda
+
+LOG = """\
+ptxas info    : 96 bytes gmem, 32 bytes cmem[4]
+ptxas info    : Compiling entry function '_Z4kernel' for 'sm_80'
+ptxas info    : Function properties for _Z4kernel
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 50 registers, used 0 barriers, 464 bytes cmem[0]
+ptxas info    : Compile time = 621.181 ms
+ptxas info    : Compiling entry function '_Z4kernel' for 'sm_90'
+ptxas info    : Function properties for _Z4kernel
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 40 registers, used 0 barriers, 464 bytes cmem[0]
+"""
+
+
+def test_logs() -> None:
+    assert [kernel[3] for kernel in check_cuda.compiled(LOG)] == [50, 40]
+    assert not list(check_cuda.log_complaints("a", LOG))
+    spilled = LOG.replace("0 bytes spill loads", "8 bytes spill loads", 1)
+    (complaint,) = check_cuda.log_complaints("a", spilled)
+    assert complaint.startswith("a: _Z4kernel for sm_80 has ") and "8 bytes spill loads" in complaint
+    assert list(check_cuda.log_complaints("a", LOG.replace("'sm_90'", "'sm_80'"))) == ["a: no kernel for sm_90"]
+
+
+def test_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"_ZN11tensor_core8multiplyIN{number}" for number in range(8)]
+    code = dict.fromkeys(names, "HMMA.16816.F32.BF16 R4, R8, R12, R4")
+
+    def cuobjdump(*arguments: str) -> str:
+        if arguments[0] == "--list-elf":
+            return "ELF file 1: a.sm_80.cubin\nELF file 2: a.sm_90.cubin\n"
+        if arguments[0] == "--list-ptx":
+            return "PTX file 1: a.sm_90.ptx\n"
+        return "".join(f"\n\t\tFunction : {name}\n{text}\n" for name, text in code.items())
+
+    monkeypatch.setattr(check_cuda, "cuobjdump", cuobjdump)
+    assert not list(check_cuda.code_complaints(Path("a.so")))
+    code[names[0]] = "FFMA R4, R8, R12, R4"
+    assert list(check_cuda.code_complaints(Path("a.so"))) == [
+        f"{names[0]} for {target} has no HMMA" for target in ("sm_80", "sm_90")
+    ]
+    del code[names[0]]
+    assert "7 kernels for the matrix units of sm_80, there should be 8" in list(
+        check_cuda.code_complaints(Path("a.so"))
+    )

@@ -1,0 +1,414 @@
+"""Mistakes of public threads, each rebuilt as a small model on the CPU: docs/how_to/public_bugs.md."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as fc
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from support.compared_models import (
+    BATCH,
+    LENGTH,
+    MICRO_BATCHES,
+    WIDTH,
+    Case,
+    Experts,
+    Model,
+    Terms,
+    alone,
+    backward,
+    ddp,
+    expert_parallel,
+    loss,
+    make_batch,
+    reduce_gradients,
+    same_batch,
+    scaled,
+    whole_batch,
+)
+from support.parallel_by_hand import SameOnRanks, SumOfParts, TensorParallelByHand, build_dense, dense_loss
+from support.wrong_training import REPLICATED, WRONG
+
+
+class Bug(NamedTuple):
+    """A mistake of a public thread.
+
+    Args:
+        threads: the threads, as owner/repository#number.
+        mistake: the mistake in one sentence.
+        case: the small model, with the first wrong gradient and its explanation.
+        half: "forward" or "backward" if the report does not name the cause, but says in which half it is.
+    """
+
+    threads: str
+    mistake: str
+    case: Case
+    half: str = ""
+
+
+def token_loss(model: nn.Module, batch: Any) -> Terms:
+    return {"tokens": F.mse_loss(model(batch[0])[0], batch[1])}
+
+
+def share_of_tokens(model: nn.Module, batch: Any) -> Terms:
+    return scaled(token_loss(model, batch), all=len(batch[0]) / BATCH)
+
+
+def sums_of_replicated(model: nn.Module, batch: Any) -> Terms:
+    """Experts have the sum over all ranks from the backward of the all-gather."""
+    terms = backward(share_of_tokens(model, batch))
+    reduce_gradients(model, names=REPLICATED)
+    return terms
+
+
+class AllReduceExperts(Experts):
+    """The experts of a rank for the tokens of all, which every rank has; outputs are summed."""
+
+    are_scores_summed = True
+
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        if self.group is None:
+            return self.compute(x, weights)
+        count, rank = len(self.up), self.group.rank()
+        weights = SameOnRanks.apply(weights) if self.are_scores_summed else weights
+        part = self.compute(SameOnRanks.apply(x), self.of_rank(weights, rank, count))
+        return SumOfParts.apply(part)
+
+    def of_rank(self, weights: Tensor, rank: int, count: int) -> Tensor:
+        return weights[..., rank * count : (rank + 1) * count]
+
+
+class UnsummedScores(AllReduceExperts):
+    are_scores_summed = False
+
+
+class WrongPairs(AllReduceExperts):
+    """The weights of a rank's experts, one place too far."""
+
+    def of_rank(self, weights: Tensor, rank: int, count: int) -> Tensor:
+        return super().of_rank(weights.roll(1, -1), rank, count)
+
+
+class Sentinels(AllReduceExperts):
+    """Two experts for each token; slots of other ranks are computed by the first local expert with a weight of zero."""
+
+    def compute(self, x: Tensor, weights: Tensor) -> Tensor:
+        hidden = F.silu(torch.einsum("bsd,edf->bsef", x, self.up))
+        outputs = torch.einsum("bsef,efd->bsed", hidden, self.down)
+        return (self.gathered(outputs, weights) * self.kept(weights)[..., None]).sum(-2)
+
+    def of_rank(self, weights: Tensor, rank: int, count: int) -> Tensor:
+        return weights
+
+    def ids(self, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """The expert of each slot among those of this rank, and whether it is one of them."""
+        count, rank = len(self.up), 0 if self.group is None else self.group.rank()
+        experts = weights.topk(2).indices
+        is_local = experts // count == rank
+        return torch.where(is_local, experts % count, 0), is_local
+
+    def gathered(self, outputs: Tensor, weights: Tensor) -> Tensor:
+        experts, _ = self.ids(weights)
+        return outputs.gather(-2, experts[..., None].expand(*experts.shape, WIDTH))
+
+    def kept(self, weights: Tensor) -> Tensor:
+        """The weights of local slots; others are zero in the forward, and have a gradient all the same."""
+        _, is_local = self.ids(weights)
+        best = weights.topk(2).values
+        return torch.where(is_local, best, best - best.detach())
+
+
+class Gathered(torch.autograd.Function):
+    """All-gather whose backward takes the slice of this rank from the gradient of this rank alone."""
+
+    @staticmethod
+    def forward(_context: Any, x: Tensor) -> Tensor:
+        return fc.all_gather_single(x.contiguous(), 0, dist.group.WORLD).wait()
+
+    @staticmethod
+    def backward(_context: Any, gradient: Tensor) -> Tensor:
+        return gradient.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+class SlicedGradient(Experts):
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        if self.group is None:
+            return self.compute(x, weights)
+        count, rank = len(self.up), self.group.rank()
+        x, weights = Gathered.apply(x), fc.all_gather_single(weights, 0, self.group)
+        part = self.compute(x, weights[..., rank * count : (rank + 1) * count])
+        return fc.reduce_scatter_single(part, "sum", 0, self.group)
+
+
+class DetachedScores(Experts):
+    """The routing weights are gathered by a collective that autograd does not know."""
+
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        return super().forward(x, weights if self.group is None else weights.detach())
+
+
+def with_experts(kind: type[Experts]) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        model = Model()
+        state = model.experts.state_dict()
+        model.experts = kind()
+        model.experts.load_state_dict(state)
+        return model
+
+    return build
+
+
+def split_backward(model: nn.Module, batch: Any) -> Terms:
+    """Gradients of inputs and weights are taken apart, without the hooks by which DDP reduces."""
+    terms = loss(model, batch)
+    parameters = list(model.parameters())
+    for parameter, gradient in zip(parameters, torch.autograd.grad(sum(terms.values()), parameters), strict=True):
+        parameter.grad = gradient
+    return {name: term.detach() for name, term in terms.items()}
+
+
+class BiasOnEveryRank(TensorParallelByHand):
+    """Each rank adds the bias of the output to its part, before the parts are summed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.gelu(self.up(SameOnRanks.apply(self.norm(x))))
+        return SumOfParts.apply(hidden @ self.down.weight.mT + self.down.bias)
+
+
+class UnsummedInputGradient(TensorParallelByHand):
+    """The gradient of the input of a column-parallel layer stays a part."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.gelu(self.up(self.norm(x)))
+        return SumOfParts.apply(hidden @ self.down.weight.mT) + self.down.bias
+
+
+def padded_batch(rank: int, num_ranks: int) -> Any:
+    """Micro-batches of two ranks whose sequences end after 1, 3 and 5 positions."""
+    x, target = make_batch(rank, num_ranks)
+    ends = torch.tensor([1, 3, LENGTH]).repeat_interleave(BATCH // (2 * MICRO_BATCHES)).repeat(2)
+    return x, target, (torch.arange(LENGTH) < ends[:, None]).chunk(num_ranks)[rank]
+
+
+def masked_loss(model: nn.Module, batch: Any) -> Terms:
+    x, target, mask = batch
+    errors = (model(x)[0] - target).square().mean(-1)
+    return {"tokens": (errors * mask).sum() / mask.sum()}
+
+
+def mean_of_means(model: nn.Module, batch: Any) -> Terms:
+    """Each micro-batch counts alike, however many tokens it has."""
+    total: Terms = {}
+    for micro_batch in zip(*(tensor.chunk(MICRO_BATCHES) for tensor in batch), strict=True):
+        terms = backward(scaled(masked_loss(model, micro_batch), all=1 / MICRO_BATCHES))
+        total = {name: term + total.get(name, 0) for name, term in terms.items()}
+    return total
+
+
+class LowRank(nn.Module):
+    """A frozen layer with low-rank factors, on a part of the sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH), requires_grad=False)
+        self.lora_a, self.lora_b = nn.Parameter(torch.randn(WIDTH, 2)), nn.Parameter(torch.randn(2, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + x @ self.lora_a @ self.lora_b
+
+
+def build_low_rank() -> nn.Module:
+    torch.manual_seed(0)
+    return LowRank()
+
+
+def positions(rank: int, num_ranks: int) -> Any:
+    """The positions of a rank, of a sequence that the ranks divide."""
+    x, target = (torch.cat([tensor, tensor], 1)[:, :8] for tensor in whole_batch())
+    return x.chunk(num_ranks, 1)[rank], target.chunk(num_ranks, 1)[rank]
+
+
+def share_of_positions(model: nn.Module, batch: Any) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[1], reduction="sum") / (BATCH * 8 * WIDTH)
+
+
+def one_factor_reduced(model: nn.Module, batch: Any) -> Tensor:
+    total = share_of_positions(model, batch)
+    total.backward()
+    reduce_gradients(model, names="lora_a")
+    return total.detach()
+
+
+FIRST = "last.bias"  # of the model, in the order of the backward
+MISSING = "missing reduction (sum) over all ranks: each rank has only its own gradient"
+BUGS = {
+    "expert gradients times ranks": Bug(
+        "pytorch/pytorch#160285, NVIDIA/Megatron-LM#5956",
+        "Gradients of experts are sums over the ranks that sent tokens, and nobody divides them as FSDP does others.",
+        WRONG["experts summed, the rest averaged"],
+    ),
+    "scores not summed": Bug(
+        "huggingface/transformers#48205",
+        "Experts are spread over ranks with the same tokens, and the gradients of the routing weights are not summed.",
+        Case(
+            expert_parallel,
+            make_batch=same_batch,
+            loss=token_loss,
+            build=with_experts(UnsummedScores),
+            first_wrong="router.bias",
+            explanation=MISSING,
+        ),
+    ),
+    "sentinel slots": Bug(
+        "huggingface/transformers#48687",
+        "Slots of other ranks' experts run through a local one with weight zero, hidden in the forward alone.",
+        Case(
+            expert_parallel,
+            make_batch=same_batch,
+            loss=token_loss,
+            build=with_experts(Sentinels),
+            first_wrong="router.bias",
+            explanation="no single factor",
+        ),
+        half="backward",
+    ),
+    "weights of other experts": Bug(
+        "huggingface/transformers#45473",
+        "Each rank takes the routing weights of other experts than its own.",
+        Case(
+            expert_parallel,
+            make_batch=same_batch,
+            loss=token_loss,
+            build=with_experts(WrongPairs),
+            explanation="no single factor",
+        ),
+        half="forward",
+    ),
+    "router detached": Bug(
+        "NVIDIA-NeMo/Automodel#2995",
+        "The routing weights are gathered by a collective without a backward.",
+        Case(
+            expert_parallel,
+            loss=share_of_tokens,
+            step=sums_of_replicated,
+            build=with_experts(DetachedScores),
+            first_wrong="router.bias",
+            explanation="detached on the ranks: no gradient",
+        ),
+    ),
+    "slice instead of reduce-scatter": Bug(
+        "NVIDIA-NeMo/Automodel#1260",
+        "The backward of the all-gather of tokens takes a slice of the gradient of this rank's experts alone.",
+        Case(
+            expert_parallel,
+            loss=share_of_tokens,
+            step=sums_of_replicated,
+            build=with_experts(SlicedGradient),
+            first_wrong="norm.weight",
+            explanation="no single factor",
+        ),
+        half="backward",
+    ),
+    "auxiliary loss times ranks": Bug(
+        "huggingface/transformers#48690",
+        "The auxiliary loss is multiplied by the number of ranks.",
+        WRONG["auxiliary loss times ranks"],
+    ),
+    "auxiliary loss times micro-batches": Bug(
+        "NVIDIA-NeMo/Automodel#3359",
+        "Only the token loss is divided by the number of micro-batches.",
+        WRONG["auxiliary loss times micro-batches"],
+    ),
+    "gradients of micro-batches lost": Bug(
+        "NVIDIA-NeMo/Automodel#3530",
+        "Gradients of all micro-batches but the last are wiped, and the loss is right.",
+        WRONG["gradients of micro-batches lost"],
+    ),
+    "mean of means": Bug(
+        "ml-explore/mlx-lm#1413, huggingface/trl#4719",
+        "Micro-batches with different numbers of tokens count alike.",
+        Case(
+            ddp,
+            2,
+            loss=masked_loss,
+            make_batch=padded_batch,
+            step=mean_of_means,
+            first_wrong="last.bias",
+            explanation="gradient of the tokens of micro-batch 1 of each rank: 3 times: micro-batches; "
+            "gradient of the tokens of micro-batch 3 of each rank: 0.6 times",
+        ),
+    ),
+    "split backward": Bug(
+        "pytorch/pytorch#144530",
+        "A zero bubble schedule takes gradients apart, without the hooks by which DDP reduces them.",
+        Case(ddp, step=split_backward, explanation=MISSING.replace("sum", "mean")),
+    ),
+    "router not reduced": Bug(
+        "pytorch/torchtitan#2416",
+        "The router is replicated, and nobody reduces its gradient.",
+        WRONG["router not reduced"],
+    ),
+    "bias on every rank": Bug(
+        "pytorch/torchtitan#4245",
+        "Each tensor-parallel rank adds the bias of the output before the parts are summed.",
+        Case(
+            BiasOnEveryRank,
+            2,
+            loss=dense_loss,
+            make_batch=same_batch,
+            build=build_dense,
+            first_wrong="down.bias",
+            explanation="no single factor",
+        ),
+        half="forward",
+    ),
+    "input gradient not summed": Bug(
+        "pytorch/torchtitan#4054",
+        "With tensor-parallel experts, gradients below them lose the sum over the ranks.",
+        Case(
+            UnsummedInputGradient,
+            2,
+            loss=dense_loss,
+            make_batch=same_batch,
+            build=build_dense,
+            first_wrong="norm.weight",
+            explanation=MISSING,
+        ),
+    ),
+    "one factor of an adapter": Bug(
+        "modelscope/mcore-bridge#173",
+        "One of two LoRA factors is replicated while sequences are split, and its gradient is not summed.",
+        Case(
+            alone,
+            step=one_factor_reduced,
+            loss=share_of_positions,
+            make_batch=positions,
+            build=build_low_rank,
+            first_wrong="lora_b",
+            explanation=MISSING,
+        ),
+    ),
+    "frozen experts": Bug(
+        "unslothai/unsloth#6936", "A wrapper freezes the experts without a word.", WRONG["frozen experts"]
+    ),
+    "clipped by each rank": Bug(
+        "NVIDIA-NeMo/Automodel#3816",
+        "Ranks clip to norms of different groups of experts.",
+        WRONG["clipped by each rank"],
+    ),
+}
+
+
+def row(bug: Bug) -> str:
+    """The row of a bug in the table of the page."""
+    links = []
+    for thread in bug.threads.split(", "):
+        repository, number = thread.split("#")
+        links.append(f"[{repository.split('/')[1]}#{number}](https://github.com/{repository}/issues/{number})")
+    first = bug.case.first_wrong or FIRST
+    half = f", in the {bug.half}" if bug.half else ""
+    return f"| {', '.join(links)} | {bug.mistake} | `{first}` | `{bug.case.explanation}`{half} |"
