@@ -2,7 +2,8 @@
 
 The core is built for the torch of the environment, also under pip's build isolation. MAXMOE_TORCH, a list of folders
 separated by colons, builds one wheel for several releases: `make wheel` sets it. MAXMOE_ANY_TORCH=1 builds for an older
-torch as well: for device checks alone, whose machine may have no other (tests/device/run.sh).
+torch as well: for device checks alone, whose machine may have no other (tests/device/run.sh). MAXMOE_CORE=off installs
+the Python package alone, without a compiler: enough for maxmoe.testing, configs, presets, rules and the reference.
 """
 
 import fcntl
@@ -78,7 +79,10 @@ def torch_folders() -> dict[tuple[int, int], Path]:
     return folders
 
 
-TORCHES = torch_folders()
+CORE = os.environ.get("MAXMOE_CORE", "on")
+if CORE not in ("on", "off"):
+    raise SystemExit(f"MAXMOE_CORE must be 'on' or 'off', got {CORE!r}")
+TORCHES = torch_folders() if CORE == "on" else {}
 
 
 class CMakeBuild(build_ext):
@@ -146,5 +150,5 @@ setup(
         Extension(f"maxmoe._C_torch{major}_{second}", sources=[], depends=source_files()) for major, second in TORCHES
     ],
     cmdclass={"build_ext": CMakeBuild},
-    install_requires=[requirement(list(TORCHES)), "PyYAML>=6"],
+    install_requires=[requirement(list(TORCHES) or SUPPORTED), "PyYAML>=6"],
 )

@@ -25,8 +25,8 @@ from maxmoe.calibration import calibrate
 from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.parallel import token_sharding
 from maxmoe.planning import Device, predict
+from maxmoe.ranks.rank_processes import RankProcesses
 from maxmoe.sharding import Mesh
-from maxmoe.testing.rank_processes import RankProcesses
 
 BATCH, LENGTH = 16, 128
 

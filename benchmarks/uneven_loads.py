@@ -14,7 +14,7 @@ from torch import Tensor
 
 from maxmoe import MoE, MoEConfig, parallelize, replay_routing
 from maxmoe.nn.replay import RoutingRecord
-from maxmoe.parallel.dispatch_plan import Dispatch
+from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.sharding import Mesh
 
 SHARES = (0.0, 0.1, 0.25, 0.5, 1.0)  # of the slots, to the first expert; the others go to all experts alike

@@ -16,6 +16,7 @@ version = release = maxmoe.__version__
 extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
     "myst_nb",
     "sphinx_copybutton",
     "sphinx_design",
@@ -36,9 +37,9 @@ nb_execution_mode = "off"  # notebooks are stored with their outputs; the tests 
 nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"TypeAlias|BuildInfo|(torch|typing|contextlib|collections|datetime|pathlib|numpy)\..*"),
-    (r"py:.*", r"Figure|(transformers|matplotlib|lightning)\..*|maxmoe\.load\.history\.(SummaryWriter|Run)"),
+    (r"py:.*", r"Figure|(transformers|matplotlib|lightning)\..*|maxmoe\.expert_load\.history\.(SummaryWriter|Run)"),
     # Base classes without names of their own, type variables.
-    (r"py:.*", r"maxmoe\.(_torch\w*\..*|nn\.routing_hooks\.HookedModule|nn\.dispatcher\.(LocalCounts|[CD]))"),
+    (r"py:.*", r"maxmoe\.(_torch\w*\..*|nn\.\w+\.(HookedModule|InProcess|[CD]))"),
 ]
 
 # Docstrings

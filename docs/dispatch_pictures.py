@@ -13,9 +13,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
-from maxmoe.dispatch.computed_rows import ComputedRows
-from maxmoe.dispatch.expert_moves import plan_moves
 from maxmoe.ops import ragged_plan
+from maxmoe.parallel.dispatch.computed_rows import ComputedRows
+from maxmoe.parallel.dispatch.expert_moves import plan_moves
 from maxmoe.presets.published import PUBLISHED
 
 FOLDER = Path(__file__).parent

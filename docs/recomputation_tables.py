@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 import maxmoe
 from maxmoe import MoEConfig
 from maxmoe.models import Decoder, DecoderConfig
-from maxmoe.parallel.dispatch_plan import Dispatch
+from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.planning import estimate
 from maxmoe.sharding import Mesh
 

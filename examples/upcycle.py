@@ -25,7 +25,7 @@ from tqdm import tqdm
 from finetuning import upcycling_figure
 from finetuning.token_text import load_text
 from finetuning.upcycling import ModelRun, dense_model, difference, num_parameters, upcycled
-from maxmoe.upcycling import Scaling
+from maxmoe.convert.upcycling import Scaling
 from pretraining import InputError
 from pretraining.command import (
     LARGEST_DEPTH,

@@ -1,50 +1,53 @@
-"""Mixture-of-Experts training for PyTorch."""
+"""Mixture-of-Experts training for PyTorch.
+
+Everything is imported when it is first used. The compiled operators are loaded with `maxmoe.ops`, which the layer
+imports; configs, presets, rules, the reference and `maxmoe.testing` need none of them.
+"""
 
 import importlib
 import sys
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from maxmoe._library import build_info
-
-# isort: split
-# After the core, which names a torch that does not fit, before another module misses something in that torch.
-from maxmoe import presets, quantization, surgery
-from maxmoe.adapters import connect_if_imported
 from maxmoe.config import MoEConfig
-from maxmoe.expert_quantization import quantize_experts
-from maxmoe.load import MoEStats, StatsAccumulator, StepStats
-from maxmoe.nn import (
-    MoE,
-    MoEFeedForward,
-    MoEOutput,
-    keep_routing,
-    mean_over_tokens,
-    record_routing,
-    replay_routing,
-    set_aux_loss_scale,
-    set_recompute,
-)
-from maxmoe.ops._memory import empty_cache
 
 if TYPE_CHECKING:
     from maxmoe import (  # noqa: F401
-        dispatch,
+        convert,
+        expert_load,
         integrations,
         models,
+        nn,
+        ops,
         optim,
         parallel,
         pipelining,
         planning,
+        presets,
+        quantization,
         reference,
         sharding,
         testing,
     )
-    from maxmoe.parallel import parallelize
-    from maxmoe.pipelining import pipeline
+    from maxmoe._library import build_info
+    from maxmoe.convert.expert_quantization import quantize_experts
+    from maxmoe.expert_load import MoEStats, StatsAccumulator, StepStats
+    from maxmoe.nn import (
+        MoE,
+        MoEFeedForward,
+        MoEOutput,
+        keep_routing,
+        mean_over_tokens,
+        record_routing,
+        replay_routing,
+        set_aux_loss_scale,
+        set_recompute,
+    )
+    from maxmoe.ops._runtime import empty_cache
+    from maxmoe.parallel.parallelize import parallelize
+    from maxmoe.pipelining.pipeline import pipeline
 
-connect_if_imported()
-
-__version__ = build_info()["version"]
+__version__ = version("maxmoe")
 
 __all__ = [
     "MoE",
@@ -61,41 +64,52 @@ __all__ = [
     "mean_over_tokens",
     "parallelize",
     "pipeline",
-    "presets",
-    "quantization",
     "quantize_experts",
     "record_routing",
     "replay_routing",
     "set_aux_loss_scale",
     "set_recompute",
-    "surgery",
 ]
 
-
-# Imported when they are first used: DTensor takes as long to import as the rest of torch, transformers longer.
-_LAZY_MODULES = (
-    "dispatch",
+_PACKAGES = (
+    "convert",
+    "expert_load",
     "integrations",
     "models",
+    "nn",
+    "ops",
     "optim",
     "parallel",
     "pipelining",
     "planning",
+    "presets",
+    "quantization",
     "reference",
     "sharding",
     "testing",
 )
-_LAZY_FUNCTIONS = {"parallelize": "maxmoe.parallel", "pipeline": "maxmoe.pipelining"}
+_HOMES = {
+    "MoEStats": "maxmoe.expert_load",
+    "StatsAccumulator": "maxmoe.expert_load",
+    "StepStats": "maxmoe.expert_load",
+    "build_info": "maxmoe._library",
+    "empty_cache": "maxmoe.ops._runtime",
+    "parallelize": "maxmoe.parallel",
+    "pipeline": "maxmoe.pipelining",
+    "quantize_experts": "maxmoe.convert.expert_quantization",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY_FUNCTIONS:
-        return getattr(importlib.import_module(_LAZY_FUNCTIONS[name]), name)
-    if name in _LAZY_MODULES:
+    if name in _PACKAGES:
         return importlib.import_module(f"maxmoe.{name}")
-    # With name and obj, Python adds the nearest name to the message.
-    raise AttributeError(f"module 'maxmoe' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+    if name not in __all__:
+        # With name and obj, Python adds the nearest name to the message.
+        raise AttributeError(f"module 'maxmoe' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+    value = getattr(importlib.import_module(_HOMES.get(name, "maxmoe.nn")), name)
+    globals()[name] = value  # the next access does not come here
+    return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *_LAZY_MODULES, "load", "nn", "ops"})
+    return sorted({*__all__, *_PACKAGES})

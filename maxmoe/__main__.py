@@ -30,19 +30,19 @@ from typing import Any, get_args
 import torch
 
 from maxmoe._library import build_info
+from maxmoe.cli.plan import add_plan, add_state_dtypes, published, state_dtypes
+from maxmoe.cli.waiting_threads import waiting_of_this_process
 from maxmoe.models import Decoder, DecoderConfig
-from maxmoe.parallel.dispatch_plan import Dispatch
-from maxmoe.parallel.failures import RankError
+from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.pipelining.schedules import SCHEDULES
-from maxmoe.plan_command import add_plan, add_state_dtypes, published, state_dtypes
 from maxmoe.planning.estimate import Optimizer, estimate
 from maxmoe.planning.explain import explain
 from maxmoe.presets.published import PUBLISHED
+from maxmoe.ranks.failures import RankError
 from maxmoe.sharding.mesh import Mesh, parse_mesh
 from maxmoe.sharding.rules import LogicalRules, preset_names
 from maxmoe.testing import RankComparison, compare_ranks
 from maxmoe.text_table import paragraph, readable_bytes, terminal_width
-from maxmoe.waiting_threads import waiting_of_this_process
 
 SIZES = ("num_layers", "num_dense_layers", "num_heads", "num_key_value_heads", "vocab_size", "intermediate_size")
 TRAINING = ("build_model", "parallelize", "make_batch", "loss")

@@ -21,8 +21,8 @@ from maxmoe.nn import MoE
 from maxmoe.parallel import parallelize
 from maxmoe.planning import predict
 from maxmoe.planning.time_model.device import Device, Link
+from maxmoe.ranks.rank_processes import RankProcesses
 from maxmoe.sharding import Mesh
-from maxmoe.testing.rank_processes import RankProcesses
 
 ROWS = (4, 16, 64, 256, 1024)
 CHANNELS = (8, 16, 32, 64)

@@ -1,10 +1,10 @@
 """Configuration of a Mixture-of-Experts layer."""
 
 import warnings
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, fields
+from typing import Literal, get_args, get_origin
 
-from maxmoe.field_checks import check_bool, check_int, check_number, refuse_unknown_fields
+from maxmoe.checks.fields import check_bool, check_int, check_number, refuse_unknown_fields
 
 ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus", "identity"]
 GroupScore = Literal["top2", "max"]
@@ -157,23 +157,12 @@ class MoEConfig:
             raise ValueError(f"top_k ({self.top_k}) must not exceed {self._selectable}")
 
     def _check_choices(self) -> None:
-        choices = {
-            "score_function": ScoreFunction,
-            "group_score": GroupScore,
-            "normalization": Normalization,
-            "activation": Activation,
-            "apply_weights_to": WeightsTarget,
-            "router": RouterKind,
-            "load_balance_scope": LoadBalanceScope,
-            "correction_bias_rule": CorrectionBiasRule,
-            "implementation": Implementation,
-        }
-        for name, literal in choices.items():
-            value = getattr(self, name)
-            if not isinstance(value, str) or value not in get_args(literal):
-                raise ValueError(f"{name} must be one of {get_args(literal)}, got {value!r}")
-        for name in ("router_bias", "score_correction_bias", "gated", "expert_bias", "shared_expert_gate"):
-            check_bool(name, getattr(self, name))
+        for each in fields(self):
+            value, choices = getattr(self, each.name), get_args(each.type)
+            if each.type is bool:
+                check_bool(each.name, value)
+            elif get_origin(each.type) is Literal and (not isinstance(value, str) or value not in choices):
+                raise ValueError(f"{each.name} must be one of {choices}, got {value!r}")
 
     @property
     def _selectable(self) -> str:

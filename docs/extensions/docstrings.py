@@ -32,20 +32,20 @@ PACKAGES = (
     "maxmoe",
     "maxmoe.ops",
     "maxmoe.quantization",
-    "maxmoe.load",
+    "maxmoe.expert_load",
     "maxmoe.nn",
-    "maxmoe.surgery",
+    "maxmoe.convert.surgery",
     "maxmoe.presets",
     "maxmoe.models",
     "maxmoe.optim",
     "maxmoe.sharding",
     "maxmoe.parallel",
     "maxmoe.pipelining",
-    "maxmoe.dispatch",
+    "maxmoe.parallel.dispatch",
     "maxmoe.planning",
     "maxmoe.integrations.transformers",
     "maxmoe.integrations.lightning",
-    "maxmoe.integrations.checkpoint",
+    "maxmoe.convert.checkpoint",
     "maxmoe.testing",
     "maxmoe.reference",
 )
@@ -69,13 +69,27 @@ def public_names(module: ModuleType) -> list[str]:
     return [name for name in names if not isinstance(getattr(module, name), ModuleType)]
 
 
+# Methods of layers that torch and other parts of maxmoe call.
+INTERNAL = {
+    "balanced_router",
+    "declaration",
+    "extra_repr",
+    "hidden_states_and_routing",
+    "losses_and_stats",
+    "observed",
+    "routed_experts",
+    "set_runner",
+    "set_up_training",
+}
+
+
 def skip(app: Sphinx, what: str, name: str, value: object, skipped: bool, options: Any) -> bool | None:
     """Leave out what another page describes, and methods of torch that say nothing new."""
     package = app.env.current_document.docname.removeprefix("api/")
     if what == "module" and homes().get(id(value), package) != package:
         return True
     is_field = (getattr(value, "__doc__", None) or "").startswith("Alias for field number")  # described in Attributes
-    if is_field or name == "extra_repr":
+    if is_field or name in INTERNAL:
         return True
     return None
 

@@ -11,7 +11,7 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 ROOT = Path(__file__).parents[2]
-FAILURES = "maxmoe/parallel/failures.py"
+FAILURES = "maxmoe/ranks/failures.py"
 # Raised by scripts, and by __getattr__ for Python itself.
 NOT_FOR_USERS = {"AttributeError", "argparse.ArgumentTypeError", "InputError"}
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from maxmoe import presets
 from maxmoe.models import DecoderConfig
-from maxmoe.parallel.dispatch_plan import Dispatch
+from maxmoe.parallel.plan.dispatch_plan import Dispatch
 
 VOCAB_SIZE = 256  # the tokens are bytes
 

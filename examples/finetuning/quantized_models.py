@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM
 
 import maxmoe
-from maxmoe.integrations.checkpoint import read_checkpoint
+from maxmoe.convert.checkpoint import read_checkpoint
 from maxmoe.presets import from_transformers
 from maxmoe.quantization import QuantizedWeight
 from pretraining import InputError

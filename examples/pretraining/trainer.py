@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from maxmoe import MoE, MoEConfig, MoEStats, StatsAccumulator, StepStats
-from maxmoe.load import LoadHistory
+from maxmoe.expert_load import LoadHistory
 from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.optim import Muon, parameter_groups
 from pretraining import InputError, checkpoint

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from maxmoe._torch.this_thread import OfThisThread
 from maxmoe.ops import LowRankFactors
-from maxmoe.this_thread import OfThisThread
 
 
 class _HandedOver:

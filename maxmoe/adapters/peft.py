@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from maxmoe.adapters.factors import hand_over
-from maxmoe.expert_matrices import expert_matrices
+from maxmoe.declaration import expert_matrices
 from maxmoe.ops import LowRankFactors
 from maxmoe.quantization import QuantizedStack
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from maxmoe._torch_copies import copy_modules
+from maxmoe._torch.copies import copy_modules
 from maxmoe.adapters.peft import connect
+from maxmoe.checks.early_optimizers import mark_replaced
 from maxmoe.declaration import Declaration, SavedTensor, declaration_of
-from maxmoe.early_optimizers import mark_replaced
 
 
 def wrappers_of(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -4,7 +4,7 @@ from typing import Any
 
 import lightning
 
-from maxmoe.load import LoadHistory, StatsAccumulator
+from maxmoe.expert_load import LoadHistory, StatsAccumulator
 
 
 class LoadCallback(lightning.Callback):  # type: ignore[misc]

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from maxmoe.checks.fields import check_bool, check_int, check_number, refuse_unknown_fields
 from maxmoe.config import MoEConfig
-from maxmoe.field_checks import check_bool, check_int, check_number, refuse_unknown_fields
 from maxmoe.presets.published import PublishedModel
 
 

@@ -14,24 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from maxmoe._torch import register_namedtuple
-from maxmoe.config import MoEConfig
+from maxmoe._torch.compile import call_uncompiled
 from maxmoe.declaration import Absent, PipelineParts
-from maxmoe.load import MoEStats
-from maxmoe.models.attention import Attention
+from maxmoe.expert_load import MoEStats
+from maxmoe.models.blocks import Block, Norm
 from maxmoe.models.config import DecoderConfig
-from maxmoe.models.feed_forward import FeedForward
-from maxmoe.models.generation import generate
-from maxmoe.models.norm import Norm
-from maxmoe.nn import (
-    TOKEN_DIMS,
-    Checkpointed,
-    Declaration,
-    MoE,
-    ResidualStream,
-    SavedTensor,
-    keep_routing,
-    set_recompute,
-)
+from maxmoe.nn import TOKEN_DIMS, Declaration, MoE, ResidualStream, SavedTensor, set_recompute
+from maxmoe.ranks.token_group import ContinuedSequences, same_tokens_everywhere
 
 
 class DecoderOutput(NamedTuple):
@@ -65,60 +54,6 @@ class DecoderOutput(NamedTuple):
 
 # torch.export.save requires a serialized type name.
 register_namedtuple(DecoderOutput, "maxmoe.models.DecoderOutput")
-
-
-class Block(Checkpointed):
-    """Attention, then a dense or a Mixture-of-Experts layer.
-
-    Args:
-        config: sizes of the decoder.
-        moe: config of the Mixture-of-Experts layer; None for a dense layer.
-        **options: device and dtype of the parameters.
-    """
-
-    recompute_names = ("blocks",)
-    context_fn = staticmethod(keep_routing)
-
-    def __init__(self, config: DecoderConfig, moe: MoEConfig | None, **options: Any) -> None:
-        super().__init__()
-        D = config.hidden_size
-        self.attention_norm = Norm(D, config.norm_eps, **options)
-        self.attention = Attention(config, **options)
-        self.feed_forward_norm = Norm(D, config.norm_eps, **options)
-        self.feed_forward: FeedForward | MoE
-        if moe is None:
-            assert config.intermediate_size is not None
-            self.feed_forward = FeedForward(D, config.intermediate_size, **options)
-        else:
-            self.feed_forward = MoE(moe, **options)
-
-    def forward(
-        self, x: Tensor, token_mask: Tensor | None = None, document_ids: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None, MoEStats | None]:
-        """Return x ``(B, S, D)`` after the block, and auxiliary loss and statistics of its MoE layer if it has one."""
-        x = x + self.attention(self.attention_norm(x), document_ids)
-        normed = self.feed_forward_norm(x)
-        if isinstance(self.feed_forward, FeedForward):
-            return x + self.feed_forward(normed), None, None
-        update = self.feed_forward(normed, token_mask)
-        return x + update.hidden_states, update.aux_loss, update.stats
-
-    @property
-    def declaration(self) -> Declaration:
-        """Declare the block as a FSDP unit, with its residual stream and saved tensors."""
-        return Declaration(
-            fsdp_unit=True,
-            residual_stream=ResidualStream(
-                len(self.attention_norm.weight),
-                (("attention_norm", "attention"), ("feed_forward_norm", "feed_forward")),
-            ),
-            saved_tensors=self._saved_tensors,
-        )
-
-    def _saved_tensors(self, batch: int, length: int) -> dict[str, SavedTensor]:
-        """Describe the input of a recomputed block. Otherwise, the modules that read the input declare it."""
-        shape, names = (batch, length, len(self.attention_norm.weight)), (*TOKEN_DIMS, "activation_embed")
-        return {"input": SavedTensor(shape, names)} if self.is_recomputed else {}
 
 
 class Decoder(nn.Module):
@@ -259,11 +194,7 @@ class Decoder(nn.Module):
             raise ValueError(f"document_ids must be integer, got {document_ids.dtype}")
 
     def update_correction_bias(self, tokens_per_expert: Iterable[Tensor]) -> None:
-        """Take one step of loss-free balancing in every MoE layer, given its numbers of routed slots ``(E,)``.
-
-        Args:
-            tokens_per_expert: ``(M, E)``, or an iterable of M tensors ``(E,)``, int64.
-        """
+        """Take one step of loss-free balancing in every MoE layer, given ``(M, E)`` or M tensors ``(E,)``, int64."""
         for layer, counts in zip(self.moe_layers(), tokens_per_expert, strict=True):
             layer.update_correction_bias(counts)
 
@@ -292,4 +223,31 @@ class Decoder(nn.Module):
         """
         if tokens.shape[-1] == 0 or temperature < 0:
             raise ValueError(f"need tokens and temperature >= 0, got {[*tokens.shape]}, {temperature}")
-        return generate(self, tokens, num_tokens, temperature=temperature, top_k=top_k)
+        window, length = self.config.max_sequence_length, tokens.shape[1] + num_tokens
+
+        def extended(inputs: Tensor) -> Tensor:
+            # Compiled code is made for each number of earlier tokens, up to a limit, after which training has none.
+            logits = call_uncompiled(self, inputs).logits
+            return torch.cat((tokens, _sample(logits[:, -1].float(), temperature, top_k)), dim=-1)
+
+        # Until the window moves, keys and values of the earlier tokens are kept. When it moves, the first token is no
+        # longer there for the others, whose keys and values change in all layers but the first. An expert that later
+        # tokens can fill up computes all of them again.
+        configs = [layer.config for layer in self.moe_layers()]
+        if all(config.capacity_factor is None and config.buffer_factor is None for config in configs):
+            with same_tokens_everywhere(self, lambda: ContinuedSequences(min(window, length))):
+                num_computed = 0
+                while tokens.shape[1] < length and tokens.shape[1] <= window:
+                    num_computed, tokens = tokens.shape[1], extended(tokens[:, num_computed:])
+        with same_tokens_everywhere(self):
+            while tokens.shape[1] < length:
+                tokens = extended(tokens[:, -window:])
+        return tokens
+
+
+def _sample(logits: Tensor, temperature: float, top_k: int | None) -> Tensor:
+    """Draw a token ``(B, 1)`` of each sequence, given the logits ``(B, V)``; the most likely one for temperature 0."""
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    values, candidates = logits.topk(top_k or logits.shape[-1])
+    return candidates.gather(1, torch.multinomial((values / temperature).softmax(-1), 1))

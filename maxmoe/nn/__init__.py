@@ -1,26 +1,24 @@
 """Mixture-of-Experts layer and its parts."""
 
+# First: names a torch that does not fit before another module misses something in that torch.
+from maxmoe import _library as _library
+
+# isort: split
 from maxmoe.declaration import TOKEN_DIMS, Declaration, LogicalNames, ResidualStream, SavedTensor
-from maxmoe.nn.dense_dispatcher import local_dispatcher
-from maxmoe.nn.dispatcher import Dispatched, Dispatcher, ExpertRunner, Future, LocalDispatcher, LocalExperts
-from maxmoe.nn.expert_weights import ExpertWeights, ForeignExperts
-from maxmoe.nn.experts import Experts
+from maxmoe.nn.dispatcher import Dispatched, Dispatcher, ExpertRunner, Future, LayerInputs, TensorParallelRegion
+from maxmoe.nn.experts import Experts, ExpertWeights, ForeignExperts
 from maxmoe.nn.feed_forward import MoEFeedForward, set_aux_loss_scale
-from maxmoe.nn.latent_projection import LatentProjection
+from maxmoe.nn.local_dispatcher import LocalDispatcher, LocalExperts, local_dispatcher
 from maxmoe.nn.losses import BalanceLoss, count_tokens, load_balance_loss, mean_over_tokens, router_z_loss
-from maxmoe.nn.moe import MoE
-from maxmoe.nn.output import MoEOutput
-from maxmoe.nn.quantile_balancing import balanced_bias, required_bias_histogram
+from maxmoe.nn.moe import MoE, MoEOutput
+from maxmoe.nn.parts import LatentProjection, SharedExperts, ZeroComputationExperts
 from maxmoe.nn.random_numbers import rand_of_tokens
 from maxmoe.nn.replay import RoutingRecord, record_routing, replay_routing
-from maxmoe.nn.router import Router
+from maxmoe.nn.router import Router, balanced_bias, required_bias_histogram
 from maxmoe.nn.routing import Routing, TopK
-from maxmoe.nn.shared_experts import SharedExperts
-from maxmoe.nn.tensor_parallel_region import LayerInputs, LocalRegion, TensorParallelRegion
-from maxmoe.nn.zero_computation_experts import ZeroComputationExperts
+from maxmoe.ranks.token_group import LocalTokens, TokenGroup, TokenGroupAttribute, same_tokens_everywhere
 from maxmoe.recompute.named_parts import Checkpointed, check_recompute, recompute_of, set_recompute
 from maxmoe.recompute.selective import keep_routing
-from maxmoe.token_group import LocalTokens, TokenGroup, TokenGroupAttribute, same_tokens_everywhere
 
 __all__ = [
     "TOKEN_DIMS",
@@ -38,7 +36,6 @@ __all__ = [
     "LayerInputs",
     "LocalDispatcher",
     "LocalExperts",
-    "LocalRegion",
     "LocalTokens",
     "LogicalNames",
     "MoE",

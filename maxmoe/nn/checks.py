@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from maxmoe._torch_transforms import hides_gradient
+from maxmoe._torch.autograd import hides_gradient
 from maxmoe.adapters import adapted_module
 from maxmoe.config import MoEConfig
 from maxmoe.nn.losses import BalanceLoss
@@ -49,10 +49,7 @@ def check_replaced_parts(
 def needs_gradient(layer: "MoE", output: Tensor, lost: str) -> bool:
     """Return whether an output of a layer requires a gradient; raises if a function transform hides that it does.
 
-    Args:
-        layer: the layer.
-        output: output of the layer, to whose backward something is added.
-        lost: what would be lost, and what to do, for the message.
+    `lost` says what would be lost, and what to do, for the message.
     """
     if hides_gradient(output):
         raise NotImplementedError(
@@ -76,9 +73,7 @@ def _check_router_config(config: MoEConfig, router: nn.Module) -> None:
 def check_parts_are_known(layer: "MoE", what: str) -> None:
     """Raise if a layer computes what its config does not say, with a custom router or activation.
 
-    Args:
-        layer: the layer.
-        what: function that writes the weights for other libraries, which know only the config.
+    `what` is the function that writes the weights for other libraries, which know only the config.
     """
     if is_custom_router(layer.router):
         raise ValueError(

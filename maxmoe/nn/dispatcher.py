@@ -1,19 +1,17 @@
-"""Dispatch of tokens to their experts, and combination of the outputs of each token's experts.
+"""How tokens reach their experts: the interfaces of a layer with other processes, and the runner that calls them.
 
 Shapes: T tokens of this process, K top_k, D hidden_size, N rows of the experts' input, E experts, L local experts.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-from maxmoe.config import MoEConfig
 from maxmoe.nn.routing import TopK
-from maxmoe.nn.tensor_parallel_region import LocalRegion, TensorParallelRegion
-from maxmoe.ops import RaggedPlan, ragged_plan, ragged_sort, ragged_unsort
+from maxmoe.ops import RaggedPlan
 from maxmoe.recompute.freed_storage import Recomputation, Rematerialized
 
 T = TypeVar("T")
@@ -51,7 +49,7 @@ C = TypeVar("C")
 
 
 class Dispatcher(Protocol[D, C]):
-    """Interface of dispatchers, such as `LocalDispatcher` and the strategies of `maxmoe.dispatch`."""
+    """Interface of dispatchers, such as `LocalDispatcher` and the strategies of `maxmoe.parallel.dispatch`."""
 
     def exchange_counts(self, chunks: Sequence[TopK], num_sequences: int) -> Sequence[C]:
         """Exchange the counts that processes must know of each other, once for all chunks of the tokens.
@@ -91,6 +89,72 @@ class Dispatcher(Protocol[D, C]):
         ...
 
 
+class LayerInputs(NamedTuple):
+    """Tokens ``(T, D)`` as input of each part of the layer: equal values whose gradients are reduced differently.
+
+    Attributes:
+        router: input of the router, which every process computes whole, so that each has the whole gradient.
+        experts: input of the routed experts; every process has a summand of its gradient. With latent experts, input of
+            the projection before them, whose gradient is whole.
+        shared_experts: input of the shared experts; its gradient is whole or a summand, as the region decides.
+    """
+
+    router: Tensor
+    experts: Tensor
+    shared_experts: Tensor
+
+
+@dataclass(frozen=True)
+class TensorParallelRegion:
+    """Region of a process that computes the whole layer for its tokens, without communication.
+
+    In regions of several processes that compute parts of the layer for the same tokens, subclasses communicate before
+    and after the parts.
+    """
+
+    def enter(self, x: Tensor) -> LayerInputs:
+        """Return the tokens x ``(T, D)`` as input of each part of the layer."""
+        return LayerInputs(x, x, x)
+
+    def assign(self, top_k: TopK) -> TopK:
+        """Return `top_k`, computed by every process; the gradient of the weights is summed over the processes."""
+        return top_k
+
+    def copy_to_experts(self, latent: Tensor) -> Tensor:
+        """Return latent rows ``(T, L)``, computed by every process; their gradient is summed over the processes."""
+        return latent
+
+    def reduce_from_experts(self, latent: Tensor) -> Tensor:
+        """Return the sum over the processes of the outputs ``(T, L)`` of latent experts; every process gets it."""
+        return latent
+
+    def leave(self, routed: Tensor, shared: Tensor | None, whole: Tensor | None = None) -> Tensor:
+        """Return the sum of routed and shared experts over the processes, plus `whole`.
+
+        Args:
+            routed: ``(T, D)``, output of the routed experts of this process. With latent experts, output of the
+                projection after them, which every process has computed whole.
+            shared: ``(T, D)``, output of the shared experts; None for a layer without shared experts.
+            whole: ``(T, D)``, summand that every process computes from the input of the router; None for no summand.
+
+        Returns:
+            ``(T, D)``, output of the layer; if the residual stream is sharded, this rank's shard of the hidden dim.
+        """
+        return sum_of(routed, shared, whole)
+
+    def all_reduce_dropped(self, dropped: Tensor) -> Tensor:
+        """Return the sum of the number ``()`` of dropped slots over the processes that drop different slots."""
+        return dropped
+
+
+def sum_of(total: Tensor, *summands: Tensor | None) -> Tensor:
+    """Return the sum of a tensor and of the summands that are not None."""
+    for summand in summands:
+        if summand is not None:
+            total = total + summand
+    return total
+
+
 @dataclass(frozen=True)
 class ExpertRunner:
     """Runs the routed experts of a layer: dispatch, experts, combine.
@@ -105,7 +169,7 @@ class ExpertRunner:
     """
 
     dispatcher: Dispatcher[Any, Any]
-    region: TensorParallelRegion = field(default_factory=LocalRegion)
+    region: TensorParallelRegion = field(default_factory=TensorParallelRegion)
     num_chunks: int = 1
 
     def run(
@@ -154,121 +218,3 @@ class ExpertRunner:
         if self.num_chunks == 1:
             return combined[0], dropped[0]
         return torch.cat(combined), torch.stack(dropped).sum()
-
-
-@dataclass(frozen=True)
-class LocalExperts:
-    """Range of the experts of a layer that are in this process.
-
-    Args:
-        first: index of the first local expert.
-        count: L, number of local experts.
-        total: E, number of experts of the layer.
-        num_selectable: number of experts that the router selects from. Slots with an id from `total` on have no row.
-    """
-
-    first: int
-    count: int
-    total: int
-    num_selectable: int
-
-    @classmethod
-    def all_of(cls, config: MoEConfig) -> "LocalExperts":
-        """Return the range of all experts of a layer with this config."""
-        return cls(0, config.num_experts, config.num_experts, config.num_selectable_experts)
-
-    def max_rows(self, num_slots: int, factor: float | None) -> int | None:
-        """Compute the largest number of rows that the local experts accept.
-
-        Args:
-            num_slots: number of slots in all processes.
-            factor: multiple of the number of rows per process if all selectable experts get equally many; None for no
-                bound.
-
-        Returns:
-            Number of rows; None for no bound.
-        """
-        return None if factor is None else int(num_slots * self.count // self.num_selectable * factor)
-
-    @property
-    def are_all(self) -> bool:
-        """Whether all experts of the layer are local."""
-        return self.count == self.total
-
-    @property
-    def are_selectable(self) -> bool:
-        """Whether every routed slot has a row in some process."""
-        return self.total == self.num_selectable
-
-
-class LocalCounts:
-    """Base of dispatchers to experts in the same process, whose counts are the number of sequences."""
-
-    def exchange_counts(self, chunks: Sequence[TopK], num_sequences: int) -> list[int]:
-        """Return the number of sequences for each chunk; nothing is communicated."""
-        return [num_sequences] * len(chunks)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LocallyDispatched(Dispatched):
-    """Input of local experts, and the plan by which its rows were sorted; None if `expert_ffn` sorts them."""
-
-    sorting: RaggedPlan | None = None
-
-
-@dataclass(frozen=True)
-class LocalDispatcher(LocalCounts):
-    """Dispatches tokens to experts in the same process. With a part of the experts, it returns partial sums.
-
-    1. A counting sort orders the slots by expert.
-    2. If the routing weights multiply the outputs, `expert_ffn` gathers rows ``(N, D)`` of x, scales and sums them. If
-       they multiply the input, rows are gathered and scaled in `dispatch` and summed in `combine`.
-
-    Args:
-        experts: experts of this process.
-        scales_input: whether the routing weights multiply the input of the experts.
-        buffer_factor: bounds the number of rows by this multiple of the mean over processes; None for no bound.
-    """
-
-    experts: LocalExperts
-    scales_input: bool = False
-    buffer_factor: float | None = None
-
-    def dispatch(self, x: Tensor, top_k: TopK, num_sequences: int) -> Future[LocallyDispatched]:
-        """Sort the slots of x ``(T, D)`` by expert; return a function that returns the input of the experts."""
-        plan = self._plan(top_k)
-        if not self.scales_input:
-            dispatched = LocallyDispatched(x=x, weights=top_k.weights, plan=plan, dropped=plan.dropped)
-            return lambda: dispatched
-        rows = ragged_sort(x, plan, top_k.weights)
-        scaled = LocallyDispatched(
-            x=rows,
-            weights=None,
-            plan=RaggedPlan.of_sorted_rows(rows.shape[0], plan.group_sizes),
-            dropped=plan.dropped,
-            recomputations=(Recomputation(rows, lambda x: lambda: ragged_sort(x(), plan, top_k.weights)),),
-            sorting=plan,
-        )
-        return lambda: scaled
-
-    def combine(self, outputs: Tensor, dispatched: LocallyDispatched) -> Future[Tensor]:
-        """Sum the outputs ``(N, D)`` over the experts of each token, unless `expert_ffn` has summed them."""
-        combined = outputs if dispatched.sorting is None else ragged_unsort(outputs, dispatched.sorting)
-        return lambda: combined
-
-    def _plan(self, top_k: TopK) -> RaggedPlan:
-        num_slots = top_k.experts.numel()
-        max_rows = self.experts.max_rows(num_slots, self.buffer_factor)
-        num_rows = None
-        if self.experts.are_all:
-            # The number of slots is a bound that drops nothing. It tells operators the largest number of rows.
-            max_rows = num_slots if max_rows is None else min(num_slots, max_rows)
-            num_rows = max_rows if top_k.is_unpadded and self.experts.are_selectable else None
-        return ragged_plan(
-            top_k.experts,
-            self.experts.num_selectable,
-            first_expert=self.experts.first,
-            num_local_experts=self.experts.count,
-            max_rows=max_rows,
-            num_rows=num_rows,
-        )

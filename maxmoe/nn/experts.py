@@ -1,18 +1,75 @@
-"""Module of the routed experts."""
+"""Module of the routed experts, and their weights as one value."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.checkpoint import checkpoint
 
 from maxmoe.adapters import connect_if_imported, factors_of
 from maxmoe.config import Activation, MoEConfig
 from maxmoe.declaration import EXPERT_TOKEN_DIMS, Declaration, SavedTensor
-from maxmoe.nn.dense_activation import activate, check_activation_is_known
-from maxmoe.nn.expert_weights import ExpertWeights, ForeignExperts
 from maxmoe.ops import ActivationFunction, Projection, RaggedPlan, expert_ffn
 from maxmoe.ops._projection import operands
+from maxmoe.ops.expert_ffn import activate_with
 from maxmoe.quantization import QuantizedStack
+
+
+class ExpertWeights(NamedTuple):
+    """Weights of L experts, in the order of the arguments of `maxmoe.ops.expert_ffn`.
+
+    Attributes:
+        gate: ``(L, D, F)``, or None.
+        up: ``(L, D, F)``; with a fused gate ``(L, D, 2F)``.
+        down: ``(L, F, D)``.
+    """
+
+    gate: Projection | None
+    up: Projection
+    down: Projection
+
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors, whose first dim is L; of quantized weights, their codes, scales and zero points."""
+        found: list[Tensor] = []
+
+        def collect(tensor: Tensor) -> Tensor:
+            found.append(tensor)
+            return tensor
+
+        self._map(collect)
+        return found
+
+    def with_tensors(self, tensors: Iterable[Tensor]) -> "ExpertWeights":
+        """Return weights with other tensors, in the order of `tensors`; they may be of another number of experts."""
+        remaining = iter(tensors)
+        return self._map(lambda _: next(remaining))
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> "ExpertWeights":
+        gate = None if self.gate is None else self.gate.map(function)
+        return ExpertWeights(gate, self.up.map(function), self.down.map(function))
+
+
+class ForeignExperts(Protocol):
+    """Interface of experts of other processes, some of whose rows this process computes."""
+
+    def compute(
+        self, experts: Callable[[ExpertWeights, RaggedPlan], Tensor], own: ExpertWeights, plan: RaggedPlan
+    ) -> Tensor:
+        """Receive the weights of the foreign experts, and compute them after the experts of this process.
+
+        Args:
+            experts: function that computes the rows of a plan with the weights of its experts: ``(N, D)``, zero in
+                other rows.
+            own: weights of the experts of this process, which it sends to others.
+            plan: rows that the experts of this process compute.
+
+        Returns:
+            ``(N, D)``, sum of the outputs of own and foreign experts.
+        """
+        ...
 
 
 class Experts(nn.Module):
@@ -25,8 +82,7 @@ class Experts(nn.Module):
     Args:
         config: config of the layer.
         activation: function that replaces the activation of the config; see `maxmoe.ops.expert_ffn`.
-        device: device of the parameters.
-        dtype: dtype of the parameters.
+        **options: device and dtype of the parameters.
     """
 
     gate_proj: Tensor | None
@@ -41,14 +97,7 @@ class Experts(nn.Module):
 
     is_transposed = True  # read by PEFT: each matrix is [in, out], unlike the weight of nn.Linear
 
-    def __init__(
-        self,
-        config: MoEConfig,
-        *,
-        activation: ActivationFunction | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, config: MoEConfig, *, activation: ActivationFunction | None = None, **options: Any) -> None:
         super().__init__()
         connect_if_imported()
         self.config = config
@@ -56,7 +105,7 @@ class Experts(nn.Module):
         num_experts, row_size, width = config.num_experts, config.row_size, config.intermediate_size
 
         def parameter(exists: bool, *shape: int) -> nn.Parameter | None:
-            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) if exists else None
+            return nn.Parameter(torch.empty(shape, **options)) if exists else None
 
         gated, biased = config.gated, config.expert_bias
         self.register_parameter("gate_proj", parameter(gated, num_experts, row_size, width))
@@ -159,7 +208,7 @@ class Experts(nn.Module):
 
         def compute(inputs: Tensor) -> Tensor:
             gate = None if weights.gate is None else project(inputs, weights.gate)
-            activated = activate(gate, project(inputs, weights.up), self.activation, self.config.activation_limit)
+            activated = _activate(gate, project(inputs, weights.up), self.activation, self.config.activation_limit)
             return project(activated, weights.down)
 
         if "experts" not in self.recompute or not torch.is_grad_enabled():
@@ -208,15 +257,38 @@ class Experts(nn.Module):
             saved["order"] = SavedTensor(shape, EXPERT_TOKEN_DIMS, torch.int64)
         return saved
 
-    def extra_repr(self) -> str:
-        """Sizes, for `print`.
 
-        Returns:
-            One line.
-        """
-        config = self.config
-        return (
-            f"num_experts={config.num_experts}, hidden_size={config.row_size}, "
-            f"intermediate_size={config.intermediate_size}, activation={config.activation!r}, "
-            f"gated={config.gated}, bias={config.expert_bias}"
-        )
+_FUNCTIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "relu": functional.relu,
+    "relu2": lambda x: functional.relu(x).square(),
+    "swigluoai": lambda x: x * torch.sigmoid(1.702 * x),
+}
+
+
+def _activate(
+    gate: Tensor | None, up: Tensor, activation: Activation | ActivationFunction, limit: float | None
+) -> Tensor:
+    """Compute f(gate) * up; f(up) without a gate; f(gate) * (up + 1) for "swigluoai"; or a function of gate and up.
+
+    With a limit, the gate is first clipped from above, and up on both sides.
+    """
+    if callable(activation):
+        return activate_with(activation, gate, up)
+    function = _FUNCTIONS[activation]
+    if gate is None:
+        return function(up)
+    if limit is not None:
+        gate = gate.clamp(max=limit)
+        up = up.clamp(-limit, limit)
+    if activation == "swigluoai":
+        up = up + 1
+    return function(gate) * up
+
+
+def check_activation_is_known(activation: Activation | ActivationFunction) -> None:
+    """Raise for a function, of which only autograd knows what it saves."""
+    if callable(activation):
+        raise ValueError("the tensors that a custom activation saves are not known: plan with a named activation")

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from maxmoe.conversion import family_of_block
-from maxmoe.load.metrics_accumulator import with_gradient
+from maxmoe.convert.blocks import family_of_block
+from maxmoe.expert_load.metrics_accumulator import with_gradient
 from maxmoe.nn.checks import needs_gradient
 from maxmoe.nn.moe import MoE
-from maxmoe.token_group import LocalTokens
+from maxmoe.ranks.token_group import LocalTokens
 
 
 class MoEFeedForward(MoE):

@@ -3,39 +3,53 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from maxmoe._torch import reshaped
+from maxmoe._torch import register_namedtuple, reshaped
 from maxmoe.adapters import without_adapters
 from maxmoe.config import MoEConfig
-from maxmoe.conversion import check_block, config_of_block, give_weights, take_weights
+from maxmoe.convert.blocks import check_block, config_of_block, give_weights, take_weights
+from maxmoe.convert.upcycling import DenseBlock, Projection, Scaling, Upcycling, initialize
 from maxmoe.declaration import TOKEN_DIMS, Declaration, SavedTensor
-from maxmoe.load.metrics_accumulator import MetricsAccumulator
-from maxmoe.load.stats import MoEStats
+from maxmoe.expert_load.metrics_accumulator import MetricsAccumulator
+from maxmoe.expert_load.stats import MoEStats
 from maxmoe.nn.checks import check_parts_are_known, check_replaced_parts, needs_gradient
-from maxmoe.nn.custom_router import checked_routing
-from maxmoe.nn.dense_dispatcher import local_dispatcher
-from maxmoe.nn.dispatcher import ExpertRunner
+from maxmoe.nn.dispatcher import ExpertRunner, LayerInputs
 from maxmoe.nn.experts import Experts
-from maxmoe.nn.latent_projection import LatentProjection
-from maxmoe.nn.losses import LOCAL, BalanceLoss, load_balance_loss
-from maxmoe.nn.output import MoEOutput
+from maxmoe.nn.local_dispatcher import local_dispatcher
+from maxmoe.nn.losses import LOCAL, BalanceLoss, RoutingLosses, load_balance_loss
+from maxmoe.nn.parts import LatentProjection, SharedExperts, ZeroComputationExperts
+from maxmoe.nn.replay import HookedModule, given_experts, observe
 from maxmoe.nn.routed_experts import fits_one_operator, in_one_operator
 from maxmoe.nn.router import Router, is_custom_router
-from maxmoe.nn.routing import Routing
-from maxmoe.nn.routing_hooks import HookedModule, given_experts, observe
-from maxmoe.nn.routing_losses import RoutingLosses
-from maxmoe.nn.shared_experts import SharedExperts
-from maxmoe.nn.tensor_parallel_region import LayerInputs
+from maxmoe.nn.routing import Routing, checked_routing
 from maxmoe.nn.training_watch import TrainingWatch
-from maxmoe.nn.zero_computation_experts import ZeroComputationExperts
 from maxmoe.ops import ActivationFunction
+from maxmoe.ranks.token_group import LocalTokens, TokenGroupAttribute
 from maxmoe.recompute.selective import has_backward
-from maxmoe.token_group import LocalTokens, TokenGroupAttribute
-from maxmoe.upcycling import DenseBlock, Projection, Scaling, Upcycling, initialize
+
+
+class MoEOutput(NamedTuple):
+    """Output of a `MoE` layer.
+
+    Attributes:
+        hidden_states: ``(..., S, D)``, shape and dtype of the input.
+        aux_loss: ``()``, float32 or wider, sum of the weighted auxiliary losses, to be added to the training loss. On a
+            mesh, it is over the tokens of all ranks; without gradients over those of this rank, without communication.
+        stats: routing statistics of the call, over the same tokens.
+    """
+
+    hidden_states: Tensor
+    aux_loss: Tensor
+    stats: MoEStats
+
+
+# torch.export.save requires a serialized type name.
+register_namedtuple(MoEOutput, "maxmoe.MoEOutput")
 
 
 class MoE(HookedModule):
@@ -47,6 +61,13 @@ class MoE(HookedModule):
 
     The forward does not change the state of the layer, so that a recomputation under activation checkpointing neither
     routes differently nor counts twice. The training loop calls `update_correction_bias` after the optimizer step.
+
+    Example::
+
+        config = maxmoe.MoEConfig(hidden_size=512, intermediate_size=256, num_experts=64, top_k=6)
+        layer = maxmoe.MoE(config)
+        hidden_states, aux_loss, stats = layer(torch.randn(4, 16, 512))  # [batch, sequence, hidden_size]
+        (hidden_states.square().mean() + aux_loss).backward()
 
     Args:
         config: sizes, routing, experts and losses of the layer.
@@ -83,18 +104,17 @@ class MoE(HookedModule):
         if not isinstance(config, MoEConfig):
             raise TypeError(f"config must be a maxmoe.MoEConfig, got {type(config).__name__}")
         check_replaced_parts(config, router, activation, balance_loss)
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
         self.config = config
-        self.router: nn.Module = Router(config, device=device, dtype=dtype) if router is None else router
-        self.experts = Experts(config, activation=activation, device=device, dtype=dtype)
-        self.shared_experts: SharedExperts | None = None
-        if config.num_shared_experts:
-            self.shared_experts = SharedExperts(config, activation=activation, device=device, dtype=dtype)
+        self.router: nn.Module = Router(config, **options) if router is None else router
+        self.experts = Experts(config, activation=activation, **options)
+        has_shared = config.num_shared_experts > 0
+        self.shared_experts = SharedExperts(config, activation=activation, **options) if has_shared else None
         is_latent = config.latent_size is not None
-        self.latent_in = LatentProjection(config, "in", device=device, dtype=dtype) if is_latent else None
-        self.latent_out = LatentProjection(config, "out", device=device, dtype=dtype) if is_latent else None
-        self.zero_computation_experts = None
-        if config.has_zero_computation_outputs:
-            self.zero_computation_experts = ZeroComputationExperts(config, device=device, dtype=dtype)
+        self.latent_in = LatentProjection(config, "in", **options) if is_latent else None
+        self.latent_out = LatentProjection(config, "out", **options) if is_latent else None
+        has_more = config.has_zero_computation_outputs
+        self.zero_computation_experts = ZeroComputationExperts(config, **options) if has_more else None
         self.set_up_training(load_balance_loss if balance_loss is None else balance_loss)
 
     def set_up_training(self, balance_loss: BalanceLoss) -> None:
@@ -189,11 +209,7 @@ class MoE(HookedModule):
         give_weights(self, block)
 
     def set_runner(self, runner: ExpertRunner) -> None:
-        """Replace the runner of the routed experts; `maxmoe.parallelize` sets a runner that communicates.
-
-        Args:
-            runner: runner with dispatcher, tensor-parallel region and number of chunks.
-        """
+        """Replace the runner of the routed experts; `maxmoe.parallelize` sets a runner that communicates."""
         self.runner = runner
 
     def reset_parameters(self) -> None:
@@ -255,13 +271,16 @@ class MoE(HookedModule):
 
     def _checked(self, x: Tensor, token_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Check the inputs of `forward`; return tokens ``(T, D)``, zero for padding, and their mask ``(T,)``."""
-        hidden_size, dtype = self.config.hidden_size, self._dtype
+        config, hidden_size, dtype = self.config, self.config.hidden_size, self._dtype
         if x.dim() < 2 or x.shape[-1] != hidden_size:
             raise ValueError(f"x must have shape [..., S, hidden_size ({hidden_size})], got {tuple(x.shape)}")
         if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
             raise ValueError(f"x must have the dtype of the parameters ({dtype}) outside of autocast, got {x.dtype}")
-        if torch.is_grad_enabled():
-            self._check_step_is_counted()
+        needs_counts = self.training and config.load_balance_loss_weight > 0 and config.load_balance_scope == "step"
+        if needs_counts and torch.is_grad_enabled() and self.metrics_accumulator is None:
+            raise ValueError(
+                "load_balance_scope 'step' needs maxmoe.StatsAccumulator(model), whose update() ends the step, got none"
+            )
         tokens = x.reshape(-1, hidden_size)
         if token_mask is None:
             return tokens, None
@@ -273,15 +292,6 @@ class MoE(HookedModule):
         token_mask = token_mask.reshape(-1)
         # Zeroed before the first product, so that NaN in padding reaches neither outputs nor gradients.
         return tokens.masked_fill(~token_mask.unsqueeze(1), 0.0), token_mask
-
-    def _check_step_is_counted(self) -> None:
-        """Raise if the layer is trained with the load of the step, which nobody counts."""
-        config = self.config
-        is_needed = self.training and config.load_balance_loss_weight > 0 and config.load_balance_scope == "step"
-        if is_needed and self.metrics_accumulator is None:
-            raise ValueError(
-                "load_balance_scope 'step' needs maxmoe.StatsAccumulator(model), whose update() ends the step, got none"
-            )
 
     def _route(
         self, x: Tensor, token_mask: Tensor | None, leading_dims: Sequence[int], given: Tensor | None
@@ -350,11 +360,7 @@ class MoE(HookedModule):
         return saved | self.losses.saved_tensors(batch, length, wide)
 
     def update_correction_bias(self, tokens_per_expert: Tensor) -> None:
-        """Take one step of loss-free balancing; see `Router.update_correction_bias`.
-
-        Args:
-            tokens_per_expert: ``(E,)``, integer, `MoEStats.tokens_per_expert`, summed over an optimizer step.
-        """
+        """Take one step of loss-free balancing; see `Router.update_correction_bias`."""
         if self.balanced_router is None:
             raise ValueError("update_correction_bias needs score_correction_bias=True in the config, got False")
         self.balanced_router.update_correction_bias(tokens_per_expert)

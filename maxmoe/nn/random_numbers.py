@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from maxmoe.token_group import TokenGroup
+from maxmoe.ranks.token_group import TokenGroup
 
 # Constants of SplitMix64 (Steele et al., OOPSLA 2014), as signed integers.
 GAMMA, FIRST, SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15

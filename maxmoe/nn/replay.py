@@ -12,15 +12,23 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from maxmoe._torch_backward import backward_id
-from maxmoe._torch_checkpoint import checkpoint_frames, is_reentrant_checkpoint
+from maxmoe._torch import never_compiled
+from maxmoe._torch.autograd import backward_id, checkpoint_frames, is_reentrant_checkpoint
 from maxmoe.config import MoEConfig
+from maxmoe.expert_load.stats_accumulator import unwrapped_path
 from maxmoe.files import replacing
-from maxmoe.load.stats_accumulator import unwrapped_path
-from maxmoe.nn.moe import MoE
 from maxmoe.nn.routing import Routing
-from maxmoe.nn.routing_hooks import RoutingHook, add_hook, remove_hook
 from maxmoe.recompute.selective import is_recomputation
+
+
+class HookedModule(nn.Module):
+    """Module with `routing_hooks`. Copies and pickles have none, because a context holds for the module that it got."""
+
+    config: MoEConfig
+    routing_hooks: "tuple[_Hook, ...]" = ()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "routing_hooks"}
 
 
 @dataclass(frozen=True)
@@ -43,35 +51,17 @@ class RoutingRecord:
         return RoutingRecord({path: ids[calls] for path, ids in self.calls.items()})
 
     def joined(self) -> "RoutingRecord":
-        """Concatenate all calls along the sequence, such as prompt and generated tokens of a model with a cache.
-
-        Returns:
-            Record of one call.
-        """
+        """Join all calls to one along the sequence, such as prompt and generated tokens of a model with a cache."""
         return RoutingRecord({path: [torch.cat(ids, dim=-2)] for path, ids in self.calls.items() if ids})
 
     def save(self, path: str | Path) -> None:
-        """Write the record to a file.
-
-        Args:
-            path: path of the file, which is replaced.
-        """
+        """Write the record to a file, which is replaced."""
         with replacing(path) as new:
             torch.save({layer: list(ids) for layer, ids in self.calls.items()}, new)
 
     @classmethod
     def load(cls, path: str | Path) -> "RoutingRecord":
-        """Read a record from a file, without executing code from it (``weights_only=True``).
-
-        Args:
-            path: path of a file that `save` wrote.
-
-        Returns:
-            Record on the CPU.
-
-        Raises:
-            ValueError: for a file with other contents.
-        """
+        """Read a record that `save` wrote, to the CPU, without executing code from it (``weights_only=True``)."""
         calls: Any = torch.load(path, weights_only=True, map_location="cpu")
         is_record = isinstance(calls, dict) and all(
             isinstance(layer, str) and isinstance(ids, list) and all(isinstance(one, Tensor) for one in ids)
@@ -130,7 +120,9 @@ def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[None]:
             less often than in the record.
     """
     layers = _layers(model)
-    _check_layers(layers, record)
+    missing, unknown = sorted(layers.keys() - record.calls.keys()), sorted(record.calls.keys() - layers.keys())
+    if missing or unknown:
+        raise ValueError(f"the record must be one of the same layers: it lacks {missing} and has {unknown} besides")
     replays = {path: _Replay(path, layer, record.calls[path]) for path, layer in layers.items()}
     with ExitStack() as stack:
         for path, layer in layers.items():
@@ -143,17 +135,28 @@ def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[None]:
             raise ValueError(f"the record has {len(record.calls[path])} calls of {replay.path}, got {replay.num_calls}")
 
 
-class _Recorder:
+class _Hook:
+    """What sees the calls of a layer's router in the thread that makes it; leading dims are those of the input."""
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+
+    def experts(self, _leading_dims: Sequence[int], _device: torch.device) -> Tensor | None:
+        """Return the expert ids ``(T, K)``, int64; None to let the router choose."""
+        return None
+
+    def observe(self, routing: Routing, leading_dims: Sequence[int]) -> None:
+        """See the routing of a call."""
+
+
+class _Recorder(_Hook):
     """Appends the expert ids of each call of a layer to a list."""
 
     def __init__(self, config: MoEConfig, calls: list[Tensor]) -> None:
-        self.thread = threading.get_ident()
+        super().__init__()
         self._calls, self._top_k = calls, config.top_k
         is_narrow = config.num_selectable_experts <= torch.iinfo(torch.int16).max
         self._dtype = torch.int16 if is_narrow else torch.int32
-
-    def experts(self, _leading_dims: Sequence[int], _device: torch.device) -> None:
-        """Let the router choose."""
 
     def observe(self, routing: Routing, leading_dims: Sequence[int]) -> None:
         """Append the ids, unless the call is a recomputation."""
@@ -161,20 +164,14 @@ class _Recorder:
             self._calls.append(routing.experts.detach().to(self._dtype).view(*leading_dims, self._top_k))
 
 
-class _Replay:
-    """Recorded expert ids of one layer, and those that a recomputation in the backward pass may need again.
+class _Replay(_Hook):
+    """Recorded expert ids of one layer, and those that a recomputation in the backward pass may need again."""
 
-    Attributes:
-        thread: thread whose calls are replayed.
-        has_ended: whether the context has ended, so that only recomputations of its calls get expert ids.
-        checkpointed: expert ids of the calls in each checkpoint, by the frame of the checkpoint.
-    """
-
-    def __init__(self, path: str, layer: MoE, calls: list[Tensor]) -> None:
+    def __init__(self, path: str, layer: HookedModule, calls: list[Tensor]) -> None:
         self.path, self.layer, self.calls, self.num_calls = path or "the layer", layer, calls, 0
-        self.thread = threading.get_ident()
-        self.has_ended = False
-        self.checkpointed: WeakKeyDictionary[object, _CheckpointedCalls] = WeakKeyDictionary()
+        super().__init__()
+        self.has_ended = False  # then only recomputations of its calls get expert ids
+        self.checkpointed: WeakKeyDictionary[object, _CheckpointedCalls] = WeakKeyDictionary()  # by its frame
         for ids in calls:
             self._check(ids)
 
@@ -206,19 +203,16 @@ class _Replay:
             )
         return ids.reshape(-1, ids.shape[-1]).to(device, torch.int64)
 
-    def observe(self, _routing: Routing, _leading_dims: Sequence[int]) -> None:
-        """Do nothing."""
-
     def end(self) -> None:
         """Stay with the layer for recomputations after the context, until no checkpointed graph is left."""
         self.has_ended = True
         if self.checkpointed:
-            add_hook(self.layer, self)
+            _add_hook(self.layer, self)
 
     def _is_known(self) -> bool:
         """Return whether a call of this replay is recomputed; removes the replay if none can be."""
         if not self.checkpointed:
-            remove_hook(self.layer, self)
+            _remove_hook(self.layer, self)
         return is_recomputation() and any(frame in self.checkpointed for frame in checkpoint_frames())
 
     def _next(self) -> Tensor:
@@ -260,25 +254,56 @@ class _CheckpointedCalls:
         return self.ids[self.num_recomputed[number] - 1]
 
 
-def _layers(model: nn.Module) -> dict[str, MoE]:
+def _layers(model: nn.Module) -> dict[str, HookedModule]:
     modules = model.named_modules()
-    layers = {unwrapped_path(model, path): module for path, module in modules if isinstance(module, MoE)}
+    layers = {unwrapped_path(model, path): module for path, module in modules if isinstance(module, HookedModule)}
     # A rank of a pipeline may have dense blocks only.
     if not layers and not hasattr(model, "layers_of_stages"):
         raise ValueError(f"{type(model).__name__} has no maxmoe.MoE layers")
     return layers
 
 
-def _check_layers(layers: Mapping[str, MoE], record: RoutingRecord) -> None:
-    missing, unknown = sorted(layers.keys() - record.calls.keys()), sorted(record.calls.keys() - layers.keys())
-    if missing or unknown:
-        raise ValueError(f"the record must be one of the same layers: it lacks {missing} and has {unknown} besides")
-
-
 @contextmanager
-def _hooked(layer: MoE, hook: RoutingHook) -> Iterator[None]:
-    add_hook(layer, hook)
+def _hooked(layer: HookedModule, hook: _Hook) -> Iterator[None]:
+    _add_hook(layer, hook)
     try:
         yield
     finally:
-        remove_hook(layer, hook)
+        _remove_hook(layer, hook)
+
+
+@never_compiled
+def given_experts(hooks: Sequence[_Hook], leading_dims: Sequence[int], device: torch.device) -> Tensor | None:
+    """Return the expert ids of the last hook that gives any; None if the router chooses them."""
+    given = [hook.experts(leading_dims, device) for hook in _of_this_call(hooks)]
+    return next((experts for experts in reversed(given) if experts is not None), None)
+
+
+@never_compiled
+def observe(hooks: Sequence[_Hook], routing: Routing, leading_dims: Sequence[int]) -> None:
+    """Show a routing to all hooks."""
+    for hook in _of_this_call(hooks):
+        hook.observe(routing, leading_dims)
+
+
+def _of_this_call(hooks: Sequence[_Hook]) -> Sequence[_Hook]:
+    """Return the hooks of this thread; in a recomputation all of them: autograd may run it in another thread."""
+    if is_recomputation():
+        return hooks
+    thread = threading.get_ident()
+    return [hook for hook in hooks if hook.thread == thread]
+
+
+_hooks_change = threading.Lock()
+
+
+def _add_hook(layer: HookedModule, hook: _Hook) -> None:
+    """Add a hook to a layer, which other threads may call meanwhile."""
+    with _hooks_change:
+        layer.routing_hooks += (hook,)
+
+
+def _remove_hook(layer: HookedModule, hook: _Hook) -> None:
+    """Remove a hook from a layer, if it has it."""
+    with _hooks_change:
+        layer.routing_hooks = tuple(other for other in layer.routing_hooks if other is not hook)

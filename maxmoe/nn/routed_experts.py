@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 from maxmoe._torch import is_called_plainly, is_traced
 from maxmoe.config import MoEConfig
-from maxmoe.nn.dispatcher import ExpertRunner, LocalDispatcher, LocalExperts
+from maxmoe.nn.dispatcher import ExpertRunner
 from maxmoe.nn.experts import Experts
+from maxmoe.nn.local_dispatcher import LocalDispatcher, LocalExperts
 from maxmoe.nn.module_path import module_path
 from maxmoe.nn.router import Router
 from maxmoe.nn.routing import Routing
@@ -23,16 +24,7 @@ def fits_one_operator(
     token_mask: Tensor | None,
     given: Tensor | None,
 ) -> bool:
-    """Return whether `in_one_operator` computes all that the modules of a layer would compute in this call.
-
-    Args:
-        config: config of the layer.
-        runner: runner of the layer.
-        router: router of the layer.
-        experts: routed experts of the layer.
-        token_mask: mask of the call.
-        given: expert ids of a replay.
-    """
+    """Return whether `in_one_operator` computes all that the modules of a layer would compute in a call."""
     return (
         not is_traced()
         # The operator routes all tokens by their scores,
@@ -60,11 +52,7 @@ def _runner_of_one_process(num_experts: int) -> ExpertRunner:
 
 
 def in_one_operator(x: Tensor, router: nn.Module, experts: Experts) -> tuple[Routing, Tensor, Tensor]:
-    """Route tokens ``(T, D)`` and compute their experts.
-
-    Returns:
-        Routing, outputs of the experts ``(T, D)`` and the number ``()`` of dropped slots, which is zero.
-    """
+    """Return the routing of tokens ``(T, D)``, the outputs of their experts and the number ``()`` of dropped slots."""
     assert isinstance(router, Router)
     config = router.config
     try:

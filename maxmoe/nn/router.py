@@ -1,6 +1,7 @@
-"""Router of a layer: linear, then the best experts of each token."""
+"""Router of a layer: linear, then the best experts of each token; the rules that balance their load."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,12 +11,12 @@ from maxmoe.adapters import adapted_module
 from maxmoe.config import MoEConfig
 from maxmoe.declaration import TOKEN_DIMS, Declaration, SavedTensor
 from maxmoe.nn.module_path import module_path
-from maxmoe.nn.quantile_balancing import balanced_bias, required_bias_histogram
 from maxmoe.nn.random_numbers import rand_of_tokens
 from maxmoe.nn.routing import Routing
-from maxmoe.ops.linear import linear
-from maxmoe.ops.route import route
-from maxmoe.token_group import LocalTokens, TokenGroupAttribute
+from maxmoe.ops import linear, route
+from maxmoe.ranks.token_group import LocalTokens, TokenGroupAttribute
+
+NUM_BINS = 1000  # of the histograms of quantile balancing
 
 
 class Router(ConvertedModule):
@@ -25,8 +26,7 @@ class Router(ConvertedModule):
 
     Args:
         config: config of the layer.
-        device: device of the parameters.
-        dtype: dtype of the parameters; `score_correction_bias` is float32 or wider.
+        **options: device and dtype of the parameters; `score_correction_bias` is float32 or wider.
     """
 
     weight: Tensor
@@ -35,21 +35,16 @@ class Router(ConvertedModule):
 
     token_group = TokenGroupAttribute()  # for the random router
 
-    def __init__(
-        self, config: MoEConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, config: MoEConfig, **options: Any) -> None:
         super().__init__()
         self.config = config
         self.token_group = LocalTokens()
         num_experts = config.num_selectable_experts
-        self.weight = nn.Parameter(torch.empty(num_experts, config.hidden_size, device=device, dtype=dtype))
-        self.register_parameter("bias", None)
-        if config.router_bias:
-            self.bias = nn.Parameter(torch.empty(num_experts, device=device, dtype=dtype))
-        correction_bias = None
-        if config.score_correction_bias:
-            wide = torch.promote_types(self.weight.dtype, torch.float32)
-            correction_bias = torch.empty(num_experts, device=device, dtype=wide)
+        self.weight = nn.Parameter(torch.empty(num_experts, config.hidden_size, **options))
+        bias = nn.Parameter(torch.empty(num_experts, **options)) if config.router_bias else None
+        self.register_parameter("bias", bias)
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        correction_bias = self.weight.new_empty(num_experts, dtype=wide) if config.score_correction_bias else None
         self.register_buffer("score_correction_bias", correction_bias)
         self.register_load_state_dict_post_hook(_widen_correction_bias)  # type: ignore[no-untyped-call]
         self.reset_parameters()
@@ -181,15 +176,6 @@ class Router(ConvertedModule):
         balanced = balanced_bias(histogram, bias, self.config.top_k)
         bias.copy_(bias.lerp(balanced, self.config.correction_bias_update_rate).where(bias.isfinite(), bias))
 
-    def extra_repr(self) -> str:
-        """Return the sizes and the score function."""
-        config = self.config
-        return (
-            f"hidden_size={config.hidden_size}, num_experts={config.num_selectable_experts}, top_k={config.top_k}, "
-            f"score_function={config.score_function!r}, bias={config.router_bias}, "
-            f"score_correction_bias={config.score_correction_bias}"
-        )
-
 
 def select_experts(
     config: MoEConfig, logits: Tensor, correction_bias: Tensor | None, token_mask: Tensor | None, experts: Tensor | None
@@ -221,3 +207,77 @@ def _widen_correction_bias(router: Router, _keys: object) -> None:
 def is_custom_router(router: nn.Module) -> bool:
     """Return whether a router, with or without adapters, routes by another forward than that of `Router`."""
     return type(router) is not Router and type(adapted_module(router)).forward is not Router.forward
+
+
+def required_bias_histogram(
+    scores: Tensor, correction_bias: Tensor, top_k: int, *, token_mask: Tensor | None = None
+) -> Tensor:
+    """Count, for each expert, the biases that the tokens would require to select it.
+
+    required_bias[t, e] = cutoff[t] - scores[t, e]
+
+    cutoff[t] is the (K+1)-th best of scores[t] + correction_bias. The bins are of equal width, from the smallest
+    finite correction bias - 1 to the largest one + 1, which bound the required biases because scores are in [0, 1].
+
+    Args:
+        scores: ``(T, E)``, floating, scores in [0, 1].
+        correction_bias: ``(E,)``, floating, correction bias by which the tokens are routed.
+        top_k: K, experts per token, below E.
+        token_mask: ``(T,)``, bool, False for padding; None for no padding.
+
+    Returns:
+        ``(E, 1000)``, float64, number of tokens in each bin.
+
+    Source: Kimi K3 technical report, section 2.3.3 and appendix D.
+    """
+    num_tokens, num_experts = scores.shape
+    biased = scores + correction_bias
+    cutoff = biased.topk(top_k + 1, dim=1, sorted=True).values[:, -1:]
+    low, width = _bins(correction_bias)
+    bins = ((cutoff - scores - low) / width).long().clamp(0, NUM_BINS - 1)
+    places = bins + NUM_BINS * torch.arange(num_experts, device=scores.device)
+    counted = torch.ones(num_tokens, 1, dtype=torch.float64, device=scores.device)
+    if token_mask is not None:
+        counted = token_mask.unsqueeze(1).double()
+    histogram = counted.new_zeros(num_experts * NUM_BINS)
+    return histogram.scatter_add(0, places.flatten(), counted.expand_as(places).flatten()).view(num_experts, NUM_BINS)
+
+
+def balanced_bias(histogram: Tensor, correction_bias: Tensor, top_k: int) -> Tensor:
+    """Return the correction bias at which every expert would have been selected by K / E of the tokens.
+
+    balanced_bias[e] = quantile of required_bias[:, e] at K / E, minus the mean over the experts
+
+    The quantile is interpolated within its bin. Experts with an infinite bias, which all tokens or none select, keep
+    it: the other experts share the slots that are left, and the mean is over them.
+
+    Args:
+        histogram: ``(E, 1000)``, float64, sum of `required_bias_histogram` over the tokens of an optimizer step.
+        correction_bias: ``(E,)``, floating, correction bias of the step.
+        top_k: K, experts per token.
+
+    Returns:
+        ``(E,)``, dtype of the correction bias; the correction bias itself if there are no tokens.
+    """
+    low, width = _bins(correction_bias.double())
+    cumulative = histogram.cumsum(1)
+    num_tokens = cumulative[:, -1:]
+    is_finite = correction_bias.isfinite()
+    num_finite = is_finite.sum().clamp_min(1).double()
+    target = num_tokens * ((top_k - correction_bias.isposinf().sum()).clamp_min(0) / num_finite)
+    bins = (cumulative < target).sum(1, keepdim=True).clamp_max(NUM_BINS - 1)
+    in_bin = histogram.gather(1, bins)
+    fraction = (target - cumulative.gather(1, bins) + in_bin) / in_bin.clamp_min(1)
+    quantile = (low + width * (bins + fraction)).squeeze(1)
+    balanced = quantile - quantile.where(is_finite, 0.0).sum() / num_finite
+    return balanced.to(correction_bias.dtype).where((num_tokens[0] > 0) & is_finite, correction_bias)
+
+
+def _bins(correction_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the lower end of the first bin and the width of all bins."""
+    is_finite = correction_bias.isfinite()
+    low, high = (
+        correction_bias.where(is_finite, torch.inf).min() - 1,
+        correction_bias.where(is_finite, -torch.inf).max() + 1,
+    )
+    return low, (high - low) / NUM_BINS

@@ -3,7 +3,11 @@
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from maxmoe._torch import assert_async
+from maxmoe.config import MoEConfig
+from maxmoe.recompute.selective import choices_are_kept
 
 
 class TopK(NamedTuple):
@@ -125,3 +129,93 @@ class Routing(NamedTuple):
 
 def _wide(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def checked_routing(
+    router: nn.Module, config: MoEConfig, x: Tensor, token_mask: Tensor | None, given: Tensor | None
+) -> Routing:
+    """Call a custom router, with the experts ``(T, K)`` of a replay if they are given; raise if its output is wrong."""
+    with choices_are_kept():
+        routing: Routing = router(x, token_mask) if given is None else router(x, token_mask, experts=given)
+    _check_routing(routing, config, x, token_mask, router)
+    if given is not None:
+        _check_is_replayed(routing, given, type(router).__name__)
+    return routing
+
+
+def _check_routing(routing: object, config: MoEConfig, x: Tensor, token_mask: Tensor | None, router: nn.Module) -> None:
+    """Raise for a result of a custom router that does not fit the layer or the mask with which it was called.
+
+    On devices other than the CPU, and in compiled code, an assertion of the device finds wrong values, without them.
+    """
+    name = type(router).__name__
+    if not isinstance(routing, Routing):
+        raise TypeError(f"router {name} must return maxmoe.nn.Routing, got {type(routing).__name__}: see Routing.of")
+    top_k = {"top_k": config.top_k}
+    num_experts = {"number of experts": config.num_selectable_experts}
+    widths = {"experts": top_k, "weights": top_k, "probabilities": num_experts, "logits": num_experts}
+    for field, width in {**widths, "token_losses": {}}.items():
+        tensor = getattr(routing, field)
+        if tensor is None:
+            continue
+        wanted = {"tokens": x.shape[:-1].numel(), **width}
+        if tuple(tensor.shape) != (*wanted.values(),):
+            sizes = ", ".join(f"{size} ({value})" for size, value in wanted.items())
+            raise ValueError(f"{field} of router {name} must have shape ({sizes}), got {tuple(tensor.shape)}")
+        dtypes = (torch.int64,) if field == "experts" else (torch.float32, torch.float64)
+        if tensor.dtype not in dtypes:
+            listed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise ValueError(f"{field} of router {name} must be {listed}, got {tensor.dtype}: see Routing.of")
+    if routing.token_mask is not token_mask:
+        raise ValueError(f"router {name} must pass token_mask to Routing.of, so that padding is not routed")
+    if config.router_z_loss_weight > 0 and routing.logits is None:
+        raise ValueError(
+            f"router_z_loss_weight ({config.router_z_loss_weight}) needs the logits of router {name}, got None"
+        )
+    is_trained = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in router.parameters())
+    if is_trained and not routing.weights.requires_grad:
+        raise ValueError(
+            f"weights of router {name} must require a gradient, since its parameters do, got weights that do not: "
+            "compute them from the scores, or freeze the router"
+        )
+    _check_values(routing, config, name)
+
+
+def _check_values(routing: Routing, config: MoEConfig, name: str) -> None:
+    """Raise for ids out of range and values that are not finite."""
+    experts, num_experts = routing.experts, config.num_selectable_experts
+    is_known = (experts >= -1) & (experts < num_experts)
+    if _fails(is_known, f"expert ids of router {name} must be in [-1, number of experts ({num_experts}))"):
+        raise ValueError(
+            f"expert ids of router {name} must be in [-1, number of experts ({num_experts})), "
+            f"got {int(experts[~is_known][0])}"
+        )
+    if routing.is_unpadded and _fails(experts >= 0, f"router {name} must set is_unpadded=False for ids of -1"):
+        raise ValueError(f"router {name} must set is_unpadded=False for ids of -1, as Routing.of does, got True")
+    for field in ("weights", "probabilities", "token_losses"):
+        values = getattr(routing, field)
+        # One pass over the values; a sum is not finite if a summand is not.
+        if values is not None and _fails(values.detach().sum().isfinite(), f"{field} of router {name} must be finite"):
+            token = int((~values.detach().isfinite()).nonzero()[0, 0])
+            raise ValueError(f"{field} of router {name} must be finite, got {values[token].tolist()} for token {token}")
+
+
+def _check_is_replayed(routing: Routing, given: Tensor, name: str) -> None:
+    """Raise for a custom router that does not route to the `experts` of a record."""
+    is_same = (routing.experts.sort(1).values == given.sort(1).values).all(1)
+    if routing.token_mask is not None:
+        is_same = is_same | ~routing.token_mask
+    if _fails(is_same, f"router {name} must route to the experts that it gets in a replay"):
+        token = int((~is_same).nonzero()[0])
+        raise ValueError(
+            f"router {name} must route to the experts that it gets in a replay, {given[token].tolist()} for token "
+            f"{token}, got {routing.experts[token].tolist()}"
+        )
+
+
+def _fails(holds: Tensor, message: str) -> bool:
+    """Return whether a condition fails; in compiled code and off the CPU, leave it to an assertion of the device."""
+    if holds.device.type != "cpu" or torch.compiler.is_compiling():
+        assert_async(holds.all(), message)
+        return False
+    return not holds.all()

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from maxmoe._torch_backward import backward_id
-from maxmoe.load.stats_accumulator import is_trained
+from maxmoe._torch.autograd import backward_id
+from maxmoe.expert_load.stats_accumulator import is_trained
 from maxmoe.nn.module_path import module_path
 
 if TYPE_CHECKING:

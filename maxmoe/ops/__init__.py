@@ -22,22 +22,20 @@ autograd functions in C++. Use `torch.autograd.grad` instead.
 """
 
 from maxmoe import _library as _library  # registers the operators; first
-from maxmoe.ops import _dequantize as _dequantize
-from maxmoe.ops._composed_ffn import ActivationFunction
-from maxmoe.ops._force_aten import force_aten
+from maxmoe.ops import _fake as _fake
 from maxmoe.ops._projection import LowRankFactors, Projection
-from maxmoe.ops.expert_ffn import expert_ffn
-from maxmoe.ops.gmm import gmm
-from maxmoe.ops.linear import linear
-from maxmoe.ops.ragged_dot import ragged_dot
-from maxmoe.ops.ragged_gather import ragged_gather
-from maxmoe.ops.ragged_gather_reduce import ragged_gather_reduce
-from maxmoe.ops.ragged_plan import RaggedPlan, ragged_plan
-from maxmoe.ops.ragged_scatter_add import ragged_scatter_add
-from maxmoe.ops.ragged_sort import ragged_sort
-from maxmoe.ops.ragged_unsort import ragged_unsort
-from maxmoe.ops.route import route
-from maxmoe.ops.tgmm import tgmm
+from maxmoe.ops._runtime import force_aten
+from maxmoe.ops.expert_ffn import ActivationFunction, expert_ffn
+from maxmoe.ops.products import gmm, linear, tgmm
+from maxmoe.ops.routing import RaggedPlan, ragged_plan, route
+from maxmoe.ops.rows import (
+    ragged_dot,
+    ragged_gather,
+    ragged_gather_reduce,
+    ragged_scatter_add,
+    ragged_sort,
+    ragged_unsort,
+)
 
 __all__ = [
     "ActivationFunction",

@@ -133,11 +133,3 @@ def operands(factors: LowRankFactors, dtype: torch.dtype, name: str) -> tuple[Te
         raise TypeError(f"{name}.scale must be a number, got {type(scale).__name__}")
     is_one = not isinstance(scale, Tensor) and scale == 1
     return a.to(dtype), (b if is_one else b * scale).to(dtype).contiguous()
-
-
-def out_size(name: str, arguments: dict[str, Any]) -> int:
-    """Return the number of columns of the matrices of a projection, from the arguments of an operator."""
-    tensor: Tensor = arguments[name]
-    if arguments.get(f"{name}_format") is None:
-        return tensor.shape[2]
-    return tensor.shape[1] if arguments.get(f"{name}_is_transposed") else int(arguments.get(f"{name}_columns", 0))

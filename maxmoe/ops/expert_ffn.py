@@ -1,14 +1,27 @@
-"""Fused operator that computes the routed experts."""
+"""Routed experts as one operator, or composed of others for a custom activation."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from maxmoe.ops._composed_ffn import ActivationFunction, composed_ffn
-from maxmoe.ops._fake import register_fake
-from maxmoe.ops._projection import ProjectionLike, as_projection, out_size
-from maxmoe.ops.ragged_plan import RaggedPlan
+from maxmoe.ops._projection import Projection, ProjectionLike, as_projection
+from maxmoe.ops.products import gmm
+from maxmoe.ops.routing import RaggedPlan
+from maxmoe.ops.rows import ragged_sort, ragged_unsort
+
+
+class ActivationFunction(Protocol):
+    """Signature of a custom activation: an elementwise function of the projections of rows.
+
+    Called with gate ``(R, F)``, None for experts without a gate, and up ``(R, F)``. Returns a tensor ``(R, F)``.
+    """
+
+    def __call__(self, gate: Tensor | None, up: Tensor, /) -> Tensor:
+        """Compute the activations ``(R, F)``."""
+        ...
 
 
 def expert_ffn(
@@ -70,7 +83,7 @@ def expert_ffn(
     if callable(activation):
         if limit is not None:
             raise ValueError(f"limit must be None with a function as activation, which clips by itself, got {limit}")
-        return composed_ffn(x, weights, plan, given, activation=activation, fused_gate=fused_gate, recompute=recompute)
+        return _composed_ffn(x, weights, plan, given, activation=activation, fused_gate=fused_gate, recompute=recompute)
     arguments: dict[str, Any] = {}
     for name, projection in given.items():
         arguments |= projection.arguments(name, x.dtype)
@@ -90,33 +103,46 @@ def expert_ffn(
     return out
 
 
-@register_fake("expert_ffn")
-def _expert_ffn_fake(x: Tensor, **_: object) -> Tensor:
-    return x.new_empty(x.shape)
+def _composed_ffn(
+    x: Tensor,
+    weights: Tensor | None,
+    plan: RaggedPlan,
+    projections: Mapping[str, Projection],
+    *,
+    activation: ActivationFunction,
+    fused_gate: str | None,
+    recompute: bool,
+) -> Tensor:
+    """Compute `expert_ffn` with gather, products, activation and weighted sum as operators of their own."""
+
+    def project(rows: Tensor, name: str) -> Tensor:
+        return gmm(rows, projections[name], plan.group_sizes)
+
+    def compute(x: Tensor, weights: Tensor | None) -> Tensor:
+        rows = ragged_sort(x, plan)
+        gate_rows = project(rows, "gate") if "gate" in projections else None
+        up_rows = project(rows, "up")
+        if fused_gate == "interleaved":
+            gate_rows, up_rows = up_rows[:, 0::2], up_rows[:, 1::2]
+        elif fused_gate is not None:
+            gate_rows, up_rows = up_rows.chunk(2, dim=1)
+        activated = activate_with(activation, gate_rows, up_rows)
+        return ragged_unsort(project(activated, "down"), plan, weights)
+
+    if not recompute or not torch.is_grad_enabled():
+        return compute(x, weights)
+    outputs: Tensor = checkpoint(compute, x, weights, use_reentrant=False)
+    return outputs
 
 
-@register_fake("expert_ffn_forward")
-def _expert_ffn_forward_fake(
-    x: Tensor, slots: Tensor, recompute: bool = False, **others: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    up_width = out_size("up", others)
-    width = up_width if others.get("gate") is None else 2 * up_width
-    factors = [others.get(f"{name}_a") for name in ("gate", "up", "down")]
-    num_rows, rank = 0 if recompute else slots.shape[0], sum(a.shape[2] for a in factors if a is not None)
-    return x.new_empty(x.shape), x.new_empty(num_rows, width), x.new_empty(num_rows, rank)
-
-
-@register_fake("expert_ffn_backward")
-def _expert_ffn_backward_fake(output_mask: list[bool], x: Tensor, rows: Tensor, **others: Any) -> list[Tensor]:
-    def gradient(wanted: bool, tensor: Tensor | None) -> Tensor:
-        if not wanted or tensor is None:
-            return x.new_empty(0)
-        is_transposed = tensor.dim() == 3 and tensor.stride(1) == 1 and tensor.stride(2) != 1
-        return x.new_empty(tensor.mT.shape).mT if is_transposed else x.new_empty(tensor.shape)
-
-    names = [name + field for name in ("gate", "up", "down") for field in ("", "_bias", "_a", "_b")]
-    tensors = (x, others.get("weights"), *map(others.get, names))
-    gradients = [gradient(wanted, tensor) for wanted, tensor in zip(output_mask, tensors, strict=True)]
-    num_slots = rows.shape[0] if output_mask[1] else 0
-    gradients[1] = x.new_empty(num_slots, dtype=torch.promote_types(x.dtype, torch.float32))
-    return gradients
+def activate_with(activation: ActivationFunction, gate: Tensor | None, up: Tensor) -> Tensor:
+    """Return activation(gate, up); raise if it is not a tensor like `up`."""
+    activated: object = activation(gate, up)
+    if not isinstance(activated, Tensor):
+        raise TypeError(f"activation must return a tensor, got {type(activated).__name__}")
+    if activated.shape != up.shape or activated.dtype != up.dtype:
+        raise ValueError(
+            f"activation must return {up.dtype} of shape {tuple(up.shape)}, as it gets, "
+            f"got {activated.dtype} of shape {tuple(activated.shape)}"
+        )
+    return activated

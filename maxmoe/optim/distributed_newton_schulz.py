@@ -3,8 +3,8 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
-from typing import NamedTuple
+from functools import cache, cached_property, partial
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -12,25 +12,20 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from maxmoe.named_collectives import all_to_all
 from maxmoe.optim.newton_schulz import Matrix
 from maxmoe.optim.owner_assignment import MatrixStack, OwnerAssignment, assign_owners, matrix_stacks
+from maxmoe.ranks.named_collectives import all_to_all
 
 BUCKET_SIZE = 2**24  # elements of gathered matrices that a rank holds at a time
 
-Update = Callable[["ShardedParameter"], Tensor]
-Orthogonalize = Callable[[Tensor, "ShardedParameter"], Tensor]
+Update: TypeAlias = Callable[["ShardedParameter"], Tensor]
+Orthogonalize: TypeAlias = Callable[[Tensor, "ShardedParameter"], Tensor]
+_InFlight: TypeAlias = tuple[dist.Work, Tensor]  # an all-to-all and the buffer that it fills
 
 
 @dataclass(frozen=True, eq=False)
 class ShardedParameter:
-    """A DTensor whose matrices are orthogonalised.
-
-    Args:
-        parameter: the DTensor.
-        matrix: the matrices in its last two dims.
-        dtype: dtype of Newton-Schulz and of the collectives.
-    """
+    """A DTensor whose matrices are orthogonalised, and the dtype of Newton-Schulz and of the collectives."""
 
     parameter: DTensor
     matrix: Matrix
@@ -43,40 +38,24 @@ class ShardedParameter:
         return matrix_stacks(parameter.shape, parameter.device_mesh.shape, parameter.placements, self.matrix)
 
 
-class _Transfer(NamedTuple):
-    """Shard of the assigned matrices that this rank sends to a peer, or receives from it."""
+class _Message(NamedTuple):
+    """A holder's shard of the assigned matrices, sent to a peer or received from it; ranks by position on the mesh."""
 
-    peer: int  # position on the mesh
+    peer: int
     assignment: OwnerAssignment
+    holder: int
 
 
 class _Bucket(NamedTuple):
-    """The sends and receives of this rank for matrices that are gathered together.
+    """Matrices that are gathered together, and what this rank sends and receives of them, in the order of the group."""
 
-    Args:
-        starting: indices of the parameters whose first matrices are in this bucket.
-        ending: indices of the parameters whose last matrices are in this bucket.
-        owned: assignments of which this rank is the owner.
-        gather_sends: shards of the updates that this rank sends to the owners.
-        gather_receives: shards of the updates of the owned matrices, from the ranks that send them.
-        scatter_sends: shards of the results of the owned matrices, sent to the ranks that hold the parameter shards.
-        scatter_receives: results for the parameter shards of this rank, from the owners.
-    """
-
-    starting: list[int]
-    ending: list[int]
+    parameters: list[int]  # indices of the parameters that the matrices belong to
+    ending: list[int]  # those of which no later bucket has matrices
     owned: list[OwnerAssignment]
-    gather_sends: list[_Transfer]
-    gather_receives: list[_Transfer]
-    scatter_sends: list[_Transfer]
-    scatter_receives: list[_Transfer]
-
-
-class _AllToAll(NamedTuple):
-    """An all-to-all in flight and the buffer that it fills."""
-
-    work: dist.Work
-    buffer: Tensor
+    gather_sends: list[_Message]
+    gather_receives: list[_Message]
+    scatter_sends: list[_Message]
+    scatter_receives: list[_Message]
 
 
 class DistributedNewtonSchulz:
@@ -97,29 +76,15 @@ class DistributedNewtonSchulz:
         self.parameters = tuple(parameters)
         self._dtype, self._device = parameters[0].dtype, parameters[0].parameter.device
         mesh = parameters[0].parameter.device_mesh
-        self._group = _process_group(mesh)
         ranks = mesh.mesh.flatten().tolist()
+        self._group = mesh.get_group() if mesh.ndim == 1 else _group_of(dist.group.WORLD, tuple(sorted(ranks)))
         # Assignments name ranks by position on the mesh; the splits of a collective are in the order of the group.
         self._rank = ranks.index(dist.get_rank())
         self._rank_in_group = [dist.get_group_rank(self._group, rank) for rank in ranks]
         self._stacks = [stack for sharded in parameters for stack in sharded.stacks]
         self._parameter_of = [index for index, sharded in enumerate(parameters) for _ in sharded.stacks]
         buckets = assign_owners(self._stacks, BUCKET_SIZE)
-        first: dict[int, int] = {}
-        last: dict[int, int] = {}
-        for number, assignments in enumerate(buckets):
-            for assignment in assignments:
-                index = self._parameter_of[assignment.stack]
-                first.setdefault(index, number)
-                last[index] = number
-        self._buckets = [
-            self._bucket(
-                [index for index, start in first.items() if start == number],
-                [index for index, end in last.items() if end == number],
-                assignments,
-            )
-            for number, assignments in enumerate(buckets)
-        ]
+        self._buckets = [self._bucket(*pair) for pair in zip(buckets, [*buckets[1:], []], strict=True)]
 
     def start(self, update: Update) -> None:
         """Start to gather the first bucket.
@@ -133,17 +98,18 @@ class DistributedNewtonSchulz:
 
     def finish(self, orthogonalize: Orthogonalize) -> Iterator[tuple[ShardedParameter, Tensor]]:
         """Orthogonalise the matrices ``(n, out, in)`` of this rank, and yield its shard of the result per parameter."""
-        previous: tuple[_Bucket, _AllToAll] | None = None
+        previous: tuple[_Bucket, _InFlight] | None = None
         for number, bucket in enumerate(self._buckets):
-            gathered = self._gathered
-            gathered.work.wait()
+            work, buffer = self._gathered
+            work.wait()
             if number + 1 < len(self._buckets):
                 self._gathered = self._gather(self._buckets[number + 1])
             results = {
                 assignment: orthogonalize(matrices, self.parameters[self._parameter_of[assignment.stack]])
-                for assignment, matrices in self._assemble(bucket, gathered.buffer).items()
+                for assignment, matrices in self._assemble(bucket, buffer).items()
             }
-            scattered = self._scatter(bucket, results)
+            view = partial(self._shard_view, results)
+            scattered = self._all_to_all(bucket.scatter_sends, bucket.scatter_receives, view)
             if previous is not None:
                 yield from self._store(*previous)
             previous = bucket, scattered
@@ -151,90 +117,85 @@ class DistributedNewtonSchulz:
             yield from self._store(*previous)
         del self._update, self._gathered
 
-    def _bucket(self, starting: list[int], ending: list[int], assignments: Sequence[OwnerAssignment]) -> _Bucket:
-        """List the sends and receives of this rank for the assignments of a bucket."""
+    def _bucket(self, assignments: Sequence[OwnerAssignment], following: Sequence[OwnerAssignment]) -> _Bucket:
+        """List what this rank sends and receives for the assignments of a bucket, given those of the next one."""
 
-        def in_group_order(transfers: Iterable[_Transfer]) -> list[_Transfer]:
-            return sorted(transfers, key=lambda transfer: self._rank_in_group[transfer.peer])
+        def in_group_order(messages: Iterable[_Message]) -> list[_Message]:
+            return sorted(messages, key=lambda message: self._rank_in_group[message.peer])
 
-        owned = [each for each in assignments if each.owner == self._rank]
+        me = self._rank
+        owned = [each for each in assignments if each.owner == me]
+        here, later = (
+            dict.fromkeys(self._parameter_of[each.stack] for each in found) for found in (assignments, following)
+        )
         return _Bucket(
-            starting,
-            ending,
+            [*here],
+            [index for index in here if index not in later],
             owned,
-            in_group_order(_Transfer(each.owner, each) for each in assignments if self._rank in each.senders),
-            in_group_order(_Transfer(sender, each) for each in owned for sender in each.senders),
-            in_group_order(_Transfer(holder, each) for each in owned for holder in each.holders),
-            in_group_order(_Transfer(each.owner, each) for each in assignments if self._rank in each.holders),
+            in_group_order(_Message(each.owner, each, me) for each in assignments if me in each.senders),
+            in_group_order(_Message(rank, each, rank) for each in owned for rank in each.senders),
+            in_group_order(_Message(rank, each, rank) for each in owned for rank in each.holders),
+            in_group_order(_Message(each.owner, each, me) for each in assignments if me in each.holders),
         )
 
-    def _gather(self, bucket: _Bucket) -> _AllToAll:
+    def _gather(self, bucket: _Bucket) -> _InFlight:
         """Start to send the shards of the updates to the owners."""
-        for index in bucket.starting:
-            self._updates[index] = self._update(self.parameters[index]).contiguous()
-        sends = [(owner, self._local_view(assignment)) for owner, assignment in bucket.gather_sends]
-        return self._all_to_all(sends, [(sender, self._numel(each, sender)) for sender, each in bucket.gather_receives])
+        for index in bucket.parameters:
+            if index not in self._updates:
+                self._updates[index] = self._update(self.parameters[index]).contiguous()
+        return self._all_to_all(bucket.gather_sends, bucket.gather_receives, self._local_view)
 
     def _assemble(self, bucket: _Bucket, buffer: Tensor) -> dict[OwnerAssignment, Tensor]:
         """Copy the gathered shards into whole matrices."""
         whole = {each: buffer.new_empty(each.num_matrices, *self._stacks[each.stack].shape) for each in bucket.owned}
-        _unpack(buffer, [self._shard_view(each, whole[each], sender) for sender, each in bucket.gather_receives])
+        for part, view in _parts(buffer, [self._shard_view(whole, message) for message in bucket.gather_receives]):
+            view.copy_(part)
         return whole
 
-    def _scatter(self, bucket: _Bucket, results: Mapping[OwnerAssignment, Tensor]) -> _AllToAll:
-        """Start to send the shards of the results to the ranks that hold the parameter shards."""
-        sends = [(holder, self._shard_view(each, results[each], holder)) for holder, each in bucket.scatter_sends]
-        return self._all_to_all(
-            sends, [(owner, self._numel(each, self._rank)) for owner, each in bucket.scatter_receives]
-        )
-
-    def _store(self, bucket: _Bucket, scattered: _AllToAll) -> Iterator[tuple[ShardedParameter, Tensor]]:
+    def _store(self, bucket: _Bucket, scattered: _InFlight) -> Iterator[tuple[ShardedParameter, Tensor]]:
         """Overwrite the updates with the received results, and yield the parameters that are complete."""
-        scattered.work.wait()
-        _unpack(scattered.buffer, [self._local_view(assignment) for _, assignment in bucket.scatter_receives])
+        work, buffer = scattered
+        work.wait()
+        for part, view in _parts(buffer, [*map(self._local_view, bucket.scatter_receives)]):
+            view.copy_(part)
         for index in bucket.ending:
             yield self.parameters[index], self._updates.pop(index)
 
-    def _all_to_all(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, int]]) -> _AllToAll:
-        """Start to send tensors to peers, and to receive the given number of elements from each peer."""
+    def _all_to_all(
+        self, sends: Sequence[_Message], receives: Sequence[_Message], view: Callable[[_Message], Tensor]
+    ) -> _InFlight:
+        """Start to send views to their peers, and to receive shards."""
         send_counts, receive_counts = ([0] * len(self._rank_in_group) for _ in range(2))
-        for peer, tensor in sends:
-            send_counts[self._rank_in_group[peer]] += tensor.numel()
-        for peer, count in receives:
-            receive_counts[self._rank_in_group[peer]] += count
+        for messages, counts in ((sends, send_counts), (receives, receive_counts)):
+            for peer, assignment, holder in messages:
+                shape = self._stacks[assignment.stack].shards[holder].shape
+                counts[self._rank_in_group[peer]] += assignment.num_matrices * math.prod(shape)
         packed = torch.empty(sum(send_counts), dtype=self._dtype, device=self._device)
-        start = 0
-        for _, tensor in sends:
-            packed[start : start + tensor.numel()].view(tensor.shape).copy_(tensor)
-            start += tensor.numel()
+        for part, shard in _parts(packed, [*map(view, sends)]):
+            part.copy_(shard)
         received = packed.new_empty(sum(receive_counts))
         work = all_to_all(received, packed, receive_counts, send_counts, "matrices of Muon", group=self._group)
-        return _AllToAll(work, received)
+        return work, received
 
-    def _numel(self, assignment: OwnerAssignment, holder: int) -> int:
-        """Return the number of elements in a holder's shard of the assigned matrices."""
-        return assignment.num_matrices * math.prod(self._stacks[assignment.stack].shards[holder].shape)
-
-    def _local_view(self, assignment: OwnerAssignment) -> Tensor:
+    def _local_view(self, message: _Message) -> Tensor:
         """View this rank's shard of the assigned matrices as ``(n, rows, columns)``, in its update."""
+        assignment = message.assignment
         index = self._parameter_of[assignment.stack]
         update = self._updates[index]
         matrices = update if self.parameters[index].matrix.input_dim == -1 else update.mT
         rows = matrices[..., self._stacks[assignment.stack].shards[self._rank].local_rows, :]
         return (rows.unsqueeze(0) if rows.dim() == 2 else rows.flatten(0, -3))[slice(*assignment.matrices)]
 
-    def _shard_view(self, assignment: OwnerAssignment, matrices: Tensor, holder: int) -> Tensor:
+    def _shard_view(self, whole: Mapping[OwnerAssignment, Tensor], message: _Message) -> Tensor:
         """View a holder's shard of the assigned matrices as ``(n, rows, columns)``, in whole matrices."""
-        shard = self._stacks[assignment.stack].shards[holder]
-        return matrices[:, slice(*shard.rows), slice(*shard.columns)]
+        shard = self._stacks[message.assignment.stack].shards[message.holder]
+        return whole[message.assignment][:, slice(*shard.rows), slice(*shard.columns)]
 
 
-def _unpack(buffer: Tensor, views: Iterable[Tensor]) -> None:
-    """Copy the elements of a flat buffer into views, one view after the other."""
-    start = 0
-    for view in views:
-        view.copy_(buffer[start : start + view.numel()].view(view.shape))
-        start += view.numel()
+def _parts(buffer: Tensor, views: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pair each view with its part of a flat buffer, in the shape of the view."""
+    for part, view in zip(torch.split(buffer, [view.numel() for view in views]), views, strict=True):
+        yield part.view(view.shape), view
 
 
 def distributed_newton_schulz(parameters: Iterable[ShardedParameter]) -> list[DistributedNewtonSchulz]:
@@ -246,19 +207,10 @@ def distributed_newton_schulz(parameters: Iterable[ShardedParameter]) -> list[Di
     return [DistributedNewtonSchulz(group) for group in groups.values()]
 
 
-def _process_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Find or make the process group of all ranks of a mesh."""
-    if mesh.ndim == 1:
-        return mesh.get_group()
-    world = dist.group.WORLD
-    if world is not None and mesh.size() == world.size():
-        return world
-    return _new_group(world, tuple(sorted(mesh.mesh.flatten().tolist())))
-
-
 @cache
-def _new_group(_world: dist.ProcessGroup | None, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """Make a process group, once per set of ranks and default group."""
-    # The ranks outside of the mesh do not call this function.
+def _group_of(world: dist.ProcessGroup | None, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """Return the process group of some ranks, made once for each default group. Other ranks do not call this."""
+    if world is not None and len(ranks) == world.size():
+        return world
     group: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
     return group

@@ -1,8 +1,8 @@
 """Muon for matrices and stacks of matrices, AdamW for all other parameters, in one optimizer."""
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -10,13 +10,24 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
+from maxmoe.checks.fields import nearest
+from maxmoe.declaration import FusedGate
 from maxmoe.optim.distributed_newton_schulz import (
     DistributedNewtonSchulz,
     ShardedParameter,
     distributed_newton_schulz,
 )
 from maxmoe.optim.newton_schulz import QUINTIC, Coefficients, Matrix, fast_dtype, orthogonalize, steps_of
-from maxmoe.optim.validation import OPTIONS, check_parameter, check_state_dict, complete_group
+
+MUON = ("momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn", "ns_dtype", *Matrix._fields)
+OPTIONS = {"muon": ("lr", "weight_decay", *MUON), "adamw": ("lr", "weight_decay", "betas", "eps")}
+COMMON = ("params", "param_names", "algorithm", "initial_lr")
+CHOICES = {
+    "adjust_lr_fn": (None, "original", "match_rms_adamw"),
+    "ns_dtype": (None, torch.bfloat16, torch.float32, torch.float64),
+    "input_dim": (-1, -2),
+    "fused_gate": (None, *get_args(FusedGate)),
+}
 
 
 class Muon(torch.optim.Optimizer):
@@ -91,13 +102,14 @@ class Muon(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters as in `params`, with defaults for the options that it lacks."""
-        group = complete_group(param_group, self.defaults)
+        group = _complete_group(param_group, self.defaults)
         super().add_param_group(group)
         for key in self.defaults.keys() - OPTIONS[group["algorithm"]]:  # torch has added them
             del group[key]
         names = group.get("param_names", [None] * len(group["params"]))
         for name, parameter in zip(names, group["params"], strict=True):
-            check_parameter(name or f"a parameter of shape {tuple(parameter.shape)}", parameter, group, param_group)
+            name = name or f"a parameter of shape {tuple(parameter.shape)}"
+            _check_parameter(name, parameter, group, is_stack="input_dim" in param_group)
         self._distributed: list[DistributedNewtonSchulz] | None = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -111,7 +123,7 @@ class Muon(torch.optim.Optimizer):
         Raises:
             ValueError: for the state of another model or optimizer; the optimizer is then unchanged.
         """
-        check_state_dict(self.param_groups, state_dict)
+        _check_state_dict(self.param_groups, state_dict)
         super().load_state_dict({**state_dict})
 
     @torch.no_grad()
@@ -123,18 +135,24 @@ class Muon(torch.optim.Optimizer):
                 loss = closure()
         self._init_state()
         if self._distributed is None:
-            self._distributed = distributed_newton_schulz(self._dtensors())
+            self._distributed = distributed_newton_schulz(
+                ShardedParameter(parameter, _matrix(group), _ns_dtype(parameter, group))
+                for group in self.param_groups
+                for parameter in group["params"]
+                if group["algorithm"] == "muon" and isinstance(parameter, DTensor)
+            )
         group_of = {parameter: group for group in self.param_groups for parameter in group["params"]}
         distributed = {sharded.parameter for collective in self._distributed for sharded in collective.parameters}
         for collective in self._distributed:
             collective.start(lambda sharded: self._update(sharded.parameter, group_of[sharded.parameter]))
-        for parameter, group in group_of.items():
-            if group["algorithm"] == "muon" and parameter.grad is not None and parameter not in distributed:
-                matrices = _matrix(group).views(self._update(parameter, group))
-                _apply(parameter, group, [_orthogonalized(each, group) for each in matrices])
         for group in self.param_groups:
             if group["algorithm"] == "adamw":
                 _adamw_step(group, self.state)
+                continue
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter not in distributed:
+                    matrices = _matrix(group).views(self._update(parameter, group))
+                    _apply(parameter, group, [_orthogonalized(each, group) for each in matrices])
         for collective in self._distributed:
             for sharded, update in collective.finish(
                 lambda matrices, sharded: _orthogonalized(matrices, group_of[sharded.parameter])
@@ -146,22 +164,13 @@ class Muon(torch.optim.Optimizer):
     def _init_state(self) -> None:
         """Create the state of all trained parameters, also if they have no gradient in the first step."""
         for group in self.param_groups:
-            keys = ("momentum_buffer",) if group["algorithm"] == "muon" else ("exp_avg", "exp_avg_sq")
+            is_muon = group["algorithm"] == "muon"
             for parameter in group["params"]:
                 if parameter not in self.state and (parameter.requires_grad or parameter.grad is not None):
                     # On the CPU, because AdamW reads the step number in every step.
-                    step = {"step": torch.tensor(0.0)} if group["algorithm"] == "adamw" else {}
-                    zeros = {key: torch.zeros_like(parameter, memory_format=torch.preserve_format) for key in keys}
-                    self.state[parameter] = {**step, **zeros}
-
-    def _dtensors(self) -> list[ShardedParameter]:
-        """Return the DTensors that Muon updates, whole matrices included."""
-        return [
-            ShardedParameter(parameter, _matrix(group), _ns_dtype(parameter, group))
-            for group in self.param_groups
-            for parameter in group["params"]
-            if group["algorithm"] == "muon" and isinstance(parameter, DTensor)
-        ]
+                    self.state[parameter] = {} if is_muon else {"step": torch.tensor(0.0)}
+                    for key in ("momentum_buffer",) if is_muon else ("exp_avg", "exp_avg_sq"):
+                        self.state[parameter][key] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
     def _update(self, parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
         """Update the momentum of the local shard and return what is orthogonalised: zeros if there is no gradient."""
@@ -193,16 +202,13 @@ def _apply(parameter: Tensor, group: Mapping[str, Any], updates: list[Tensor]) -
     lr, local = float(group["lr"]), _local(parameter)
     local.mul_(1 - lr * group["weight_decay"])
     num_outputs = parameter.shape[-3 - group["input_dim"]] // (1 if group["fused_gate"] is None else 2)
-    adjusted = lr * _adjustment(group["adjust_lr_fn"], num_outputs, parameter.shape[group["input_dim"]])
+    num_inputs = parameter.shape[group["input_dim"]]
+    if group["adjust_lr_fn"] == "match_rms_adamw":
+        scale = 0.2 * math.sqrt(max(num_outputs, num_inputs))
+    else:
+        scale = math.sqrt(max(1, num_outputs / max(num_inputs, 1)))
     for view, update in zip(_matrix(group).views(local), updates, strict=True):
-        view.add_(update, alpha=-adjusted)
-
-
-def _adjustment(adjust_lr_fn: str | None, num_outputs: int, num_inputs: int) -> float:
-    """Return the factor s of the learning rate."""
-    if adjust_lr_fn == "match_rms_adamw":
-        return 0.2 * math.sqrt(max(num_outputs, num_inputs))
-    return math.sqrt(max(1, num_outputs / max(num_inputs, 1)))
+        view.add_(update, alpha=-lr * scale)
 
 
 def _adamw_step(group: Mapping[str, Any], states: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
@@ -241,3 +247,77 @@ def _local_gradient(parameter: Tensor) -> Tensor:
     if isinstance(parameter, DTensor) and isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(placements=parameter.placements)
     return _local(gradient)
+
+
+def _complete_group(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a group with all options of its algorithm, taken from `defaults` if the group lacks them; check them."""
+    algorithm = group.get("algorithm", "muon")
+    if algorithm not in OPTIONS:
+        raise ValueError(f"algorithm must be one of {sorted(OPTIONS)}, got {algorithm!r}")
+    known = (*COMMON, *OPTIONS[algorithm])
+    for key in group:
+        if key not in known:
+            raise ValueError(f"a group of {algorithm} has no option {key!r}{nearest(key, known)}")
+    own_defaults = {"betas": (0.9, 0.999), "eps": 1e-8} if algorithm == "adamw" else Matrix()._asdict()
+    values = {**defaults, **own_defaults, **group, "algorithm": algorithm}
+    options = {key: values[key] for key in known if key in values}
+    for key, value in options.items():
+        if key in ("lr", "weight_decay", "eps", "momentum") and not value >= 0:
+            raise ValueError(f"{key} must be at least 0, got {value}")
+        if key in CHOICES and value not in CHOICES[key]:
+            raise ValueError(f"{key} must be one of {CHOICES[key]}, got {value!r}")
+    if algorithm == "muon":
+        steps_of(options["ns_coefficients"], options["ns_steps"])
+    return options
+
+
+def _check_parameter(name: str, parameter: Tensor, group: Mapping[str, Any], *, is_stack: bool) -> None:
+    """Raise unless the algorithm of a group can update a parameter, which may be a stack of matrices."""
+    if not parameter.is_floating_point():
+        raise ValueError(f"{name} must be floating and real, got {parameter.dtype}")
+    if group["algorithm"] == "adamw":
+        return
+    shape = tuple(parameter.shape)
+    if len(shape) < 2 or (len(shape) > 2 and not is_stack):
+        raise ValueError(
+            f"{name} must be a matrix, got the shape {shape}; stacks of matrices need input_dim in their group, other "
+            "parameters algorithm='adamw': maxmoe.optim.parameter_groups makes such groups"
+        )
+    if group["fused_gate"] is not None and shape[-3 - group["input_dim"]] % 2:
+        raise ValueError(f"{name} must have an even number of outputs for gate and up, got the shape {shape}")
+
+
+def _check_state_dict(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> None:
+    """Raise unless a state dict was saved for the same parameters, algorithms and shapes.
+
+    With moments of another shape, torch's fused AdamW reads memory that is not theirs.
+    """
+    saved = state_dict["param_groups"]
+    foreign = next((group for group in saved if "algorithm" not in group), None)
+    if foreign is not None:
+        raise ValueError(
+            f"the state dict must be of maxmoe.optim.Muon, got one of an optimizer with the options "
+            f"{sorted(set(foreign) - {'params', 'param_names'})}: the state of AdamW and the state of Muon cannot "
+            "replace each other; load the model alone"
+        )
+    ours, theirs = (
+        [
+            (group["algorithm"], name)
+            for group in found
+            for name in group.get("param_names", range(len(group["params"])))
+        ]
+        for found in (groups, saved)
+    )
+    if ours != theirs:
+        raise ValueError(
+            f"the state dict must have the parameters of the optimizer in their order, got {len(theirs)} instead of "
+            f"{len(ours)}; only one of them has {', '.join(map(str, sorted({*ours} ^ {*theirs})[:8])) or 'none'}"
+        )
+    parameters, keys = ([each for group in found for each in group["params"]] for found in (groups, saved))
+    for (_, name), parameter, key in zip(ours, parameters, keys, strict=True):
+        for field, value in state_dict["state"].get(key, {}).items():
+            if field != "step" and value.shape != parameter.shape:
+                raise ValueError(
+                    f"{field} of the parameter {name} must have its shape {tuple(parameter.shape)}, got "
+                    f"{tuple(value.shape)}"
+                )

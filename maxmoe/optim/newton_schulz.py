@@ -40,18 +40,12 @@ class Matrix(NamedTuple):
         return text if self.fused_gate is None else f"{text}, gate and up {self.fused_gate}"
 
 
-def _with_margin(step: Step, margin: float) -> Step:
-    """Return the coefficients of the polynomial of x / margin."""
-    return (step[0] / margin, step[1] / margin**3, step[2] / margin**5)
-
-
 # Each step is optimal after the steps before it, for singular values from 1e-3 to 1. Rounding may make singular values
-# larger than 1, where these polynomials diverge: the margin prevents it. The last one converges and has no margin.
-_POLAR_EXPRESS_LAST: Step = (1.875, -1.25, 0.375)
+# larger than 1, where these polynomials diverge: they are those of x / 1.01. The last one converges without a margin.
 POLAR_EXPRESS: tuple[Step, ...] = (
     *(
-        _with_margin(step, 1.01)
-        for step in (
+        (a / 1.01, b / 1.01**3, c / 1.01**5)
+        for a, b, c in (
             (8.28721201814563, -23.595886519098837, 17.300387312530933),
             (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
             (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
@@ -61,7 +55,7 @@ POLAR_EXPRESS: tuple[Step, ...] = (
             (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
         )
     ),
-    _POLAR_EXPRESS_LAST,
+    (1.875, -1.25, 0.375),
 )
 COEFFICIENT_SETS: dict[str, tuple[Step, ...]] = {"quintic": (QUINTIC,), "polar_express": POLAR_EXPRESS}
 

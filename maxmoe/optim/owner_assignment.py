@@ -8,31 +8,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch.distributed.tensor.placement_types import Placement
 
 from maxmoe.declaration import gate_up_slices
 from maxmoe.optim.newton_schulz import Matrix
 
-Range = tuple[int, int]  # start and stop
+Range: TypeAlias = tuple[int, int]  # start and stop
+Split: TypeAlias = tuple[int, int, int]  # size of a mesh axis, coordinate on it, split factor of a strided shard
 
 
 class MatrixShard(NamedTuple):
-    """The shard of a stack of matrices that one rank holds.
+    """The shard of a stack of matrices that one rank holds."""
 
-    Args:
-        stacked: range along each stacked dim.
-        rows: range of the rows (outputs) of each matrix.
-        columns: range of the columns (inputs) of each matrix.
-        local_rows: position of these rows in the rank's shard of the parameter, which holds gate and up if fused.
-    """
-
-    stacked: tuple[Range, ...]
-    rows: Range
-    columns: Range
-    local_rows: slice = slice(None)
+    stacked: tuple[Range, ...]  # along each stacked dim
+    rows: Range  # outputs
+    columns: Range  # inputs
+    local_rows: slice = slice(None)  # the rows in the rank's shard of the parameter, which holds gate and up if fused
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -42,15 +35,10 @@ class MatrixShard(NamedTuple):
 
 @dataclass(frozen=True)
 class MatrixStack:
-    """A sharded stack of matrices.
+    """A sharded stack of matrices."""
 
-    Args:
-        shape: rows and columns of each matrix, over all ranks.
-        shards: the shard of every rank, by position on the mesh.
-    """
-
-    shape: tuple[int, int]
-    shards: tuple[MatrixShard, ...]
+    shape: tuple[int, int]  # rows and columns of each matrix, over all ranks
+    shards: tuple[MatrixShard, ...]  # of every rank, by position on the mesh
 
     @property
     def cost(self) -> int:
@@ -60,21 +48,13 @@ class MatrixStack:
 
 
 class OwnerAssignment(NamedTuple):
-    """Consecutive matrices of a stack and the rank that orthogonalises them. A rank is a position on the mesh.
+    """Consecutive matrices of a stack and the rank that orthogonalises them. A rank is a position on the mesh."""
 
-    Args:
-        stack: index of the stack.
-        matrices: range of the matrices, among those whose shards the holders hold.
-        owner: rank that orthogonalises the matrices.
-        senders: ranks that send their shards to the owner, one rank per distinct shard.
-        holders: all ranks that hold a shard of the matrices and receive their shard of the results.
-    """
-
-    stack: int
-    matrices: Range
+    stack: int  # its index
+    matrices: Range  # among the matrices whose shards the holders hold
     owner: int
-    senders: tuple[int, ...]
-    holders: tuple[int, ...]
+    senders: tuple[int, ...]  # one rank for each distinct shard, which sends it to the owner
+    holders: tuple[int, ...]  # all ranks that hold a shard, and receive this shard of the results
 
     @property
     def num_matrices(self) -> int:
@@ -83,15 +63,22 @@ class OwnerAssignment(NamedTuple):
 
 
 def matrix_stacks(
-    shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement], matrix: Matrix
+    shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Any], matrix: Matrix
 ) -> list[MatrixStack]:
     """Return the stacks of matrices in a DTensor: two if gate and up are fused, none if no axis shards the matrices."""
-    axes = zip(mesh_shape, placements, strict=True)
-    if not any(size > 1 and _sharded_dim(placement, len(shape)) >= len(shape) - 2 for size, placement in axes):
+    # Shard and _StridedShard have no base class for `dim`.
+    dims = [None if placement.is_replicate() else placement.dim % len(shape) for placement in placements]
+    if not any(size > 1 and dim in range(len(shape))[-2:] for size, dim in zip(mesh_shape, dims, strict=True)):
         return []
     outputs = range(shape[-3 - matrix.input_dim])
     halves = [slice(None)] if matrix.fused_gate is None else gate_up_slices(len(outputs), matrix.fused_gate)
-    held = [*_shard_ranges(shape, mesh_shape, placements)]
+    held = []  # by each rank: the range of every dim
+    for coordinates in itertools.product(*map(range, mesh_shape)):
+        splits: list[list[Split]] = [[] for _ in shape]
+        for dim, size, coordinate, placement in zip(dims, mesh_shape, coordinates, placements, strict=True):
+            if dim is not None:
+                splits[dim].append((size, coordinate, getattr(placement, "split_factor", 1)))
+        held.append([_shard_range(length, tuple(split)) for length, split in zip(shape, splits, strict=True)])
     return [
         MatrixStack(
             (len(outputs[half]), shape[matrix.input_dim]),
@@ -111,29 +98,9 @@ def _matrix_shard(ranges: Sequence[Range], outputs: range, matrix: Matrix) -> Ma
     return MatrixShard(tuple(stacked), (first, last), columns, local_rows)
 
 
-def _shard_ranges(
-    shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement]
-) -> Iterator[list[Range]]:
-    """Yield the range of every dim that each rank holds. Unlike `NamedSharding.slices`, shards may be uneven."""
-    for coordinates in itertools.product(*map(range, mesh_shape)):
-        splits: list[list[tuple[int, int, int]]] = [[] for _ in shape]
-        for size, coordinate, placement in zip(mesh_shape, coordinates, placements, strict=True):
-            if (dim := _sharded_dim(placement, len(shape))) >= 0:
-                splits[dim].append((size, coordinate, getattr(placement, "split_factor", 1)))
-        yield [_shard_range(length, tuple(split)) for length, split in zip(shape, splits, strict=True)]
-
-
-def _sharded_dim(placement: Placement, num_dims: int) -> int:
-    """Return the dim that a placement shards, -1 if none."""
-    if placement.is_partial():
-        raise ValueError(f"a parameter must not be a partial sum, got the placement {placement}")
-    dim = getattr(placement, "dim", None)  # of Shard and _StridedShard, which have no base class for it
-    return -1 if dim is None else int(dim) % num_dims
-
-
 @cache
-def _shard_range(length: int, splits: tuple[tuple[int, int, int], ...]) -> Range:
-    """Split a dim as DTensor does, by one mesh axis after another; `splits`: axis size, coordinate and split factor."""
+def _shard_range(length: int, splits: tuple[Split, ...]) -> Range:
+    """Split a dim as DTensor does, by one mesh axis after another. Shards may be uneven."""
     indices = torch.arange(length)
     for size, coordinate, split_factor in splits:
         blocks = [strip.chunk(size) for strip in indices.chunk(split_factor)]
@@ -157,13 +124,15 @@ def assign_owners(stacks: Sequence[MatrixStack], bucket_size: int) -> list[list[
     buckets: list[list[OwnerAssignment]] = [[]]
     size = 0
     for index, stack in enumerate(stacks):
+        holders_of: dict[tuple[Range, ...], list[int]] = defaultdict(list)  # ranks with shards of the same matrices
+        for rank, shard in enumerate(stack.shards):
+            holders_of[shard.stacked].append(rank)
+        counts = [prod(stop - start for start, stop in stacked) for stacked in holders_of]
+        total = prod(stack.shape) * sum(counts)
         limit = bucket_size * len(stack.shards)
-        holders_of = _holders(stack)
-        total = prod(stack.shape) * sum(_num_matrices(stacked) for stacked in holders_of)
         num_segments = -(-total // limit)
         for segment in range(num_segments):
-            for stacked, ranks in holders_of.items():
-                count = _num_matrices(stacked)
+            for count, ranks in zip(counts, holders_of.values(), strict=True):
                 matrices = segment * count // num_segments, (segment + 1) * count // num_segments
                 buckets[-1] += _assign(index, stack, matrices, ranks, loads)
             size += total // num_segments
@@ -171,20 +140,6 @@ def assign_owners(stacks: Sequence[MatrixStack], bucket_size: int) -> list[list[
                 buckets.append([])
                 size = 0
     return [bucket for bucket in buckets if bucket]
-
-
-def _num_matrices(stacked: tuple[Range, ...]) -> int:
-    """Return the number of matrices in a range of each stacked dim."""
-    return prod(stop - start for start, stop in stacked)
-
-
-def _holders(stack: MatrixStack) -> dict[tuple[Range, ...], list[int]]:
-    """Group the ranks that hold shards of the same matrices, by the ranges of these matrices."""
-    holders: dict[tuple[Range, ...], list[int]] = defaultdict(list)
-    for rank, shard in enumerate(stack.shards):
-        if _num_matrices(shard.stacked):
-            holders[shard.stacked].append(rank)
-    return holders
 
 
 def _assign(
@@ -202,9 +157,9 @@ def _assign(
     counts = dict.fromkeys(ranks, 0)
     first, last = matrices
     for _ in range(last - first):
-        load, rank = heapq.heappop(queue)
+        load, rank = queue[0]
         counts[rank] += 1
-        heapq.heappush(queue, (load + stack.cost, rank))
+        heapq.heapreplace(queue, (load + stack.cost, rank))
 
     @cache  # most owners have the same senders
     def senders(number: int) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """The parameter groups of a model: Muon for the matrices of blocks, AdamW for all other parameters."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeAlias
@@ -9,11 +9,11 @@ from typing import Any, Literal, TypeAlias
 from torch import nn
 
 from maxmoe.adapters import factor_names
+from maxmoe.checks.fields import nearest
 from maxmoe.declaration import FusedGate, declaration_of
-from maxmoe.field_checks import nearest
 from maxmoe.optim.newton_schulz import Matrix
-from maxmoe.parallel.fsdp_units import blocks
-from maxmoe.parallel.parameter_sharding import Names, logical_names
+from maxmoe.parallel.plan.fsdp_units import blocks
+from maxmoe.parallel.plan.parameter_sharding import Names, logical_names
 from maxmoe.text_table import terminal_width, text_table
 
 Override: TypeAlias = Matrix | Literal["adamw"]
@@ -119,7 +119,13 @@ def parameter_groups(
 def choose(model: nn.Module, overrides: Mapping[str, Override]) -> list[Choice]:
     """Choose between Muon and AdamW for every trained parameter, in the order of `named_parameters`."""
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    _check_overrides(overrides, parameters)
+    for pattern, value in overrides.items():
+        if not any(fnmatchcase(name, pattern) for name in parameters):
+            raise ValueError(
+                f"overrides has {pattern!r}, which is no parameter that is trained{nearest(pattern, parameters)}"
+            )
+        if value != "adamw" and not isinstance(value, Matrix):
+            raise ValueError(f"overrides must be 'adamw' or maxmoe.optim.Matrix, got {pattern!r}: {value!r}")
     chooser = _Chooser(model, overrides)
     choices = [chooser.choice(name, parameter) for name, parameter in parameters.items()]
     problems = {choice.name: problem for choice in choices if (problem := chooser.problem(choice))}
@@ -133,27 +139,20 @@ def choose(model: nn.Module, overrides: Mapping[str, Override]) -> list[Choice]:
     return choices
 
 
-def _check_overrides(overrides: Mapping[str, Override], names: Mapping[str, object]) -> None:
-    """Raise for an override that matches no parameter, and for one whose value is not a choice."""
-    for pattern, choice in overrides.items():
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise ValueError(
-                f"overrides has {pattern!r}, which is no parameter that is trained{nearest(pattern, names)}"
-            )
-        if choice != "adamw" and not isinstance(choice, Matrix):
-            raise ValueError(f"overrides must be 'adamw' or maxmoe.optim.Matrix, got {pattern!r}: {choice!r}")
-
-
 class _Chooser:
     """Rules that choose between Muon and AdamW for the parameters of a model."""
 
     def __init__(self, model: nn.Module, overrides: Mapping[str, Override]) -> None:
         self.overrides = overrides
         self.names: dict[str, Names] = logical_names(model)
-        self.declared = dict(_declared_matrices(model))
         self.factors = factor_names(model)
+        self.declared: dict[str, Matrix] = {}
         self.owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
-        for owner in model.modules():
+        for path, owner in reversed([*model.named_modules()]):  # outer modules last, so that they take precedence
+            declaration = declaration_of(owner)
+            for name, dim in declaration.input_dims.items():
+                input_dim = -1 if declaration.logical_names[name][-1] == dim else -2
+                self.declared[f"{path}.{name}".lstrip(".")] = Matrix(input_dim, declaration.fused_gates.get(name))
             for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
                 self.owners[parameter].append((owner, name))
         found = list(blocks(model))
@@ -162,7 +161,11 @@ class _Chooser:
     def choice(self, name: str, parameter: nn.Parameter) -> Choice:
         """Choose by the overrides, else by logical names, else by module. The reason is empty if no rule applies."""
         shape, names = tuple(parameter.shape), self.names.get(name)
-        dims = _dims_without_names(name, shape) if names is None else [dim for dim in names if dim not in STACKED]
+        dims: Sequence[object]  # which are not stacked
+        if names is not None:
+            dims = [dim for dim in names if dim not in STACKED]
+        else:
+            dims = shape[-1:] if name.endswith("bias") else [size for size in shape if size > 1]
         override = next((choice for pattern, choice in self.overrides.items() if fnmatchcase(name, pattern)), None)
         if override is not None:
             matrix, reason = None if override == "adamw" else override, "overrides"
@@ -209,10 +212,10 @@ class _Chooser:
             return None, "an embedding"
         if self.in_blocks is not None and parameter not in self.in_blocks:
             return None, "outside of the blocks"
+        if parameter.dim() == 2 and self._is_in(parameter, nn.Linear):
+            return Matrix(), "nn.Linear"
         if parameter.dim() == 2:
-            return (
-                (Matrix(), "nn.Linear") if self._is_in(parameter, nn.Linear) else (None, "two dims, but not nn.Linear")
-            )
+            return None, "two dims, but not nn.Linear"
         for owner, name in self.owners[parameter]:
             is_transposed: object = getattr(owner, "is_transposed", None)
             if parameter.dim() == 3 and isinstance(is_transposed, bool):
@@ -225,17 +228,3 @@ class _Chooser:
     def _is_in(self, parameter: nn.Parameter, kind: type[nn.Module]) -> bool:
         """Return whether a module of this type owns the parameter."""
         return any(isinstance(owner, kind) for owner, _ in self.owners[parameter])
-
-
-def _dims_without_names(name: str, shape: Sequence[int]) -> Sequence[int]:
-    """Return the dims of a parameter without logical names that are not stacked: one for biases and vectors."""
-    return shape[-1:] if name.endswith("bias") else [size for size in shape if size > 1]
-
-
-def _declared_matrices(model: nn.Module) -> Iterator[tuple[str, Matrix]]:
-    """Yield the path and the matrices of every declared parameter; outer modules last, so that they take precedence."""
-    for path, owner in reversed(list(model.named_modules())):
-        declaration = declaration_of(owner)
-        for name, dim in declaration.input_dims.items():
-            input_dim = -1 if declaration.logical_names[name][-1] == dim else -2
-            yield f"{path}.{name}".lstrip("."), Matrix(input_dim, declaration.fused_gates.get(name))

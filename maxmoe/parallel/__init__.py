@@ -2,17 +2,17 @@
 
 from maxmoe.adapters.saving import adapter_state_dict
 from maxmoe.declaration import Declaration, LogicalNames, PipelineParts, ResidualStream, SavedTensor
+from maxmoe.parallel.apply.initialization import reset_parameters
+from maxmoe.parallel.apply.shard_parameters import shard_parameters
+from maxmoe.parallel.apply.sharded_tokens import token_group, token_sharding
 from maxmoe.parallel.clip_grad_norm import clip_grad_norm_
-from maxmoe.parallel.dispatch_plan import Dispatch
-from maxmoe.parallel.failures import RankError, watch_ranks
 from maxmoe.parallel.grad_scaler import GradScaler
-from maxmoe.parallel.initialization import reset_parameters
 from maxmoe.parallel.parallelize import parallelize
-from maxmoe.parallel.parameter_sharding import ParameterSharding, logical_names, parameter_shardings
-from maxmoe.parallel.plan import ParameterPlan, Plan
-from maxmoe.parallel.shard_parameters import shard_parameters
-from maxmoe.parallel.sharded_tokens import token_group, token_sharding
-from maxmoe.token_group import TokenGroup
+from maxmoe.parallel.plan.dispatch_plan import Dispatch
+from maxmoe.parallel.plan.parameter_sharding import ParameterSharding, logical_names, parameter_shardings
+from maxmoe.parallel.plan.plan import ParameterPlan, Plan
+from maxmoe.ranks.failures import RankError, watch_ranks
+from maxmoe.ranks.token_group import TokenGroup
 
 __all__ = [
     "Declaration",

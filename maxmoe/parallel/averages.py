@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from maxmoe._torch_dtensor import LERP, set_handler
+from maxmoe._torch.dtensor import LERP, set_handler
 
 
 @functools.cache

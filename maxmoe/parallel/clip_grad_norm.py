@@ -8,8 +8,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from maxmoe._torch import assert_async, root_mesh
-from maxmoe.checksum import are_equal, checksum
-from maxmoe.named_collectives import all_reduce
+from maxmoe.ranks.checksum import are_equal, checksum
+from maxmoe.ranks.named_collectives import all_reduce
 from maxmoe.sharding.mesh import STAGE_AXIS
 
 

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from maxmoe._torch_amp import ScalerWithHooks
-from maxmoe._torch_dtensor import UNSCALE, handler_of, set_handler
-from maxmoe.named_collectives import all_reduce
+from maxmoe._torch.amp import ScalerWithHooks
+from maxmoe._torch.dtensor import UNSCALE, handler_of, set_handler
 from maxmoe.parallel.clip_grad_norm import is_of_a_stage
+from maxmoe.ranks.named_collectives import all_reduce
 
 
 class GradScaler(ScalerWithHooks):

@@ -6,7 +6,6 @@ from collections.abc import Collection, Mapping
 from torch import nn
 
 from maxmoe.adapters import check_adapters, stacked_factors
-from maxmoe.agreement import check_ranks_agree
 from maxmoe.declaration import NOTHING, declaration_of
 from maxmoe.nn import (
     MoE,
@@ -14,15 +13,16 @@ from maxmoe.nn import (
     recompute_of,
     set_recompute,
 )
-from maxmoe.parallel.apply import apply_plan
-from maxmoe.parallel.dispatch_plan import Dispatch
-from maxmoe.parallel.fsdp_units import SHARD_AXIS
-from maxmoe.parallel.input_gradients import InputGradientCheck
-from maxmoe.parallel.interruptions import guard_calls
-from maxmoe.parallel.parameter_sharding import names_without_rules
-from maxmoe.parallel.plan import Plan
-from maxmoe.parallel.planner import make_plan
+from maxmoe.parallel.apply.apply import apply_plan
+from maxmoe.parallel.apply.input_gradients import InputGradientCheck
+from maxmoe.parallel.apply.interruptions import guard_calls
+from maxmoe.parallel.plan.dispatch_plan import Dispatch
+from maxmoe.parallel.plan.fsdp_units import SHARD_AXIS
+from maxmoe.parallel.plan.parameter_sharding import names_without_rules
+from maxmoe.parallel.plan.plan import Plan
+from maxmoe.parallel.plan.planner import make_plan
 from maxmoe.quantization import QuantizedWeight
+from maxmoe.ranks.agreement import check_ranks_agree
 from maxmoe.sharding.mesh import STAGE_AXIS, Mesh
 from maxmoe.sharding.rules import LogicalRules
 

@@ -1,6 +1,5 @@
 """Pipeline stages: a model whose blocks are cut over the mesh axis `stage`."""
 
-from maxmoe.pipelining.pipeline import Pipeline, pipeline
-from maxmoe.pipelining.step_statistics import PipelineOutput
+from maxmoe.pipelining.pipeline import Pipeline, PipelineOutput, pipeline
 
 __all__ = ["Pipeline", "PipelineOutput", "pipeline"]

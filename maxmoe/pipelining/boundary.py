@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from maxmoe._torch import fake_tensor_mode, shares_memory, tree_map
-from maxmoe.parallel.plan import Plan
+from maxmoe.parallel.plan.plan import Plan
 from maxmoe.pipelining.micro_batches import MicroBatch
 from maxmoe.pipelining.stage import Loss, check_loss, first_tensor
 from maxmoe.pipelining.stage_modules import StagePart, stage_module
@@ -17,21 +17,16 @@ from maxmoe.sharding.redistribute import embed_sharding
 class Boundary:
     """Finds the shape and dtype of the hidden states between stages for a micro-batch, and checks the loss.
 
-    The first and the last part of the model run on fake tensors, on every rank. An error in the inputs or in the loss
-    is therefore raised on every rank, before anything is sent. The blocks need not run, because they keep the shape
-    and dtype of the hidden states.
-
-    Args:
-        model: whole model, before its parameters are sharded.
-        plan: plan of the whole model within a stage.
+    The first and the last part of the whole model run on fake tensors, on every rank, before parameters are sharded. An
+    error in the inputs or in the loss is therefore raised on every rank, before anything is sent. The blocks need not
+    run, because they keep the shape and dtype of the hidden states.
     """
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         self._mode, self._device = fake_tensor_mode(), plan.mesh.device_type
         self._mesh, self._embed_axes = plan.mesh, plan.embed_axes
-        self._first = self._as_fake(stage_module(model, StagePart((), is_first=True, is_last=False)))
-        self._last = self._as_fake(stage_module(model, StagePart((), is_first=False, is_last=True)))
-        self._between = self._as_fake(stage_module(model, StagePart((), is_first=False, is_last=False)))
+        parts = StagePart((), True, False), StagePart((), False, False), StagePart((), False, True)
+        self._first, self._between, self._last = (self._as_fake(stage_module(model, part)) for part in parts)
 
     def _as_fake(self, module: nn.Module) -> nn.Module:
         """Copy a module; the parameters and buffers of the copy are fake tensors."""

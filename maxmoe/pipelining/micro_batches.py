@@ -1,5 +1,6 @@
 """Cuts the inputs and targets of a step into micro-batches."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -9,13 +10,7 @@ from maxmoe._torch import tree_leaves, tree_map
 
 
 class MicroBatch(NamedTuple):
-    """Inputs and targets of one micro-batch.
-
-    Attributes:
-        inputs: first argument of the model.
-        targets: targets of the loss.
-        options: other arguments of the model, which every stage takes.
-    """
+    """Inputs and targets of one micro-batch, and other arguments of the model, which every stage takes."""
 
     inputs: Tensor
     targets: Any
@@ -23,37 +18,26 @@ class MicroBatch(NamedTuple):
 
 
 def split(inputs: Tensor, targets: Any, options: dict[str, Any], count: int) -> list[MicroBatch]:
-    """Cut a batch along the first dim, as `torch.tensor_split`, so that sizes differ by one at most.
-
-    Args:
-        inputs: ``(B, ...)``, first argument of the model.
-        targets: tensors ``(B, ...)``, in dicts, lists or tuples.
-        options: other arguments of the model; tensors ``(B, ...)`` are cut, all other values are in every micro-batch.
-        count: number of micro-batches.
-
-    Raises:
-        TypeError: if the inputs are no tensor.
-        ValueError: for targets with another first dim, and for inputs that require a gradient.
-    """
+    """Cut all tensors ``(B, ...)`` of a batch along the first dim, as `torch.tensor_split`; see `Pipeline.step`."""
     if not isinstance(inputs, Tensor) or inputs.dim() == 0:
         raise TypeError(f"inputs must be a tensor with a batch dim, got {type(inputs).__name__}")
     num_rows = len(inputs)
+
+    def is_cut(value: Any) -> bool:
+        return isinstance(value, Tensor) and value.dim() > 0 and len(value) == num_rows
+
     for name, value in {"inputs": inputs, "targets": targets, **options}.items():
-        for leaf in tree_leaves(value):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
+        for leaf in filter(lambda leaf: isinstance(leaf, Tensor), tree_leaves(value)):
+            if leaf.requires_grad:
                 raise ValueError(f"{name} must not require a gradient, got one of shape {tuple(leaf.shape)} that does")
-    for leaf in tree_leaves(targets):
-        if isinstance(leaf, Tensor) and (leaf.dim() == 0 or len(leaf) != num_rows):
-            raise ValueError(f"targets must have {num_rows} rows, as the inputs, got the shape {tuple(leaf.shape)}")
+            if name == "targets" and not is_cut(leaf):
+                raise ValueError(f"targets must have {num_rows} rows, as the inputs, got the shape {tuple(leaf.shape)}")
 
-    def part(value: Any, index: int) -> Any:
-        is_cut = isinstance(value, Tensor) and value.dim() > 0 and len(value) == num_rows
-        return torch.tensor_split(value, count)[index] if is_cut else value
+    def part(index: int, value: Any) -> Any:
+        return torch.tensor_split(value, count)[index] if is_cut(value) else value
 
-    def micro_batch(index: int) -> MicroBatch:
-        return MicroBatch(*tree_map(lambda value: part(value, index), (inputs, targets, options)))
-
-    return [micro_batch(index) for index in range(count)]
+    batch = inputs, targets, options
+    return [MicroBatch(*tree_map(partial(part, index), batch)) for index in range(count)]
 
 
 def facts_of(inputs: Tensor, targets: Any, options: dict[str, Any], device_type: str) -> dict[str, str]:

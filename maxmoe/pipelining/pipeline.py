@@ -3,36 +3,51 @@
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from maxmoe.adapters import stacked_factors
-from maxmoe.agreement import check_ranks_agree
-from maxmoe.load.layers_of_stages import LayersOfStages
-from maxmoe.load.stats import MoEStats
-from maxmoe.named_collectives import all_reduce
+from maxmoe.expert_load.layers_of_stages import LayersOfStages
+from maxmoe.expert_load.metrics_accumulator import unpacked
+from maxmoe.expert_load.stats import MoEStats
 from maxmoe.nn import MoE, check_recompute, recompute_of, set_recompute
-from maxmoe.parallel.apply import apply_plan
+from maxmoe.parallel.apply.apply import apply_plan
+from maxmoe.parallel.apply.fsdp import fully_shard_stage
+from maxmoe.parallel.apply.interruptions import Recovery
+from maxmoe.parallel.apply.one_thread import ONE_THREAD
 from maxmoe.parallel.clip_grad_norm import clip, squared_norm
-from maxmoe.parallel.dispatch_plan import Dispatch
-from maxmoe.parallel.fsdp import fully_shard_stage
-from maxmoe.parallel.interruptions import Recovery
-from maxmoe.parallel.one_thread import ONE_THREAD
 from maxmoe.parallel.parallelize import check_settings, plan_warnings
-from maxmoe.parallel.plan import Plan
-from maxmoe.parallel.planner import make_plan
+from maxmoe.parallel.plan.dispatch_plan import Dispatch
+from maxmoe.parallel.plan.planner import make_plan
 from maxmoe.pipelining.boundary import Boundary
+from maxmoe.pipelining.layer_losses import RecordedLosses, add_aux_losses
 from maxmoe.pipelining.micro_batches import facts_of, split
 from maxmoe.pipelining.scheduled_run import ScheduledRun
 from maxmoe.pipelining.schedules import check_schedule, schedule_kind
 from maxmoe.pipelining.stage import Loss, Stage
-from maxmoe.pipelining.stage_modules import add_aux_losses, copied_modules, keep_stages, stage_module, stage_parts
-from maxmoe.pipelining.step_statistics import PipelineOutput, StepStatistics
+from maxmoe.pipelining.stage_modules import copied_modules, keep_stages, stage_module, stage_parts
+from maxmoe.ranks.agreement import check_ranks_agree
+from maxmoe.ranks.named_collectives import all_reduce
+from maxmoe.ranks.token_group import FlattenedBatch, TokenGroup
 from maxmoe.sharding.mesh import STAGE_AXIS, Mesh
 from maxmoe.sharding.rules import LogicalRules
-from maxmoe.token_group import FlattenedBatch, TokenGroup
+
+
+class PipelineOutput(NamedTuple):
+    """Results of a step over all micro-batches, stages and ranks; equal on all ranks.
+
+    Attributes:
+        loss: ``()``, float64, sum of the losses of all micro-batches, over all ranks with different tokens.
+        aux_loss: ``()``, float64, sum of the auxiliary losses of all layers and micro-batches, times `aux_loss_scale`.
+        stats: routing statistics of each Mixture-of-Experts layer, by its path in the model. Counts are summed over the
+            micro-batches, the entropy is the mean.
+    """
+
+    loss: Tensor
+    aux_loss: Tensor
+    stats: dict[str, MoEStats]
 
 
 def pipeline(
@@ -138,26 +153,21 @@ def pipeline(
         boundary = Boundary(model, plan) if len(parts) > 1 else None
         layers = {path: layer.config.num_selectable_experts for path, layer in _layers(model).items()}
         add_aux_losses(model, aux_loss_scale)
-        mine = kind.stages_of(mesh.coordinates().get(STAGE_AXIS, 0), mesh.size(STAGE_AXIS), count)
+        mine = kind.stages_of(mesh.stage, mesh.size(STAGE_AXIS), count)
         modules = {index: stage_module(model, parts[index]) for index in mine}
         keep_stages(model, [parts[index] for index in mine])
         stages = []
         for index, module in modules.items():
-            of_stage = loss if parts[index].is_last else None
-            stage = Stage(index, module, copied_modules(model, module), of_stage, is_first=parts[index].is_first)
+            stage = Stage(index, parts[index], module, copied_modules(model, module), loss)
             stage_plan = plan_of(module, allow_unused=True, splits_backward=kind.splits_backward)
-            _apply_plan(stage, module, stage_plan, num_chunks, reshards=not kind.splits_backward)
+            hooks = apply_plan(module, stage_plan, num_chunks, input_check=None)
+            fully_shard_stage(stage, module, stage_plan, reshards=not kind.splits_backward)
+            stage.recovery = Recovery(stage, hooks)
             stages.append(stage)
         group = mesh.process_group(STAGE_AXIS) if mesh.size(STAGE_AXIS) > 1 else None
         model.layers_of_stages = LayersOfStages(layers, group, within.device_type)  # type: ignore[assignment]
         run = ScheduledRun(kind, stages, len(parts), num_micro_batches, group, within)
         return Pipeline(model, run, boundary, loss, plan.tokens, aux_loss_scale)
-
-
-def _apply_plan(stage: Stage, module: nn.Module, plan: Plan, num_chunks: int, *, reshards: bool) -> None:
-    hooks = apply_plan(module, plan, num_chunks, input_check=None)
-    fully_shard_stage(stage, module, plan, reshards=reshards)
-    stage.recovery = Recovery(stage, hooks)
 
 
 def _layers(model: nn.Module) -> dict[str, MoE]:
@@ -187,7 +197,9 @@ class Pipeline:
         self._run, self._boundary, self._loss, self._tokens = run, boundary, loss, tokens
         self._aux_loss_scale = aux_loss_scale
         self._checked: object = None
-        self._statistics = StepStatistics(model, model.layers_of_stages)  # type: ignore[arg-type]
+        self._recorded: dict[str, RecordedLosses] = {}
+        for path, layer in _layers(model).items():
+            layer.losses = self._recorded[path] = RecordedLosses(layer.config, layer.losses.balance_loss)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of this rank's stages."""
@@ -221,19 +233,7 @@ class Pipeline:
         return self._execute(inputs, targets, options, with_backward=True)
 
     def evaluate(self, inputs: Tensor, targets: Any, **options: Any) -> PipelineOutput:
-        """Run the forward of all micro-batches.
-
-        Args:
-            inputs: as in `step`.
-            targets: as in `step`.
-            **options: as in `step`.
-
-        Returns:
-            Loss, auxiliary loss and statistics of the whole batch, the same on every rank.
-
-        Raises:
-            ValueError: as `step`.
-        """
+        """Run the forward of all micro-batches; arguments, results and errors are as in `step`."""
         return self._execute(inputs, targets, options, with_backward=False)
 
     @torch.no_grad()
@@ -258,18 +258,14 @@ class Pipeline:
         return clip(parameters, max_norm, squares)
 
     def update_correction_bias(self, stats: Mapping[str, MoEStats]) -> None:
-        """Take one step of loss-free balancing in the layers of this rank.
-
-        Args:
-            stats: statistics of a step, `PipelineOutput.stats`.
-        """
-        for path, layer in self.model.named_modules():
-            if isinstance(layer, MoE):
-                layer.update_correction_bias(stats[path].tokens_per_expert)
+        """Take one step of loss-free balancing in the layers of this rank, given `PipelineOutput.stats`."""
+        for path, layer in _layers(self.model).items():
+            layer.update_correction_bias(stats[path].tokens_per_expert)
 
     @ONE_THREAD.running()
     def _execute(self, inputs: Tensor, targets: Any, options: dict[str, Any], *, with_backward: bool) -> PipelineOutput:
-        self._statistics.reset()
+        for recorded in self._recorded.values():
+            recorded.take()  # of a step that has raised an error
         facts = facts_of(inputs, targets, options, self._run.device)
         check_ranks_agree(facts, self._run.device, self._run.group)
         micro_batches = split(inputs, targets, options, self._run.num_micro_batches)
@@ -278,8 +274,22 @@ class Pipeline:
             self._boundary.check_loss(self._loss, hidden_states, micro_batches[0])
             self._run.set_boundary(self._boundary.local_part(hidden_states))
             self._checked = facts
-        losses = self._run.train(micro_batches) if with_backward else self._run.evaluate(micro_batches)
+        losses = self._run.run(micro_batches, with_backward=with_backward)
         loss = torch.stack([torch.zeros((), dtype=torch.float64, device=self._run.device), *losses]).sum()
         if self._run.has_last_stage:
             (loss,) = FlattenedBatch(self._tokens).all_reduce_sequence(loss)
-        return self._statistics.all_reduce(loss, self._aux_loss_scale)
+        return self._output(loss)
+
+    def _output(self, loss: Tensor) -> PipelineOutput:
+        """Sum loss and statistics over the stages; the loss is zero in all stages but the last."""
+        if self._run.group is not None:
+            all_reduce(loss, "the loss over stages", group=self._run.group)
+        layers: LayersOfStages = self.model.layers_of_stages  # type: ignore[assignment]
+        sums = layers.all_reduce({path: recorded.take() for path, recorded in self._recorded.items()})
+        aux_loss, stats = torch.zeros_like(loss), {}
+        for path, total in sums.items():
+            metrics = unpacked(total)
+            aux_loss = aux_loss + metrics.aux_loss * self._aux_loss_scale
+            entropy = metrics.stats.router_entropy / metrics.calls.clamp_min(1)
+            stats[path] = metrics.stats._replace(router_entropy=entropy)
+        return PipelineOutput(loss, aux_loss, stats)

@@ -1,6 +1,6 @@
 """Runs the stages of this rank with a schedule of `torch.distributed.pipelining`."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
-from maxmoe.parallel.fsdp import fsdp_modules
-from maxmoe.parallel.interruptions import AfterInterruption
+from maxmoe.parallel.apply.fsdp import fsdp_modules
+from maxmoe.parallel.apply.interruptions import AfterInterruption
 from maxmoe.pipelining.micro_batches import MicroBatch
 from maxmoe.pipelining.schedules import ScheduleKind
 from maxmoe.pipelining.stage import Stage
@@ -23,13 +23,8 @@ class ScheduledRun:
     torch passes the numbers of the micro-batches through its schedule; the stages hold the micro-batches themselves.
     All shapes are given, because torch would otherwise find them by running the stages on uninitialized memory.
 
-    Args:
-        kind: schedule.
-        stages: stages of this rank, in ascending order.
-        num_stages: number of stages of all ranks.
-        num_micro_batches: number of micro-batches of a step.
-        group: process group over the stages; None if one rank has all stages.
-        mesh: mesh of the ranks of this rank's stage.
+    `stages` are those of this rank among all `num_stages`, in ascending order; `group` is over the stages, None if one
+    rank has all; `mesh` has the ranks of this rank's stage.
     """
 
     def __init__(
@@ -43,36 +38,30 @@ class ScheduledRun:
     ) -> None:
         self.num_micro_batches, self.group, self.device = num_micro_batches, group, mesh.device_type
         self._kind, self._stages, self._num_stages = kind, stages, num_stages
-        self._boundary: Tensor | None = None
         self._schedule: Any = None
         has_fsdp = any(module for stage in stages for module in fsdp_modules(stage))
         self._after, self._is_interrupted = AfterInterruption("the pipeline", mesh, has_fsdp=has_fsdp), False
         # torch takes no group for the default group, which is larger if other axes have ranks.
         self._group_of_messages = group or dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
-    @property
-    def has_last_stage(self) -> bool:
-        """Whether this rank has the last stage."""
-        return any(stage.is_last for stage in self._stages)
+        self.has_last_stage = any(stage.is_last for stage in stages)
 
     def set_boundary(self, hidden_states: Tensor) -> None:
         """Set the shape and dtype of the hidden states between stages, for the largest micro-batch."""
-        new = (hidden_states.shape, hidden_states.dtype)
-        if self._boundary is None or (self._boundary.shape, self._boundary.dtype) != new:
-            self._boundary = torch.empty(new[0], dtype=new[1], device="meta", requires_grad=True)
+        old, new = self._stages[0].boundary, hidden_states
+        if (old.shape, old.dtype) != (new.shape, new.dtype):
             self._schedule = None
             for stage in self._stages:
-                stage.boundary = self._boundary
+                stage.boundary = torch.empty(new.shape, dtype=new.dtype, device="meta", requires_grad=True)
 
-    def train(self, micro_batches: list[MicroBatch]) -> list[Tensor]:
-        """Run forward and backward of all micro-batches, and return their losses if this rank has the last stage."""
+    def run(self, micro_batches: list[MicroBatch], *, with_backward: bool) -> list[Tensor]:
+        """Run all micro-batches, and return their losses if this rank has the last stage."""
         self._begin(micro_batches)
-        numbers = torch.arange(self.num_micro_batches)
-        inputs = (numbers,) if any(stage.is_first for stage in self._stages) else ()
         try:
-            with self._gradients_kept():
-                self._schedule = self._schedule or self._make_schedule()
-                self._schedule.step(*inputs, target=numbers, return_outputs=False, micro_batch=numbers)
+            if with_backward:
+                self._train()
+            else:
+                self._evaluate()
         except BaseException as error:
             self._schedule = None  # the state of a schedule that was interrupted cannot be used again
             self._recover()
@@ -80,23 +69,6 @@ class ScheduledRun:
         else:
             return [loss for stage in self._stages for loss in stage.end()]
         raise failure  # outside of the handler, so that torch's error does not become its context
-
-    @torch.no_grad()
-    def evaluate(self, micro_batches: list[MicroBatch]) -> list[Tensor]:
-        """Run the forward of all micro-batches, and return their losses if this rank has the last stage.
-
-        Each rank runs all micro-batches through its first stage, then through its next one. torch's schedules evaluate
-        with the order of the training, and those with a V shape not at all.
-        """
-        self._begin(micro_batches)
-        try:
-            self._run_forwards()
-        except BaseException:
-            self._recover()
-            raise
-        for stage in self._stages:
-            stage.free_gathered()
-        return [loss for stage in self._stages for loss in stage.end()]
 
     def _begin(self, micro_batches: list[MicroBatch]) -> None:
         """Give the stages the micro-batches of a step; raise if the step before was interrupted."""
@@ -121,8 +93,19 @@ class ScheduledRun:
         self._is_interrupted = self.group is not None
         self._after.note("step", self._num_gathers)
 
-    def _run_forwards(self) -> None:
-        """Run all micro-batches through the first stage of this rank, then through the next one."""
+    def _train(self) -> None:
+        numbers = torch.arange(self.num_micro_batches)
+        inputs = (numbers,) if any(stage.is_first for stage in self._stages) else ()
+        with self._gradients_kept():
+            self._schedule = self._schedule or self._make_schedule()
+            self._schedule.step(*inputs, target=numbers, return_outputs=False, micro_batch=numbers)
+
+    @torch.no_grad()
+    def _evaluate(self) -> None:
+        """Run all micro-batches through the first stage of this rank, then through the next one.
+
+        torch's schedules evaluate with the order of the training, and those with a V shape not at all.
+        """
         messages: list[tuple[dist.Work | None, Tensor]] = []
         local: dict[int, list[Tensor]] = {}
         for stage in self._stages:
@@ -137,13 +120,14 @@ class ScheduledRun:
         for work, _ in messages:
             if work is not None:
                 work.wait()
+        for module in (module for stage in self._stages for module in fsdp_modules(stage)):
+            module.reshard()  # which FSDP2 keeps gathered from the forward to the backward
 
     def _receive(self, stage: Stage) -> Tensor:
         """Receive the hidden states of the previous stage from another rank; nothing in the first stage."""
         if stage.is_first:
             return torch.empty(0)
-        assert self._boundary is not None
-        x = torch.empty_like(self._boundary, device=self.device, requires_grad=False)
+        x = torch.empty_like(stage.boundary, device=self.device, requires_grad=False)
         dist.recv(x, self._rank_of(stage.index - 1), group=self._group_of_messages)
         return x
 
@@ -153,12 +137,11 @@ class ScheduledRun:
         return ranks[self._kind.rank_of(stage, len(ranks))]
 
     def _make_schedule(self) -> Any:
-        stages = [self._torch_stage(stage) for stage in self._stages]
+        stages: Any = [self._torch_stage(stage) for stage in self._stages]
         return self._kind.make(
             stages[0] if self._kind.has_one_stage else stages,
             self.num_micro_batches,
-            # The output of the last stage is the loss.
-            loss_fn=lambda output, _target: output,
+            loss_fn=lambda output, _target: output,  # the output of the last stage is the loss
             scale_grads=False,
         )
 
@@ -170,10 +153,11 @@ class ScheduledRun:
             stage.index,
             self._num_stages,
             torch.device(self.device),
-            input_args=number if stage.is_first else self._boundary,
-            output_args=loss if stage.is_last else self._boundary,
+            input_args=number if stage.is_first else stage.boundary,
+            output_args=loss if stage.is_last else stage.boundary,
             group=self._group_of_messages,
-            dw_builder=_nothing if self._kind.splits_backward and stage.needs_whole_backward else None,
+            # Given a function for the gradients of the weights, torch computes all gradients of a micro-batch at once.
+            dw_builder=(lambda: _nothing) if self._kind.splits_backward and stage.needs_whole_backward else None,
         )
 
     @contextmanager
@@ -193,12 +177,8 @@ class ScheduledRun:
                 parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
 
 
-def _nothing() -> Callable[[], None]:
-    """Return the function that computes the gradients of the weights in a split backward: they are computed already.
-
-    Given this function, torch computes all gradients of a micro-batch at once; see `Stage.needs_whole_backward`.
-    """
-    return lambda: None
+def _nothing() -> None:
+    """Compute the gradients of the weights in a split backward: they are computed already."""
 
 
 def _error_of_stage(error: BaseException) -> BaseException:

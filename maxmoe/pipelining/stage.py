@@ -3,14 +3,15 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from maxmoe._torch import reshaped, tree_leaves
 from maxmoe.nn import Checkpointed, MoE
-from maxmoe.parallel.interruptions import Recovery
+from maxmoe.parallel.apply.interruptions import Recovery
 from maxmoe.pipelining.micro_batches import MicroBatch
+from maxmoe.pipelining.stage_modules import StagePart
 
 # Function of the output of a model and its targets.
 Loss: TypeAlias = Callable[[Any, Any], Tensor]
@@ -23,38 +24,26 @@ class Stage(nn.Module):
     stages have the shape of the largest micro-batch: smaller ones are padded after the last row, and cut again before
     the model sees them.
 
-    Args:
-        index: number of the stage.
-        model: module with the part of the model, see `stage_module`.
-        copied: modules of the whole model of which `model` has copies, each with its copy.
-        loss: loss of a micro-batch in the last stage; None in all others.
-        is_first: whether the stage has the first part of the model.
+    `model` is a `stage_module`, `copied` the modules of the whole model of which it has copies, each with its copy.
     """
+
+    recovery: Recovery
 
     def __init__(
         self,
         index: int,
+        part: StagePart,
         model: nn.Module,
         copied: Sequence[tuple[nn.Module, nn.Module]],
-        loss: Loss | None,
-        *,
-        is_first: bool,
+        loss: Loss,
     ) -> None:
         super().__init__()
-        self.index = index
-        self.model = model
-        self.is_first = is_first
-        self._copied = tuple(copied)
-        self._loss = loss
+        self.index, self.model = index, model
+        self.is_first, self.is_last = part.is_first, part.is_last
+        self.boundary = torch.empty(0, device="meta")  # hidden states of the largest micro-batch
+        self._copied, self._loss = tuple(copied), loss
         self._micro_batches: list[MicroBatch] = []
         self._losses: list[Tensor] = []
-        self.recovery: Recovery
-        self.boundary: Tensor | None = None  # hidden states of the largest micro-batch, without memory
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the stage has the last part of the model."""
-        return self._loss is not None
 
     @property
     def needs_whole_backward(self) -> bool:
@@ -85,12 +74,6 @@ class Stage(nn.Module):
         losses, self._micro_batches, self._losses = self._losses, [], []
         return losses
 
-    def free_gathered(self) -> None:
-        """Free the parameters that FSDP2 keeps gathered between forward and backward, after an evaluation."""
-        for module in self.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-
     def parameters(self, recurse: bool = True) -> Iterator[Any]:
         """Yield the tensors whose gradients a split backward computes apart from those of the inputs.
 
@@ -102,14 +85,9 @@ class Stage(nn.Module):
                 yield from layer.metrics_accumulator.leaves
 
     def forward(self, x: Tensor, micro_batch: Tensor) -> Tensor:
-        """Run one micro-batch.
+        """Run a micro-batch, given its number ``(1,)`` and the hidden states of the previous stage.
 
-        Args:
-            x: hidden states of the previous stage; anything in the first stage.
-            micro_batch: ``(1,)``, int64, number of the micro-batch.
-
-        Returns:
-            Hidden states for the next stage, or the loss ``()`` in the last one.
+        Returns hidden states for the next stage, or the loss ``()`` in the last one.
         """
         inputs, targets, options = self._micro_batches[int(micro_batch)]
         num_rows = len(inputs)
@@ -117,32 +95,24 @@ class Stage(nn.Module):
             # No view and no leaf, so that a block may modify the hidden states in place.
             inputs = reshaped(x[:num_rows], (num_rows, *x.shape[1:]))
         output = self.model(inputs, **options)
-        if self._loss is not None:
+        if self.is_last:
             loss = self._loss(output, targets)
             check_loss(loss)
             self._losses.append(loss.detach())
             # The schedule detaches the loss in place after the backward, which it cannot do with a view.
             return reshaped(loss.contiguous(), ())
         hidden_states = first_tensor(output)
-        self._check(hidden_states, num_rows)
-        missing = len(self._expected) - num_rows
+        found = tuple(hidden_states.shape), hidden_states.dtype
+        expected = (num_rows, *self.boundary.shape[1:]), self.boundary.dtype
+        if found != expected:
+            raise ValueError(
+                f"the blocks of stage {self.index} must keep the shape and dtype of the hidden states {expected}, got "
+                f"{found}"
+            )
+        missing = len(self.boundary) - num_rows
         if missing:
             return F.pad(hidden_states, (0, 0) * (hidden_states.dim() - 1) + (0, missing))
         return reshaped(hidden_states.contiguous(), tuple(hidden_states.shape))
-
-    @property
-    def _expected(self) -> Tensor:
-        assert self.boundary is not None
-        return self.boundary
-
-    def _check(self, hidden_states: Tensor, num_rows: int) -> None:
-        """Raise for hidden states that the next stage does not expect."""
-        expected = (num_rows, *self._expected.shape[1:]), self._expected.dtype
-        if (tuple(hidden_states.shape), hidden_states.dtype) != expected:
-            raise ValueError(
-                f"the blocks of stage {self.index} must keep the shape and dtype of the hidden states {expected}, got "
-                f"{tuple(hidden_states.shape), hidden_states.dtype}"
-            )
 
 
 def first_tensor(output: Any) -> Tensor:

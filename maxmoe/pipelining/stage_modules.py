@@ -1,29 +1,27 @@
 """Cuts a model into the modules of its pipeline stages."""
 
+import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import NamedTuple
 
-import torch
 from torch import nn
 
-from maxmoe._torch_copies import shallow_copy
+from maxmoe._torch.copies import shallow_copy
 from maxmoe.declaration import Absent, PipelineParts, declaration_of
-from maxmoe.load.metrics_accumulator import with_gradient
-from maxmoe.nn import MoE, MoEFeedForward, MoEOutput
-from maxmoe.pipelining.schedules import Cost, partition_blocks
+from maxmoe.nn import MoE
 from maxmoe.quantization import weights
 
 
-@dataclass(frozen=True)
-class StagePart:
-    """The part of a model that a stage has.
+class Cost(NamedTuple):
+    """Share of a part of a model in the parameters, and in the multiplications of a token."""
 
-    Args:
-        blocks: names of its blocks in the list of blocks.
-        is_first: whether the stage has the first part of the model.
-        is_last: whether the stage has the last part of the model.
-    """
+    parameters: float
+    work: float
+
+
+class StagePart(NamedTuple):
+    """The part of a model that a stage has: names in the list of blocks, and what comes before and after the blocks."""
 
     blocks: tuple[str, ...]
     is_first: bool
@@ -31,15 +29,7 @@ class StagePart:
 
 
 def stage_parts(model: nn.Module, num_stages: int, blocks_per_stage: Sequence[int] | None = None) -> list[StagePart]:
-    """Cut a model into stages.
-
-    Without `blocks_per_stage`, the largest share of a stage in the parameters or in the multiplications of a token is
-    as small as possible.
-
-    Args:
-        model: module that declares its `pipeline_parts`.
-        num_stages: number of stages.
-        blocks_per_stage: number of blocks of each stage; None to balance the costs.
+    """Cut a model into stages, of given numbers of blocks or such that the largest cost is as small as possible.
 
     Raises:
         ValueError: for a module that does not declare its parts, parts that it does not have, parameters outside of the
@@ -57,21 +47,17 @@ def stage_parts(model: nn.Module, num_stages: int, blocks_per_stage: Sequence[in
         raise ValueError(
             f"blocks_per_stage must be {num_stages} positive numbers with the sum {len(names)}, got {counts}"
         )
-    starts = [sum(counts[:stage]) for stage in range(num_stages)]
+    ends = [*itertools.accumulate(counts, initial=0)]
     stages = [
-        StagePart(tuple(names[start : start + count]), stage == 0, stage == num_stages - 1)
-        for stage, (start, count) in enumerate(zip(starts, counts, strict=True))
+        StagePart(tuple(names[begin:end]), is_first=begin == 0, is_last=end == len(names))
+        for begin, end in itertools.pairwise(ends)
     ]
     _check_parameters(model, parts, stages)
     return stages
 
 
 def pipeline_parts(model: nn.Module) -> PipelineParts:
-    """Return the declared parts of a model.
-
-    Raises:
-        ValueError: if there is no declaration, or the model does not have the declared parts.
-    """
+    """Return the declared parts of a model; raise a ValueError if it declares none, or does not have them."""
     parts = declaration_of(model).pipeline_parts
     if parts is None:
         raise ValueError(
@@ -158,6 +144,33 @@ def _costs(model: nn.Module, parts: PipelineParts) -> list[Cost]:
     return [Cost(size / total_size, part / total_work) for size, part in zip(sizes, work, strict=True)]
 
 
+def partition_blocks(costs: Sequence[Cost], num_stages: int) -> list[int]:
+    """Cut a list of blocks into stages such that the largest cost of a stage is as small as possible.
+
+    The costs are those of the part before the blocks, of each block, and of the part after them. The cost of a stage is
+    the larger one of its two sums.
+    """
+    sums: list[list[float]] = [[*itertools.accumulate(shares, initial=0.0)] for shares in zip(*costs, strict=True)]
+
+    def cost_of(stage: int, begin: int, end: int) -> float:
+        first = begin if stage == 0 else begin + 1
+        last = end + 1 if stage < num_stages - 1 else end + 2
+        return max(so_far[last] - so_far[first] for so_far in sums)
+
+    @cache
+    def best(stage: int, end: int) -> tuple[float, int]:
+        """Return the smallest possible largest cost of the stages so far, and where the last of them begins."""
+        if stage == 0:
+            return cost_of(0, 0, end), 0
+        # Of equal ones, the first, so that all ranks find the same.
+        return min((max(best(stage - 1, begin)[0], cost_of(stage, begin, end)), begin) for begin in range(stage, end))
+
+    ends = [len(costs) - 2]
+    for stage in reversed(range(num_stages)):
+        ends.insert(0, best(stage, ends[0])[1])
+    return [end - begin for begin, end in itertools.pairwise(ends)]
+
+
 def work_per_token(module: nn.Module) -> float:
     """Count the multiplications of a token with matrices; a token uses top_k of the routed experts."""
     if isinstance(module, nn.Embedding):
@@ -174,10 +187,8 @@ def _check_parameters(model: nn.Module, parts: PipelineParts, stages: Sequence[S
     """Raise for parameters outside of the parts, or shared between stages."""
     owners: dict[str, set[int]] = {}
     for stage, part in enumerate(stages):
-        paths = [f"{parts.blocks}.{name}" for name in part.blocks]
-        paths += parts.first if part.is_first else ()
-        paths += parts.last if part.is_last else ()
-        for path in paths:
+        paths = [*parts.first] * part.is_first + [f"{parts.blocks}.{name}" for name in part.blocks]
+        for path in paths + [*parts.last] * part.is_last:
             for name, _ in model.get_submodule(path).named_parameters(path, remove_duplicate=False):
                 owners.setdefault(name, set()).add(stage)
     seen: dict[nn.Parameter, tuple[str, set[int]]] = {}
@@ -194,20 +205,3 @@ def _check_parameters(model: nn.Module, parts: PipelineParts, stages: Sequence[S
             raise ValueError(
                 f"{shared} must be one parameter on one stage, got stages {numbers}: tie no weights across stages"
             )
-
-
-def add_aux_losses(model: nn.Module, scale: float) -> None:
-    """Add the gradients of the auxiliary losses of all layers in the backward, so that no stage passes a loss on."""
-
-    def attach(layer: Any, _arguments: tuple[Any, ...], output: MoEOutput) -> MoEOutput:
-        if not output.aux_loss.requires_grad:
-            return output
-        loss = output.aux_loss * layer.aux_loss_scale
-        hidden_states = with_gradient(output.hidden_states, loss, torch.ones_like(loss))
-        return output._replace(hidden_states=hidden_states, aux_loss=output.aux_loss.detach())
-
-    layers: list[Any] = [module for module in model.modules() if isinstance(module, MoE)]
-    for layer in layers:
-        layer.aux_loss_scale = scale
-        if not isinstance(layer, MoEFeedForward):  # which adds the gradient itself
-            layer.register_forward_hook(attach)

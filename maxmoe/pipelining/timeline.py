@@ -1,5 +1,6 @@
 """Order of the forwards and backwards of a schedule on each rank, and their times."""
 
+import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -65,17 +66,7 @@ class Timeline:
 def schedule_order(
     schedule: str, num_ranks: int, stages_per_rank: int | None, num_micro_batches: int
 ) -> tuple[tuple[Action, ...], ...]:
-    """Return the actions of each rank, in the order in which the rank runs them.
-
-    Args:
-        schedule: name of the schedule, as in `maxmoe.pipeline`.
-        num_ranks: size of the axis `stage`.
-        stages_per_rank: number of stages of each rank; None for that of the schedule.
-        num_micro_batches: number of micro-batches of a step.
-
-    Raises:
-        ValueError: for an unknown schedule, and for numbers that the schedule cannot run.
-    """
+    """Return the actions of each rank, in the order in which the rank runs them; raise as `check_schedule`."""
     count = check_schedule(schedule, num_ranks, stages_per_rank, num_micro_batches)
     kind = schedule_kind(schedule)
     if kind.has_one_stage:
@@ -89,12 +80,10 @@ def schedule_order(
 
 def _one_stage_order(stage: int, num_warmups: int, num_micro_batches: int) -> tuple[Action, ...]:
     """Return the warm-up forwards, then backwards and forwards in turn, then the backwards that are left."""
-    actions = [Action(FORWARD, stage, number) for number in range(num_warmups)]
-    for number in range(num_micro_batches):
-        actions.append(Action(BACKWARD, stage, number))
-        if num_warmups + number < num_micro_batches:
-            actions.append(Action(FORWARD, stage, num_warmups + number))
-    return tuple(actions)
+    forwards = [Action(FORWARD, stage, number) for number in range(num_micro_batches)]
+    backwards = [action._replace(kind=BACKWARD) for action in forwards]
+    in_turn = itertools.zip_longest(backwards, forwards[num_warmups:])
+    return *forwards[:num_warmups], *(action for pair in in_turn for action in pair if action is not None)
 
 
 def with_whole_backwards(order: Sequence[Sequence[Action]], stages: Collection[int]) -> list[list[Action]]:
@@ -117,18 +106,14 @@ def simulate(order: Sequence[Sequence[Action]], work: Sequence[float]) -> Timeli
 
     An action begins when its rank has ended the previous one and the input has arrived. A forward takes the time 1, as
     do the two halves of a backward, times the work of the stage.
-
-    Args:
-        order: actions of each rank, see `schedule_order`.
-        work: work of each stage.
     """
     ends: dict[Action, float] = {}
     ranks: list[list[Span]] = [[] for _ in order]
-    while any(len(spans) < len(actions) for spans, actions in zip(ranks, order, strict=True)):
+    before = -1
+    while len(ends) > before:
         before = len(ends)
         for spans, actions in zip(ranks, order, strict=True):
-            while len(spans) < len(actions):
-                action = actions[len(spans)]
+            for action in actions[len(spans) :]:
                 inputs = _inputs(action, len(work))
                 arrivals = [ends[needed] for needed in inputs if needed in ends]
                 if inputs and not arrivals:
@@ -136,7 +121,7 @@ def simulate(order: Sequence[Sequence[Action]], work: Sequence[float]) -> Timeli
                 begin = max([spans[-1].end if spans else 0.0, *arrivals])
                 ends[action] = begin + DURATIONS[action.kind] * work[action.stage]
                 spans.append(Span(action, begin, ends[action]))
-        assert len(ends) > before, "a schedule must not wait for itself"
+    assert len(ends) == sum(map(len, order)), "a schedule must not wait for itself"
     return Timeline(tuple(map(tuple, ranks)))
 
 
@@ -153,15 +138,9 @@ def _inputs(action: Action, num_stages: int) -> list[Action]:
 
 
 def in_flight(actions: Sequence[Action]) -> list[dict[int, int]]:
-    """Count the micro-batches whose forward has run and whose backward has not, in each stage of a rank.
+    """Count the micro-batches in flight by the stages of a rank, after each of its actions.
 
     The tensors that a forward has saved are freed by the backward, or by its second half if it is split.
-
-    Args:
-        actions: actions of the rank.
-
-    Returns:
-        Numbers by stage, after each action.
     """
     change = {FORWARD: 1, BACKWARD: -1, BACKWARD_INPUT: 0, BACKWARD_WEIGHT: -1}
     counts, result = dict.fromkeys(sorted({action.stage for action in actions}), 0), []

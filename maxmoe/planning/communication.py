@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from maxmoe.parallel.plan import ParameterPlan, Plan
+from maxmoe.parallel.plan.plan import ParameterPlan, Plan
 from maxmoe.planning.saved_tensors import declared_tensors, local_tokens, planned_dispatches
 from maxmoe.sharding.planned_collective import PlannedCollective, planned_redistribution
 

@@ -11,7 +11,7 @@ from maxmoe.adapters import planned_copy
 from maxmoe.optim import Choice
 from maxmoe.optim.newton_schulz import fast_dtype
 from maxmoe.optim.parameter_groups import choose
-from maxmoe.parallel.dispatch_plan import Dispatch
+from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.planning.communication import activation_communication, dispatch_communication, parameter_communication
 from maxmoe.planning.memory import (
     PARAMETER_DTYPES,

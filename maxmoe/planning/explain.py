@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from maxmoe.adapters import planned_copy
-from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.parallel.parallelize import undeclared_modules
-from maxmoe.parallel.parameter_sharding import ParameterSharding
+from maxmoe.parallel.plan.dispatch_plan import Dispatch
+from maxmoe.parallel.plan.parameter_sharding import ParameterSharding
 from maxmoe.planning.explained_dispatch import ExplainedDispatch, dispatch_tables, explain_dispatch
 from maxmoe.planning.pipeline_estimate import stage_table
 from maxmoe.planning.pipeline_plan import PipelinePlan, pipeline_options, plan_model

@@ -4,10 +4,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from maxmoe.dispatch.least_loaded import planned_moves
-from maxmoe.dispatch.planned_moves import PlannedMoves
-from maxmoe.parallel.dispatch_plan import DispatchPlan
-from maxmoe.parallel.plan import Plan
+from maxmoe.parallel.dispatch.least_loaded import planned_moves
+from maxmoe.parallel.dispatch.planned_moves import PlannedMoves
+from maxmoe.parallel.plan.dispatch_plan import DispatchPlan
+from maxmoe.parallel.plan.plan import Plan
 from maxmoe.planning.communication import dispatch_communication
 from maxmoe.planning.repeated_layers import group_repeated
 from maxmoe.planning.saved_tensors import planned_dispatches

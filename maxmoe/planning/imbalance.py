@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from maxmoe.parallel.plan import Plan
+from maxmoe.parallel.plan.plan import Plan
 
 
 def with_imbalance(plan: Plan, imbalance: float, *, has_stages: bool) -> Plan:

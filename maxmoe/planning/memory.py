@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator
 import torch
 
 from maxmoe.nn import SavedTensor
-from maxmoe.parallel.plan import ParameterPlan, Plan, enclosing
+from maxmoe.parallel.plan.plan import ParameterPlan, Plan, enclosing
 from maxmoe.planning.saved_tensors import saved_tensors
 from maxmoe.planning.state_dtypes import StateDtypes
 

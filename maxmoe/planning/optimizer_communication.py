@@ -9,7 +9,7 @@ import torch
 from maxmoe.optim import Choice, Matrix
 from maxmoe.optim.distributed_newton_schulz import BUCKET_SIZE
 from maxmoe.optim.owner_assignment import MatrixStack, OwnerAssignment, assign_owners, matrix_stacks
-from maxmoe.parallel.plan import Plan
+from maxmoe.parallel.plan.plan import Plan
 from maxmoe.sharding.named_sharding import NamedSharding
 from maxmoe.sharding.planned_collective import PlannedCollective
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from maxmoe.parallel.dispatch_plan import Dispatch
-from maxmoe.parallel.plan import Plan
-from maxmoe.parallel.planner import make_plan
+from maxmoe.parallel.plan.dispatch_plan import Dispatch
+from maxmoe.parallel.plan.plan import Plan
+from maxmoe.parallel.plan.planner import make_plan
 from maxmoe.pipelining.schedules import check_schedule, schedule_kind
 from maxmoe.pipelining.stage_modules import StagePart, pipeline_parts, stage_module, stage_parts, work_per_token
 from maxmoe.pipelining.timeline import (

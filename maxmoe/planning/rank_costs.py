@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from maxmoe.parallel.plan import Plan
+from maxmoe.parallel.plan.plan import Plan
 from maxmoe.pipelining.boundary import Boundary
 from maxmoe.pipelining.micro_batches import MicroBatch
 from maxmoe.pipelining.schedules import schedule_kind

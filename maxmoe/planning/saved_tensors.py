@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from maxmoe.declaration import EXPERT_TOKEN_DIMS, SavedTensor, declaration_of
-from maxmoe.dispatch import PlannedDispatch
-from maxmoe.parallel.dispatch_plan import DispatchPlan
-from maxmoe.parallel.parameter_sharding import tensor_parallel_activation
-from maxmoe.parallel.plan import ModulePlan, Plan
+from maxmoe.parallel.dispatch import PlannedDispatch
+from maxmoe.parallel.plan.dispatch_plan import DispatchPlan
+from maxmoe.parallel.plan.parameter_sharding import tensor_parallel_activation
+from maxmoe.parallel.plan.plan import ModulePlan, Plan
 from maxmoe.planning.many_meshes import in_each_mesh, in_meshes
 from maxmoe.planning.traced_forward import SavedBy, Trace, trace, traced_modules
 

@@ -18,11 +18,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from maxmoe._torch import FakeTensorMode, TorchDispatchMode, attention_of_cpu, storage_id, tree_leaves
-from maxmoe._torch_copies import copy_modules
+from maxmoe._torch.copies import copy_modules
 from maxmoe.declaration import Absent, declaration_of
 from maxmoe.nn import Checkpointed, set_recompute
-from maxmoe.parallel.fsdp_units import has_forward
-from maxmoe.parallel.plan import enclosing
+from maxmoe.parallel.plan.fsdp_units import has_forward
+from maxmoe.parallel.plan.plan import enclosing
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 

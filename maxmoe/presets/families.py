@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from maxmoe.checks.fields import check_bool, check_int, check_number
 from maxmoe.config import MoEConfig
-from maxmoe.field_checks import check_bool, check_int, check_number
 from maxmoe.presets import published
 from maxmoe.presets.layouts import Entry, Layout, per_expert, router, shared, stacked
 
@@ -31,27 +31,28 @@ class Family:
     returns_scores: bool = False
 
 
-_MIXTRAL_FIELDS = {
-    "hidden_size": "hidden_size",
+_FIELDS = {"hidden_size": "hidden_size", "top_k": "num_experts_per_tok", "activation": "hidden_act"}
+_MIXTRAL_FIELDS = _FIELDS | {
     "intermediate_size": "intermediate_size",
     "num_experts": "num_local_experts",
-    "top_k": "num_experts_per_tok",
-    "activation": "hidden_act",
     "load_balance_loss_weight": "router_aux_loss_coef",
 }
 _OLMOE_FIELDS = _MIXTRAL_FIELDS | {"num_experts": "num_experts", "normalization": "norm_topk_prob"}
 _QWEN3_FIELDS = _OLMOE_FIELDS | {"intermediate_size": "moe_intermediate_size"}
 _QWEN2_FIELDS = _QWEN3_FIELDS | {"num_shared_experts": "shared_expert_intermediate_size"}
-_DEEPSEEK_V2_FIELDS = {
-    "hidden_size": "hidden_size",
+_DEEPSEEK_V2_FIELDS = _FIELDS | {
     "intermediate_size": "moe_intermediate_size",
     "num_experts": "n_routed_experts",
-    "top_k": "num_experts_per_tok",
-    "activation": "hidden_act",
     "num_shared_experts": "n_shared_experts",
     "routed_scaling_factor": "routed_scaling_factor",
     "num_groups": "n_group",
     "top_k_groups": "topk_group",
+}
+_DEEPSEEK_V3_FIELDS = _DEEPSEEK_V2_FIELDS | {"normalization": "norm_topk_prob"}
+_NEMOTRON_H_FIELDS = _DEEPSEEK_V3_FIELDS | {
+    "activation": "mlp_hidden_act",
+    "num_shared_experts": "moe_shared_expert_intermediate_size",
+    "latent_size": "moe_latent_size",
 }
 _LONGCAT_FLASH_FIELDS = {
     "hidden_size": "hidden_size",
@@ -61,15 +62,8 @@ _LONGCAT_FLASH_FIELDS = {
     "top_k": "moe_topk",
     "routed_scaling_factor": "routed_scaling_factor",
 }
-_DEEPSEEK_V3_FIELDS = _DEEPSEEK_V2_FIELDS | {"normalization": "norm_topk_prob"}
-_NEMOTRON_H_FIELDS = _DEEPSEEK_V3_FIELDS | {
-    "activation": "mlp_hidden_act",
-    "num_shared_experts": "moe_shared_expert_intermediate_size",
-    "latent_size": "moe_latent_size",
-}
-_GPT_OSS_FIELDS = {ours: theirs for ours, theirs in _MIXTRAL_FIELDS.items() if ours != "activation"} | {
-    "activation_limit": "swiglu_limit"
-}
+_GPT_OSS_FIELDS = {ours: theirs for ours, theirs in _MIXTRAL_FIELDS.items() if ours != "activation"}
+_GPT_OSS_FIELDS["activation_limit"] = "swiglu_limit"
 
 _GATE = router("gate")
 _GATE_BIASED = router("gate", correction_bias="gate.e_score_correction_bias")
@@ -154,14 +148,7 @@ _NEMOTRON_H = Family(
     preset=published.nemotron_h,
     fields=_NEMOTRON_H_FIELDS,
     required={"mlp_bias": [False]},
-    block=Layout(
-        "mixer",
-        (
-            Entry("experts.up_proj", ("experts.up_proj",), transposed=True),
-            Entry("experts.down_proj", ("experts.down_proj",), transposed=True),
-            *_NEMOTRON_H_BESIDE,
-        ),
-    ),
+    block=Layout("mixer", stacked(gated=False) + _NEMOTRON_H_BESIDE),
     checkpoint=Layout("mixer", _PROJ[1:] + _NEMOTRON_H_BESIDE),
 )
 _MINIMAX_M2 = replace(
@@ -261,27 +248,20 @@ def _read(config: Any, attribute: str) -> Any:
             return "sum" if value else "none"
         case "router_aux_loss_coef":
             check_number(where, value, at_least=0)
-            return value * _get_int(config, "num_experts_per_tok", at_least=1)
+            return value * _get(config, "num_experts_per_tok", 1)
         case "shared_expert_intermediate_size" | "moe_shared_expert_intermediate_size":
-            width = _get_int(config, attribute, at_least=0)
-            return _num_shared_experts(attribute, width, _get_int(config, "moe_intermediate_size", at_least=1))
+            width, size = _get(config, attribute, 0), _get(config, "moe_intermediate_size", 1)
+            if width % size:
+                raise ValueError(f"{attribute} ({width}) must be a multiple of moe_intermediate_size ({size})")
+            return width // size
     return value
 
 
-def _get(config: Any, attribute: str) -> Any:
+def _get(config: Any, attribute: str, at_least: int | None = None) -> Any:
+    """Return an attribute of a transformers config; with a bound, an int."""
     value = getattr(config, attribute, None)
     if value is None:
         raise ValueError(f"{attribute} is missing in the {config.model_type} config; transformers >= 5.20 has it")
+    if at_least is not None:
+        check_int(f"{attribute} of the {config.model_type} config", value, at_least=at_least)
     return value
-
-
-def _get_int(config: Any, attribute: str, *, at_least: int) -> int:
-    value: int = _get(config, attribute)
-    check_int(f"{attribute} of the {config.model_type} config", value, at_least=at_least)
-    return value
-
-
-def _num_shared_experts(attribute: str, width: int, intermediate_size: int) -> int:
-    if width % intermediate_size:
-        raise ValueError(f"{attribute} ({width}) must be a multiple of moe_intermediate_size ({intermediate_size})")
-    return width // intermediate_size

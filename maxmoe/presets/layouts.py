@@ -100,14 +100,9 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Layout of the published tensors of a layer.
+    """Layout of all published tensors of a layer."""
 
-    Args:
-        module: name of the layer in a block of the decoder.
-        entries: entries of all published tensors.
-    """
-
-    module: str
+    module: str  # name of the layer in a block of the decoder
     entries: tuple[Entry, ...]
 
     def tensors(self, state: Mapping[str, Any]) -> dict[str, Held]:
@@ -169,12 +164,12 @@ def shared(module: str) -> tuple[Entry, ...]:
     return tuple(Entry(f"{module}.{name}.weight", (f"shared_experts.{name}",), transposed=True) for name in names)
 
 
-def stacked(*, transposed: bool = True, interleaved: bool = False) -> tuple[Entry, ...]:
+def stacked(*, gated: bool = True, transposed: bool = True, interleaved: bool = False) -> tuple[Entry, ...]:
     """Return entries of one tensor for gate and up of all routed experts and one for down, as in transformers."""
-    return (
-        Entry("experts.gate_up_proj", ("experts.gate_proj", "experts.up_proj"), transposed, interleaved),
-        Entry("experts.down_proj", ("experts.down_proj",), transposed),
-    )
+    up = Entry("experts.up_proj", ("experts.up_proj",), transposed)
+    if gated:
+        up = Entry("experts.gate_up_proj", ("experts.gate_proj", "experts.up_proj"), transposed, interleaved)
+    return up, Entry("experts.down_proj", ("experts.down_proj",), transposed)
 
 
 def per_expert(gate: str, up: str, down: str) -> tuple[Entry, ...]:

@@ -37,44 +37,44 @@ class PublishedModel:
 PUBLISHED: dict[str, PublishedModel] = {}  # by the name of the preset of their layers
 
 
-def _layer_of(name: str, *, differs: str = "", head_dim: int = 128, **sizes: int) -> Callable[[Preset], Preset]:
-    """Decorate the preset of the layers of a published model with the sizes of the model, to plan it as a `Decoder`."""
+def _layer_of(
+    name: str, layers: int, heads: tuple[int, ...], vocab_size: int, dense: tuple[int, ...] = (), differs: str = ""
+) -> Callable[[Preset], Preset]:
+    """Decorate the preset of the layers of a published model with the sizes of the model, to plan it as a `Decoder`.
+
+    Heads are the number of query heads, of key-value heads if it differs, and the head dim if it is not 128; `dense` is
+    the number of dense layers and their width.
+    """
 
     def register(preset: Preset) -> Preset:
-        PUBLISHED[preset.__name__] = PublishedModel(name, preset, {"head_dim": head_dim, **sizes}, differs)
+        sizes = {"head_dim": 128, "num_layers": layers, "vocab_size": vocab_size}
+        sizes |= zip(("num_heads", "num_key_value_heads", "head_dim"), heads, strict=False)
+        sizes |= zip(("num_dense_layers", "intermediate_size"), dense, strict=False)
+        PUBLISHED[preset.__name__] = PublishedModel(name, preset, sizes, differs)
         return preset
 
     return register
 
 
-def _config(overrides: dict[str, Any], base: Callable[..., MoEConfig] = MoEConfig, **fields: Any) -> MoEConfig:
-    return base(**(fields | overrides))
+def _config(
+    overrides: dict[str, Any], base: Preset = MoEConfig, sizes: tuple[int, ...] = (), **fields: Any
+) -> MoEConfig:
+    """Make a config; `sizes` are hidden_size, intermediate_size, num_experts and top_k."""
+    names = ("hidden_size", "intermediate_size", "num_experts", "top_k")
+    return base(**dict(zip(names, sizes, strict=False)) | fields | overrides)
 
 
-@_layer_of("Mixtral 8x7B", num_layers=32, num_heads=32, num_key_value_heads=8, vocab_size=32000)
+@_layer_of("Mixtral 8x7B", layers=32, heads=(32, 8), vocab_size=32000)
 def mixtral(**overrides: Any) -> MoEConfig:
     """Mixtral 8x7B: softmax over the two selected experts, balance loss over the batch.
 
     Source: Jiang et al. 2024 (arXiv:2401.04088); config of mistralai/Mixtral-8x7B-v0.1.
     """
-    return _config(
-        overrides,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_experts=8,
-        top_k=2,
-        load_balance_loss_weight=0.02 * 2,
-        load_balance_scope="batch",
-    )
+    return _config(overrides, sizes=(4096, 14336, 8, 2), load_balance_loss_weight=0.02 * 2, load_balance_scope="batch")
 
 
 @_layer_of(
-    "Qwen2-57B-A14B",
-    num_layers=28,
-    num_heads=28,
-    num_key_value_heads=4,
-    vocab_size=151936,
-    differs="no biases of queries, keys and values",
+    "Qwen2-57B-A14B", layers=28, heads=(28, 4), vocab_size=151936, differs="no biases of queries, keys and values"
 )
 def qwen2_moe(**overrides: Any) -> MoEConfig:
     """Qwen2-57B-A14B: softmax over all experts, weights not renormalized, and a gated shared expert.
@@ -83,10 +83,7 @@ def qwen2_moe(**overrides: Any) -> MoEConfig:
     """
     return _config(
         overrides,
-        hidden_size=3584,
-        intermediate_size=2560,
-        num_experts=64,
-        top_k=8,
+        sizes=(3584, 2560, 64, 8),
         normalization="none",
         num_shared_experts=8,
         shared_expert_gate=True,
@@ -95,31 +92,21 @@ def qwen2_moe(**overrides: Any) -> MoEConfig:
     )
 
 
-@_layer_of(
-    "Qwen3-235B-A22B", num_layers=94, num_heads=64, num_key_value_heads=4, vocab_size=151936, differs=_NORMED_HEADS
-)
+@_layer_of("Qwen3-235B-A22B", layers=94, heads=(64, 4), vocab_size=151936, differs=_NORMED_HEADS)
 def qwen3_moe(**overrides: Any) -> MoEConfig:
     """Qwen3-235B-A22B: fine-grained experts, no shared expert, balance loss over the global batch.
 
     Source: Yang et al. 2025 (arXiv:2505.09388); config of Qwen/Qwen3-235B-A22B.
     """
     return _config(
-        overrides,
-        hidden_size=4096,
-        intermediate_size=1536,
-        num_experts=128,
-        top_k=8,
-        load_balance_loss_weight=0.001 * 8,
-        load_balance_scope="batch",
+        overrides, sizes=(4096, 1536, 128, 8), load_balance_loss_weight=0.001 * 8, load_balance_scope="batch"
     )
 
 
 @_layer_of(
     "Qwen3-Next-80B-A3B",
-    num_layers=48,
-    num_heads=16,
-    num_key_value_heads=2,
-    head_dim=256,
+    layers=48,
+    heads=(16, 2, 256),
     vocab_size=151936,
     differs="plain attention in all layers instead of linear attention in three of four",
 )
@@ -130,10 +117,7 @@ def qwen3_next(**overrides: Any) -> MoEConfig:
     """
     return _config(
         overrides,
-        hidden_size=2048,
-        intermediate_size=512,
-        num_experts=512,
-        top_k=10,
+        sizes=(2048, 512, 512, 10),
         num_shared_experts=1,
         shared_expert_gate=True,
         load_balance_loss_weight=0.001 * 10,
@@ -141,7 +125,7 @@ def qwen3_next(**overrides: Any) -> MoEConfig:
     )
 
 
-@_layer_of("OLMoE-1B-7B", num_layers=16, num_heads=16, vocab_size=50304, differs=_NORMED_HEADS)
+@_layer_of("OLMoE-1B-7B", layers=16, heads=(16,), vocab_size=50304, differs=_NORMED_HEADS)
 def olmoe(**overrides: Any) -> MoEConfig:
     """OLMoE-1B-7B: softmax over all experts, weights not renormalized, with balance loss and z-loss.
 
@@ -151,10 +135,7 @@ def olmoe(**overrides: Any) -> MoEConfig:
     """
     return _config(
         overrides,
-        hidden_size=2048,
-        intermediate_size=1024,
-        num_experts=64,
-        top_k=8,
+        sizes=(2048, 1024, 64, 8),
         normalization="none",
         load_balance_loss_weight=0.01,
         load_balance_scope="batch",
@@ -162,15 +143,7 @@ def olmoe(**overrides: Any) -> MoEConfig:
     )
 
 
-@_layer_of(
-    "DeepSeek-V2",
-    num_layers=60,
-    num_heads=128,
-    vocab_size=102400,
-    num_dense_layers=1,
-    intermediate_size=12288,
-    differs=_LATENT,
-)
+@_layer_of("DeepSeek-V2", layers=60, heads=(128,), vocab_size=102400, dense=(1, 12288), differs=_LATENT)
 def deepseek_v2(**overrides: Any) -> MoEConfig:
     """DeepSeek-V2: softmax over all experts, weights not renormalized, three of eight groups, two shared experts.
 
@@ -179,10 +152,7 @@ def deepseek_v2(**overrides: Any) -> MoEConfig:
     """
     return _config(
         overrides,
-        hidden_size=5120,
-        intermediate_size=1536,
-        num_experts=160,
-        top_k=6,
+        sizes=(5120, 1536, 160, 6),
         num_groups=8,
         top_k_groups=3,
         group_score="max",
@@ -193,15 +163,7 @@ def deepseek_v2(**overrides: Any) -> MoEConfig:
     )
 
 
-@_layer_of(
-    "DeepSeek-V3",
-    num_layers=61,
-    num_heads=128,
-    vocab_size=129280,
-    num_dense_layers=3,
-    intermediate_size=18432,
-    differs=_LATENT,
-)
+@_layer_of("DeepSeek-V3", layers=61, heads=(128,), vocab_size=129280, dense=(3, 18432), differs=_LATENT)
 def deepseek_v3(**overrides: Any) -> MoEConfig:
     """DeepSeek-V3: sigmoid scores, four of eight groups, and a correction bias for loss-free balancing.
 
@@ -209,10 +171,7 @@ def deepseek_v3(**overrides: Any) -> MoEConfig:
     """
     return _config(
         overrides,
-        hidden_size=7168,
-        intermediate_size=2048,
-        num_experts=256,
-        top_k=8,
+        sizes=(7168, 2048, 256, 8),
         score_function="sigmoid",
         score_correction_bias=True,
         num_groups=8,
@@ -224,15 +183,7 @@ def deepseek_v3(**overrides: Any) -> MoEConfig:
     )
 
 
-@_layer_of(
-    "Kimi-K2",
-    num_layers=61,
-    num_heads=64,
-    vocab_size=163840,
-    num_dense_layers=1,
-    intermediate_size=18432,
-    differs=_LATENT,
-)
+@_layer_of("Kimi-K2", layers=61, heads=(64,), vocab_size=163840, dense=(1, 18432), differs=_LATENT)
 def kimi_k2(**overrides: Any) -> MoEConfig:
     """Kimi-K2: as `deepseek_v3`, with more experts and no groups; the update rate of the bias is not published.
 
@@ -251,12 +202,10 @@ def kimi_k2(**overrides: Any) -> MoEConfig:
 
 @_layer_of(
     "GLM-4.5",
-    num_layers=92,
-    num_heads=96,
-    num_key_value_heads=8,
+    layers=92,
+    heads=(96, 8),
     vocab_size=151552,
-    num_dense_layers=3,
-    intermediate_size=12288,
+    dense=(3, 12288),
     differs="no norms and no biases of queries and keys",
 )
 def glm4_moe(**overrides: Any) -> MoEConfig:
@@ -265,13 +214,7 @@ def glm4_moe(**overrides: Any) -> MoEConfig:
     Source: GLM-4.5 Team 2025 (arXiv:2508.06471); config of zai-org/GLM-4.5.
     """
     return _config(
-        overrides,
-        deepseek_v3,
-        hidden_size=5120,
-        intermediate_size=1536,
-        num_experts=160,
-        num_groups=1,
-        top_k_groups=1,
+        overrides, deepseek_v3, hidden_size=5120, intermediate_size=1536, num_experts=160, num_groups=1, top_k_groups=1
     )
 
 
@@ -285,18 +228,15 @@ def longcat_flash(**overrides: Any) -> MoEConfig:
     """
     return _config(
         overrides,
-        hidden_size=6144,
-        intermediate_size=2048,
-        num_experts=512,
+        sizes=(6144, 2048, 512, 12),
         num_copy_experts=256,
-        top_k=12,
         score_correction_bias=True,
         normalization="none",
         routed_scaling_factor=6.0,
     )
 
 
-@_layer_of("MiniMax-M2", num_layers=62, num_heads=48, num_key_value_heads=8, vocab_size=200064, differs=_NORMED_HEADS)
+@_layer_of("MiniMax-M2", layers=62, heads=(48, 8), vocab_size=200064, differs=_NORMED_HEADS)
 def minimax_m2(**overrides: Any) -> MoEConfig:
     """MiniMax-M2: sigmoid scores, a correction bias whose update rate is not published, no shared expert.
 
@@ -304,10 +244,7 @@ def minimax_m2(**overrides: Any) -> MoEConfig:
     """
     return _config(
         overrides,
-        hidden_size=3072,
-        intermediate_size=1536,
-        num_experts=256,
-        top_k=8,
+        sizes=(3072, 1536, 256, 8),
         score_function="sigmoid",
         score_correction_bias=True,
         load_balance_loss_weight=0.001 * 8,
@@ -325,10 +262,7 @@ def nemotron_h(**overrides: Any) -> MoEConfig:
     return _config(
         overrides,
         deepseek_v3,
-        hidden_size=2688,
-        intermediate_size=1856,
-        num_experts=128,
-        top_k=6,
+        sizes=(2688, 1856, 128, 6),
         num_groups=1,
         top_k_groups=1,
         activation="relu2",
@@ -339,10 +273,8 @@ def nemotron_h(**overrides: Any) -> MoEConfig:
 
 @_layer_of(
     "gpt-oss-120b",
-    num_layers=36,
-    num_heads=64,
-    num_key_value_heads=8,
-    head_dim=64,
+    layers=36,
+    heads=(64, 8, 64),
     vocab_size=201088,
     differs="no biases and sinks of attention, and no sliding windows",
 )
@@ -356,10 +288,7 @@ def gpt_oss(**overrides: Any) -> MoEConfig:
     """
     return _config(
         overrides,
-        hidden_size=2880,
-        intermediate_size=2880,
-        num_experts=128,
-        top_k=4,
+        sizes=(2880, 2880, 128, 4),
         score_function="identity",
         router_bias=True,
         normalization="softmax",
@@ -372,12 +301,10 @@ def gpt_oss(**overrides: Any) -> MoEConfig:
 
 @_layer_of(
     "Llama 4 Maverick",
-    num_layers=48,
-    num_heads=40,
-    num_key_value_heads=8,
+    layers=48,
+    heads=(40, 8),
     vocab_size=202048,
-    num_dense_layers=24,
-    intermediate_size=16384,
+    dense=(24, 16384),
     differs="the first half of the layers is dense instead of every other layer",
 )
 def llama4(**overrides: Any) -> MoEConfig:
@@ -387,10 +314,7 @@ def llama4(**overrides: Any) -> MoEConfig:
     """
     return _config(
         overrides,
-        hidden_size=5120,
-        intermediate_size=8192,
-        num_experts=128,
-        top_k=1,
+        sizes=(5120, 8192, 128, 1),
         score_function="sigmoid",
         normalization="none",
         apply_weights_to="input",

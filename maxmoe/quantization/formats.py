@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from maxmoe.field_checks import nearest
+from maxmoe.checks.fields import nearest
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 

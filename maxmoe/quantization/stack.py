@@ -7,8 +7,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from maxmoe import _library as _library  # registers the operator dequantize
-from maxmoe.field_checks import check_int
+from maxmoe.checks.fields import check_int
 from maxmoe.quantization.checks import check_dtype, check_parts
 from maxmoe.quantization.formats import format_named
 
@@ -184,6 +183,8 @@ class QuantizedStack:
         Returns:
             Tensor with the shape of the stack.
         """
+        from maxmoe import _library  # noqa: F401, registers the operator; formats and checkpoints need no operators
+
         dtype = self.dtype if dtype is None else dtype
         check_dtype(dtype)
         if not self.numel():

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from maxmoe._torch import ConvertedModule, parameter_in_place, put_in_place
+from maxmoe.checks.whole_tensors import is_dtensor
 from maxmoe.quantization.averages import keep_stacks_in_averages
 from maxmoe.quantization.checks import check_values
 from maxmoe.quantization.formats import format_named
 from maxmoe.quantization.stack import QuantizedStack
-from maxmoe.whole_tensors import is_dtensor
 
 
 class QuantizedWeight(ConvertedModule, QuantizedStack):

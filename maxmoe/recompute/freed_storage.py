@@ -53,12 +53,9 @@ Wait: TypeAlias = Callable[[], Tensor]
 
 
 class Recomputation(NamedTuple):
-    """A tensor and the function that recomputes it.
+    """A tensor that only autograd reads after the forward, and the function that starts its recomputation.
 
-    Attributes:
-        tensor: tensor that only autograd reads after the forward.
-        start: function that starts the recomputation, given a function that returns the previous tensor; returns a
-            function that waits for the result.
+    `start` gets a function that returns the previous tensor, and returns a function that waits for the result.
     """
 
     tensor: Tensor

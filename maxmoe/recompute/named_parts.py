@@ -8,9 +8,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from maxmoe._torch import SELECTIVE_CHECKPOINT_OPTIONS
-from maxmoe._torch_compile import call_with_hooks, runs_uncompiled
+from maxmoe._torch.compile import call_with_hooks, runs_uncompiled
+from maxmoe.checks.fields import nearest
 from maxmoe.declaration import SavedTensor
-from maxmoe.field_checks import nearest
 
 
 class Checkpointed(nn.Module):
@@ -38,15 +38,7 @@ class Checkpointed(nn.Module):
         return not self.recompute.isdisjoint(self.recompute_names)
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        """Call the module under `torch.utils.checkpoint` if it is recomputed.
-
-        Args:
-            *arguments: positional arguments of the forward.
-            **options: keyword arguments of the forward.
-
-        Returns:
-            Output of the forward.
-        """
+        """Call the module, under `torch.utils.checkpoint` if it is recomputed."""
         if runs_uncompiled.value:
             return call_with_hooks(self, *arguments, **options)
         if not (self.is_recomputed and torch.is_grad_enabled()):
@@ -57,15 +49,7 @@ class Checkpointed(nn.Module):
         return checkpoint(super().__call__, *arguments, use_reentrant=False, **options)
 
     def mark_saved(self, saved: Mapping[str, SavedTensor], *arguments: str) -> dict[str, SavedTensor]:
-        """Mark saved tensors as recomputed, except the arguments of the module.
-
-        Args:
-            saved: tensors that the module saves, by name.
-            *arguments: names of saved tensors that are arguments of the module.
-
-        Returns:
-            Saved tensors with `is_kept` set.
-        """
+        """Return saved tensors that are not kept if the module is recomputed, except `arguments` of the module."""
         return {
             name: tensor._replace(is_kept=name in arguments or not self.is_recomputed) for name, tensor in saved.items()
         }
@@ -106,28 +90,12 @@ def set_recompute(model: nn.Module, names: Collection[str]) -> None:
 
 
 def recompute_of(model: nn.Module) -> frozenset[str]:
-    """Return the names that `set_recompute` has set.
-
-    Args:
-        model: model to inspect.
-
-    Returns:
-        Names of all parts that are recomputed.
-    """
+    """Return the names that `set_recompute` has set for a model."""
     return frozenset().union(*(module.recompute & {*module.recompute_names} for _, module in _parts(model)))
 
 
 def check_recompute(model: nn.Module, names: Collection[str]) -> None:
-    """Check names for `set_recompute` without changing the model.
-
-    Args:
-        model: model to check.
-        names: names of all parts to recompute.
-
-    Raises:
-        TypeError: if `names` is a str.
-        ValueError: for a name that no module of the model has, and for a part inside of another recomputed part.
-    """
+    """Raise as `set_recompute` for wrong names, without changing the model."""
     if isinstance(names, str):
         raise TypeError(f"recompute must be a tuple of names, got the str {names!r}")
     known = {name for _, module in _parts(model) for name in module.recompute_names}

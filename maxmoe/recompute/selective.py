@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
 
 from maxmoe._torch import tree_leaves
-from maxmoe._torch_backward import is_backward_running
-from maxmoe._torch_checkpoint import is_packed_by_checkpoint, is_recomputed_with_gradients
+from maxmoe._torch.autograd import is_backward_running, is_packed_by_checkpoint, is_recomputed_with_gradients
 
 # Operators whose outputs `keep_routing` saves.
 KEPT_OPERATORS = ("maxmoe::route", "maxmoe::ragged_plan", "maxmoe_dispatch::all_gather_counts")

@@ -161,15 +161,14 @@ def moe(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the layer: returns hidden_states, aux_loss, tokens_per_expert, dropped.
 
-    x is [..., S, D], sequences of S tokens, or [D]. token_mask is [..., S], False for padding, which is not routed and
+    x is [..., S, D], sequences of S tokens. token_mask is [..., S], False for padding, which is not routed and
     has zero output. `parameters` has the names of the layer's state dict.
     """
     if config.router == "random":
         raise ValueError("router must be 'learned' for the reference, got 'random'")
     is_valid = torch.ones(x.shape[:-1], dtype=torch.bool) if token_mask is None else token_mask
-    tokens = x[is_valid] if x.dim() > 1 else x[None]
-    length = x.shape[-2] if x.dim() > 1 else 1
-    lengths = [int(sequence.sum()) for sequence in is_valid.reshape(math.prod(x.shape[:-2]), length)]
+    tokens = x[is_valid]
+    lengths = [int(sequence.sum()) for sequence in is_valid.reshape(math.prod(x.shape[:-2]), x.shape[-2])]
 
     logits = router_logits(tokens, config, parameters)
     weights, experts, _ = route(
@@ -202,7 +201,7 @@ def moe(
     if config.num_shared_experts:
         outputs = outputs + shared_experts(tokens, config, parameters)
     hidden_states = torch.zeros_like(x)
-    hidden_states[is_valid] = outputs if x.dim() > 1 else outputs[0]
+    hidden_states[is_valid] = outputs
     return (
         hidden_states,
         auxiliary_loss(sequences(logits, lengths), sequences(experts, lengths), config),

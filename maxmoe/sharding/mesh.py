@@ -5,17 +5,19 @@ import re
 from collections.abc import Mapping
 from datetime import timedelta
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from maxmoe.agreement import check_ranks_agree
+from maxmoe.ranks.agreement import check_ranks_agree
 
 TIMEOUT = timedelta(minutes=10)
 # Axis over which `maxmoe.pipeline` cuts the blocks of a model. Its ranks run different modules on the same tokens.
 STAGE_AXIS = "stage"
+
+Layout: TypeAlias = tuple[tuple[str, int], ...]  # axes and sizes of a `DeviceMesh`
 
 
 class Mesh:
@@ -31,12 +33,22 @@ class Mesh:
         timeout: timeout of every collective on the mesh. The process groups of a `DeviceMesh` ignore the timeout given
             to `init_process_group` and would have torch's default of 30 minutes.
 
+    Attributes:
+        sizes: number of ranks along each axis.
+        rank: rank of this process in the mesh; None on a planned mesh.
+        timeout: timeout of every collective on the mesh.
+
     Raises:
         ValueError: on every rank, if the product of the sizes is not the world size, the sizes differ between ranks,
             or torch.distributed is not initialised.
 
     Source: `jax.sharding.Mesh`; https://github.com/pytorch/pytorch/issues/119613
     """
+
+    rank: int | None = None
+    timeout: timedelta = TIMEOUT
+    _whole: "Mesh | None" = None  # of all stages
+    _device_mesh: DeviceMesh | None = None
 
     def __init__(self, sizes: Mapping[str, int], *, device_type: str = "cpu", timeout: timedelta = TIMEOUT) -> None:
         if not dist.is_initialized():
@@ -46,10 +58,8 @@ class Mesh:
             )
         check_ranks_agree({"the sizes of the mesh": str(sizes)}, device_type)
         self.sizes = filled(sizes, dist.get_world_size())
-        self.rank: int | None = dist.get_rank()
-        self._timeout = timeout
-        self._whole: Mesh | None = None
-        self._device_mesh: DeviceMesh | None = _device_mesh(dist.group.WORLD, device_type, self._layout, timeout)
+        self.rank, self.timeout = dist.get_rank(), timeout
+        self._device_mesh = _device_mesh(dist.group.WORLD, device_type, self._layout, timeout)
 
     @classmethod
     def planned(cls, sizes: Mapping[str, int], *, world_size: int | None = None) -> "Mesh":
@@ -59,17 +69,11 @@ class Mesh:
             sizes: number of ranks along each axis. One size may be -1 if `world_size` is given.
             world_size: number of ranks; None for the product of the sizes.
 
-        Returns:
-            Mesh whose `rank` is None and which has no process groups.
-
         Raises:
             ValueError: if the product of the sizes is not `world_size`.
         """
         mesh = cls.__new__(cls)
         mesh.sizes = filled(sizes, world_size)
-        mesh.rank = None
-        mesh._whole = None
-        mesh._device_mesh = None
         return mesh
 
     def within_stage(self) -> "Mesh":
@@ -84,7 +88,7 @@ class Mesh:
             mesh.rank = 0
             for axis, size in mesh.sizes.items():
                 mesh.rank = mesh.rank * size + place[axis]
-            mesh._whole, mesh._timeout = self, self._timeout
+            mesh._whole, mesh.timeout = self, self.timeout
             names = tuple(axis for axis, _ in self._layout if axis != STAGE_AXIS)
             mesh._device_mesh = _sub_mesh(dist.group.WORLD, self._device_mesh, names)
         return mesh
@@ -112,19 +116,14 @@ class Mesh:
         return "cpu" if self._device_mesh is None else self._device_mesh.device_type
 
     @property
-    def timeout(self) -> timedelta:
-        """Timeout of every collective on the mesh."""
-        return self._timeout
-
-    @property
     def axes(self) -> tuple[str, ...]:
         """Names of the axes larger than one, in order."""
         return tuple(axis for axis, size in self.sizes.items() if size > 1)
 
     @property
-    def _layout(self) -> tuple[tuple[str, int], ...]:
+    def _layout(self) -> Layout:
         """Axes and sizes of `device_mesh`; an axis of size one if there is no other one within a stage."""
-        layout = {axis: size for axis, size in self.sizes.items() if size > 1}
+        layout = {axis: self.sizes[axis] for axis in self.axes}
         if not layout.keys() - {STAGE_AXIS}:
             layout[next((axis for axis in self.sizes if axis != STAGE_AXIS), "world")] = 1
         return tuple(layout.items())
@@ -139,13 +138,7 @@ class Mesh:
         return math.prod([self.sizes[axis] for axis in axes if axis in self.sizes])
 
     def coordinates(self, rank: int | None = None) -> dict[str, int]:
-        """Return the coordinates of a rank.
-
-        Args:
-            rank: rank in the mesh; None for the rank of this process.
-
-        Returns:
-            Coordinate of the rank on each axis, axes of size one included.
+        """Return the coordinates of a rank on all axes; None for the rank of this process.
 
         Raises:
             ValueError: for a rank that the mesh does not have, and for None on a planned mesh.
@@ -169,28 +162,20 @@ class Mesh:
     def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
         """Return this rank's sub-mesh of some axes larger than one, in the order of the mesh."""
         wanted = (axes,) if isinstance(axes, str) else axes
-        missing = [axis for axis in wanted if axis not in self.axes]
-        if missing or not wanted:
+        if not wanted or not {*wanted} <= {*self.axes}:
             raise ValueError(f"{self} has no sub-mesh of {wanted}: its axes larger than one are {self.axes}")
         return self.device_mesh[tuple(axis for axis in self.axes if axis in wanted)]
 
     def process_group(self, *axes: str) -> dist.ProcessGroup:
         """Return the process group of the ranks that differ from this rank on `axes` only, in ascending order.
 
-        Args:
-            *axes: names of axes larger than one. A group over several axes is created at the first call, which is
-                collective: all its ranks must ask for it.
-
-        Returns:
-            Process group that this rank is a member of.
+        The axes must be larger than one. A group over several axes is made at the first call, which is collective: all
+        its ranks must ask for it.
         """
         if len(axes) == 1 and axes[0] in self.axes:
             return self.device_mesh.get_group(axes[0])
-        _ = self[axes]  # raises for unknown axes
-        names = tuple(axis for axis in self.axes if axis in axes)
-        if self._whole is not None:
-            return self._whole.process_group(*names)
-        return _joint_group(dist.group.WORLD, self._layout, names, self._timeout)
+        names = self[axes].mesh_dim_names  # raises for unknown axes
+        return _joint_group(dist.group.WORLD, (self._whole or self)._layout, names, self.timeout)
 
     def __deepcopy__(self, _memo: object) -> "Mesh":
         """Return the mesh itself: process groups cannot be copied, so copies of a model share them."""
@@ -209,20 +194,18 @@ class Mesh:
 
 
 @cache
-def _device_mesh(
-    _world: dist.ProcessGroup | None, device_type: str, sizes: tuple[tuple[str, int], ...], timeout: timedelta
-) -> DeviceMesh:
+def _device_mesh(_world: dist.ProcessGroup | None, device_type: str, layout: Layout, timeout: timedelta) -> DeviceMesh:
     """Make the process groups of a mesh.
 
     Cached, because DTensor compares meshes by value but collectives need the same group objects. The default group is
     an argument, so that a new `init_process_group` makes new groups.
     """
-    ranks = torch.arange(math.prod(size for _, size in sizes)).view(*(size for _, size in sizes))
     groups = []
-    for dim, (_, size) in enumerate(sizes):
-        members = ranks.movedim(dim, -1).reshape(-1, size).tolist()
+    for axis, _ in layout:
+        members = _groups_along(layout, (axis,))
         groups.append(dist.new_subgroups_by_enumeration(members, timeout=timeout)[0])  # type: ignore[no-untyped-call]
-    return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=tuple(axis for axis, _ in sizes))
+    ranks = torch.arange(math.prod(dict(layout).values())).view(*dict(layout).values())
+    return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=tuple(dict(layout)))
 
 
 @cache
@@ -233,21 +216,26 @@ def _sub_mesh(_world: dist.ProcessGroup | None, device_mesh: DeviceMesh, axes: t
 
 @cache
 def _joint_group(
-    _world: dist.ProcessGroup | None, sizes: tuple[tuple[str, int], ...], axes: tuple[str, ...], timeout: timedelta
+    _world: dist.ProcessGroup | None, layout: Layout, axes: tuple[str, ...], timeout: timedelta
 ) -> dist.ProcessGroup:
     """Make the process group over several axes.
 
     `DeviceMesh._flatten` would register the flattened mesh, and DTensor then gathers uneven dims wrongly
     (https://github.com/pytorch/pytorch/issues/194457).
     """
-    ranks = torch.arange(math.prod(size for _, size in sizes)).view(*(size for _, size in sizes))
-    dims = [dim for dim, (axis, _) in enumerate(sizes) if axis in axes]
-    size = math.prod(ranks.shape[dim] for dim in dims)
-    all_members = ranks.movedim(dims, list(range(-len(dims), 0))).reshape(-1, size).tolist()
-    members = next(members for members in all_members if dist.get_rank() in members)
+    members = next(members for members in _groups_along(layout, axes) if dist.get_rank() in members)
     # Only the members create the group: the ranks of another stage, with other modules, may never ask for theirs.
     group: dist.ProcessGroup = dist.new_group(members, timeout=timeout, use_local_synchronization=True)
     return group
+
+
+def _groups_along(layout: Layout, axes: tuple[str, ...]) -> list[list[int]]:
+    """Group the ranks of a mesh that differ on some axes only."""
+    ranks = torch.arange(math.prod(dict(layout).values())).view(*dict(layout).values())
+    dims = [dim for dim, (axis, _) in enumerate(layout) if axis in axes]
+    size = math.prod(size for axis, size in layout if axis in axes)
+    groups: list[list[int]] = ranks.movedim(dims, [*range(-len(dims), 0)]).reshape(-1, size).tolist()
+    return groups
 
 
 def filled(sizes: Mapping[str, int], world_size: int | None) -> dict[str, int]:
@@ -258,28 +246,23 @@ def filled(sizes: Mapping[str, int], world_size: int | None) -> dict[str, int]:
         if not axis or not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
             raise ValueError(f"the size of the mesh axis {axis!r} must be a positive int or -1, got {size!r}")
     open_axes = [axis for axis, size in sizes.items() if size == -1]
-    known = math.prod(size for size in sizes.values() if size != -1)
     if len(open_axes) > 1:
         raise ValueError(f"only one mesh axis may be -1, got {open_axes}")
     text = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
-    if open_axes and world_size is None:
+    known = math.prod(size for size in sizes.values() if size != -1)
+    if not open_axes and world_size not in (None, known):
+        raise ValueError(f"the mesh axes ({text}) make {known} ranks, and the world has {world_size}")
+    if not open_axes:
+        return dict(sizes)
+    if world_size is None:
         raise ValueError(f"world_size must be given for a mesh with a -1: {text}")
-    if open_axes and world_size is not None and world_size % known == 0:
-        return {axis: world_size // known if size == -1 else size for axis, size in sizes.items()}
-    if world_size not in (None, known):
-        relation = "do not divide" if open_axes else f"make {known} ranks, and"
-        raise ValueError(f"the mesh axes ({text}) {relation} the world {'of' if open_axes else 'has'} {world_size}")
-    return dict(sizes)
+    if world_size % known:
+        raise ValueError(f"the mesh axes ({text}) do not divide the world of {world_size}")
+    return {axis: world_size // known if size == -1 else size for axis, size in sizes.items()}
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Parse the sizes of a mesh from a string such as "fsdp=2,expert=-1".
-
-    Args:
-        text: comma-separated ``axis=size`` pairs; empty for a mesh without axes.
-
-    Returns:
-        Size of each axis, in the order of the text.
+    """Parse the sizes of a mesh from a string such as "fsdp=2,expert=-1"; empty for a mesh without axes.
 
     Raises:
         ValueError: for text of another form, and for a repeated axis.

@@ -47,9 +47,8 @@ class PartitionSpec(tuple[tuple[str, ...], ...]):
 
     def __new__(cls, *dims: Axes) -> "PartitionSpec":
         """Check the entries, and that no two dims share an axis."""
-        spec = super().__new__(
-            cls, (axis_tuple(axes, f"dim {dim} of a PartitionSpec") for dim, axes in enumerate(dims))
-        )
+        owners = (f"dim {dim} of a PartitionSpec" for dim in range(len(dims)))
+        spec = super().__new__(cls, map(axis_tuple, dims, owners))
         first_dim: dict[str, int] = {}
         for dim, axes in enumerate(spec):
             for axis in axes:
@@ -100,12 +99,9 @@ class NamedSharding:
                 raise ValueError(f"axis {axis!r} is partial, but {self.mesh} has no such axis")
         for dim, axes in enumerate(self.spec):
             for axis in axes:
-                if axis not in self.mesh.sizes:
-                    raise ValueError(
-                        f"axis {axis!r} shards dim {dim} of {self.spec!r}, but {self.mesh} has no such axis"
-                    )
-                if axis in self.partial:
-                    raise ValueError(f"axis {axis!r} shards dim {dim} of {self.spec!r} and is partial")
+                if axis not in self.mesh.sizes or axis in self.partial:
+                    problem = " and is partial" if axis in self.partial else f", but {self.mesh} has no such axis"
+                    raise ValueError(f"axis {axis!r} shards dim {dim} of {self.spec!r}{problem}")
 
     @classmethod
     def replicated(cls, mesh: Mesh, num_dims: int, *, partial: tuple[str, ...] = ()) -> "NamedSharding":
@@ -137,13 +133,7 @@ class NamedSharding:
         return replace(self, spec=self.spec.without(*axes))
 
     def shard_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Compute the shape of each rank's shard.
-
-        Args:
-            shape: shape of the global tensor.
-
-        Returns:
-            Length of every dim divided by the sizes of its axes.
+        """Compute the shape of each rank's shard of a global tensor: each dim is divided by the sizes of its axes.
 
         Raises:
             ValueError: if shape and spec differ in length, or the axes of a dim do not divide its length.
@@ -157,14 +147,7 @@ class NamedSharding:
         return tuple(length // self.mesh.size(*axes) for length, axes in zip(shape, self.spec, strict=True))
 
     def slices(self, shape: Sequence[int], rank: int | None = None) -> tuple[slice, ...]:
-        """Compute the slices of a rank's shard in the global tensor.
-
-        Args:
-            shape: shape of the global tensor.
-            rank: rank in the mesh; None for the rank of this process.
-
-        Returns:
-            One slice per dim: ``tensor[sharding.slices(tensor.shape)]`` is the shard.
+        """Compute the slices of the shard of a rank, None for this process: ``tensor[sharding.slices(tensor.shape)]``.
 
         Raises:
             ValueError: as `shard_shape` and `Mesh.coordinates`.

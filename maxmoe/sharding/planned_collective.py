@@ -40,14 +40,9 @@ def planned_redistribution(
     *,
     is_repeated: bool = False,
 ) -> Iterator[PlannedCollective]:
-    """List the collectives of a redistribution and of its backward.
+    """List the collectives of a redistribution of a tensor with this shape over all ranks, and of its backward.
 
-    Args:
-        purpose: name of the tensor.
-        redistribution: shardings before and after.
-        shape: shape of the tensor over all ranks over which it is sharded.
-        dtype: dtype of the tensor.
-        is_repeated: whether activation checkpointing repeats the forward in the backward.
+    `is_repeated`: activation checkpointing repeats the forward in the backward.
     """
     yield from planned_steps(f"{purpose}, forward", *redistribution.forward, shape, dtype)
     if is_repeated:

@@ -6,7 +6,7 @@ is the identity, and a gradient that stays partial over the axes that FSDP reduc
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Replicate
 
 from maxmoe._torch import has_other_owner
-from maxmoe.named_collectives import all_gather, all_reduce, reduce_scatter
+from maxmoe.ranks.named_collectives import all_gather, all_reduce, reduce_scatter
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding, PartitionSpec
 from maxmoe.sharding.not_compiled import not_compiled
@@ -48,19 +48,11 @@ def redistribute(tensor: Tensor, sharding: NamedSharding) -> DTensor:
 
 
 class Step(NamedTuple):
-    """One step of a redistribution, over one axis, or an all-reduce over several ones.
-
-    Attributes:
-        kind: kind of the collective; a slice needs none.
-        axes: axes of the ranks that take part.
-        dim: dim that is gathered, scattered or sliced; 0 for an all-reduce.
-        before: sharding before it.
-        after: sharding after it.
-    """
+    """One step of a redistribution, over one axis, or an all-reduce over several ones. A slice needs no collective."""
 
     kind: Literal["all-gather", "reduce-scatter", "all-reduce", "slice"]
     axes: tuple[str, ...]
-    dim: int
+    dim: int  # which is gathered, scattered or sliced; 0 for an all-reduce
     before: NamedSharding
     after: NamedSharding
 
@@ -72,31 +64,28 @@ def redistribution_steps(source: NamedSharding, target: NamedSharding) -> tuple[
     The last one ends at `target` without the axes over which `target` is partial and `source` is not. Cached, because
     every forward and backward asks for the same ones.
     """
-    return tuple(_steps(source, target))
-
-
-def _steps(source: NamedSharding, target: NamedSharding) -> Iterator[Step]:
-    # All-gathers, the minor axis of a dim first: only the last axis of a dim can be gathered without strided shards.
+    steps: list[Step] = []
     before = source
+    # All-gathers, the minor axis of a dim first: only the last axis of a dim can be gathered without strided shards.
     for dim, axes in enumerate(target.spec):
         while before.spec[dim] != axes[: len(before.spec[dim])]:
-            *major, axis = before.spec[dim]
-            after = replace(before, spec=_with_axes(before.spec, dim, tuple(major)))
-            yield Step("all-gather", (axis,), dim, before, after)
-            before = after
+            axis = before.spec[dim][-1]
+            steps.append(Step("all-gather", (axis,), dim, before, before.without(axis)))
+            before = steps[-1].after
     # A reduce-scatter for an axis that is partial in the source, a slice for any other axis of the target.
     for dim, axes in enumerate(target.spec):
         for axis in axes[len(before.spec[dim]) :]:
-            spec = _with_axes(before.spec, dim, (*before.spec[dim], axis))
-            after = replace(before, spec=spec, partial=_without(before.partial, axis))
-            yield Step("reduce-scatter" if axis in before.partial else "slice", (axis,), dim, before, after)
+            spec = PartitionSpec(*before.spec[:dim], (*before.spec[dim], axis), *before.spec[dim + 1 :])
+            after = replace(before, spec=spec, partial=tuple(other for other in before.partial if other != axis))
+            steps.append(Step("reduce-scatter" if axis in before.partial else "slice", (axis,), dim, before, after))
             before = after
     # All-reduces come last, on the smallest shards.
     for axis in before.partial:
         if axis not in target.partial:
-            after = replace(before, partial=_without(before.partial, axis))
-            yield Step("all-reduce", (axis,), 0, before, after)
+            after = replace(before, partial=tuple(other for other in before.partial if other != axis))
+            steps.append(Step("all-reduce", (axis,), 0, before, after))
             before = after
+    return tuple(steps)
 
 
 @lru_cache(maxsize=1024)
@@ -108,16 +97,16 @@ def joint_steps(
     Those that run together are in one tuple, each with the index of its tensor: reduce-scatters over the same axis, and
     all-reduces over the same axes, which come last. An all-reduce is over all axes at once.
     """
-    todo: dict[int, list[Step]] = {}
-    for index, (source, target) in enumerate(redistributions):
+    todo: list[list[Step]] = []
+    for source, target in redistributions:
         steps = redistribution_steps(source, target)
         sums = [step for step in steps if step.kind == "all-reduce"]
-        todo[index] = list(steps[: len(steps) - len(sums)])
+        todo.append([*steps[: len(steps) - len(sums)]])
         if sums:
             axes = tuple(axis for axis in source.mesh.sizes if (axis,) in [step.axes for step in sums])
-            todo[index].append(Step("all-reduce", axes, 0, sums[0].before, sums[-1].after))
+            todo[-1].append(Step("all-reduce", axes, 0, sums[0].before, sums[-1].after))
     joint = []
-    while following := {index: steps[0] for index, steps in todo.items() if steps}:
+    while following := {index: steps[0] for index, steps in enumerate(todo) if steps}:
         first = min(following, key=lambda index: following[index].kind == "all-reduce")
         together = [index for index, step in following.items() if step[:2] == following[first][:2]]
         taken = together if following[first].kind in ("reduce-scatter", "all-reduce") else [first]
@@ -273,8 +262,6 @@ def _reduced(
 
 def _redistributed(local: Tensor, source: NamedSharding, target: NamedSharding, what: str) -> Tensor:
     """Redistribute this rank's shard from `source` to `target`, without autograd."""
-    if source == target:
-        return local
     result = local
     for step in redistribution_steps(source, target):
         (result,) = _run([result], [step], what)
@@ -337,11 +324,3 @@ def _reduce_scatter(locals_: Sequence[Tensor], mesh: Mesh, axis: str, dims: Sequ
     reduce_scatter(reduced, packed.flatten(), what, group=group)
     split = torch.split(reduced, [summand.numel() // size for summand in summands])
     return [part.view(shape) for part, shape in zip(split, shapes, strict=True)]
-
-
-def _with_axes(spec: PartitionSpec, dim: int, axes: tuple[str, ...]) -> PartitionSpec:
-    return PartitionSpec(*spec[:dim], axes, *spec[dim + 1 :])
-
-
-def _without(axes: tuple[str, ...], axis: str) -> tuple[str, ...]:
-    return tuple(other for other in axes if other != axis)

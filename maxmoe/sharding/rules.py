@@ -10,13 +10,11 @@ from typing import NamedTuple
 
 import yaml  # type: ignore[import-untyped]
 
-from maxmoe.field_checks import nearest
+from maxmoe.checks.fields import nearest
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import Axes, PartitionSpec, axis_tuple
 
 PRESETS = Path(__file__).parent / "presets"
-# YAML tags that are allowed at each depth: the list, a rule, its name and axes, an axis.
-TAGS = [["seq"], ["map"], ["str", "seq", "null"], ["str"]]
 
 
 class LogicalRules(tuple[tuple[str, tuple[str, ...]], ...]):
@@ -50,15 +48,11 @@ class LogicalRules(tuple[tuple[str, tuple[str, ...]], ...]):
     def load(cls, source: "str | Path | LogicalRules") -> "LogicalRules":
         """Load the rules of a preset or of a file.
 
-        A file is a YAML list with one rule per entry: ``- name: [axis, ...]``, in UTF-8 and without
-        aliases.
+        A file is a YAML list with one rule per entry, ``- name: [axis, ...]``, in UTF-8.
 
         Args:
             source: name of a preset, or path of a file: a `Path`, or a string that ends in .yaml or .yml. Rules are
                 returned unchanged.
-
-        Returns:
-            Rules in the order of the file.
 
         Raises:
             ValueError: for an unknown preset, with the names of all presets; for a file of another form, with the
@@ -79,16 +73,20 @@ class LogicalRules(tuple[tuple[str, tuple[str, ...]], ...]):
     def _from_file(cls, path: Path) -> "LogicalRules":
         """Load a file; every error message begins with the path, and with the line number if PyYAML gives it."""
         try:
-            rules = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
-            if rules is None:
-                raise ValueError("rules must be a list with entries like '- exp: [expert]', got nothing")
-            return cls(pair for rule in rules for pair in rule.items())
+            entries = yaml.safe_load(path.read_text(encoding="utf-8"))
+            if not isinstance(entries, list):
+                raise ValueError(f"rules must be a list like '- exp: [expert]', got {reprlib.repr(entries)}")
+            for number, entry in enumerate(entries):
+                if not isinstance(entry, dict) or len(entry) != 1:
+                    raise ValueError(f"rule {number} must be like '- exp: [expert]', got {reprlib.repr(entry)}")
+            return cls(pair for entry in entries for pair in entry.items())
+        except OSError:
+            raise
         except yaml.MarkedYAMLError as error:
-            where = f":{error.problem_mark.line + 1}"
-            problem = f"this is no list of rules in YAML: {error.problem[:200]}"
-        except (yaml.YAMLError, ValueError, OverflowError) as error:  # errors in characters and numbers have no line
-            where, problem = "", str(error).splitlines()[0]
-        raise ValueError(f"{path}{where}: {problem}")
+            where, problem = f":{error.problem_mark.line + 1}", f"not YAML: {error.problem}"
+        except Exception as error:  # PyYAML raises errors of many types for values that do not fit their tags
+            where, problem = "", str(error)
+        raise ValueError(f"{path}{where}: {next(iter(problem.splitlines()), '')[:300]}")
 
     def override(self, rules: Iterable[tuple[str, Axes]]) -> "LogicalRules":
         """Return a table in which `rules` replace all rules of the same names; they come last, in their own order."""
@@ -112,29 +110,6 @@ def _checked(rule: object, owner: str) -> tuple[str, tuple[str, ...]]:
     if not isinstance(rule, list | tuple) or len(rule) != 2 or not isinstance(rule[0], str) or not rule[0]:
         raise ValueError(f"{owner} must be a logical name and its axes, got {reprlib.repr(rule)}")
     return rule[0], axis_tuple(rule[1], f"{owner}, {reprlib.repr(rule[0])},")
-
-
-class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """PyYAML's safe loader, restricted to tables of rules: no other tags, no repeated keys, no aliases."""
-
-    depth = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: object) -> yaml.Node:
-        event = self.peek_event()
-        _require(not isinstance(event, yaml.AliasEvent), event, "it has an alias")
-        _require(self.depth < len(TAGS), event, "the axes of a rule have brackets in them")
-        self.depth += 1
-        node = super().compose_node(parent, index)
-        self.depth -= 1
-        tag, size = node.tag.removeprefix("tag:yaml.org,2002:"), len(node.value)
-        _require(tag in TAGS[self.depth], node, f"entries must be like '- exp: [expert]', got {tag!r}")
-        _require(tag != "map" or size == 1, node, f"a rule must be one 'name: axes', got {size} names")
-        return node
-
-
-def _require(condition: bool, place: yaml.Event | yaml.Node, problem: str) -> None:
-    if not condition:
-        raise yaml.MarkedYAMLError(problem=problem, problem_mark=place.start_mark)
 
 
 class DroppedAxis(NamedTuple):
@@ -213,8 +188,7 @@ def unknown_names(names: Sequence[str | None], rules: LogicalRules) -> Iterator[
     known = dict.fromkeys(name for name, _ in rules)
     for name in names:
         if name is not None and name not in known:
-            message = f"no rule for the logical name {name!r} of {tuple(names)}{nearest(name, known)}"
-            yield message
+            yield f"no rule for the logical name {name!r} of {tuple(names)}{nearest(name, known)}"
 
 
 def resolve(
@@ -247,28 +221,21 @@ def resolve(
     dropped: list[DroppedAxis] = []
     for dim, axes in enumerate(spec):
         for axis in axes:
-            reason = _reason_to_drop(axis, axes_of[dim], mesh_sizes, shape[dim])
-            if reason is None:
+            sizes = [mesh_sizes.get(name, 1) for name in (*axes_of[dim], axis)]
+            if axis not in mesh_sizes:
+                dropped.append(DroppedAxis(axis, dim, "the mesh has no such axis"))
+            elif sizes[-1] == 1:
+                dropped.append(DroppedAxis(axis, dim, "its size is 1"))
+            elif shape[dim] % math.prod(sizes) == 0:
                 axes_of[dim].append(axis)
             else:
+                reason = f"{shape[dim]} is not divisible by {' * '.join(map(str, sizes))}"
+                if strict:
+                    raise ValueError(
+                        f"axis {axis!r} of {spec!r} cannot shard dim {dim} of the shape {tuple(shape)}: {reason}"
+                    )
                 dropped.append(DroppedAxis(axis, dim, reason))
-    uneven = [drop for drop in dropped if mesh_sizes.get(drop.axis, 1) > 1]
-    if strict and uneven:
-        axis, dim, reason = uneven[0]
-        raise ValueError(f"axis {axis!r} of {spec!r} cannot shard dim {dim} of the shape {tuple(shape)}: {reason}")
     return Resolution(PartitionSpec(*axes_of), tuple(dropped))
-
-
-def _reason_to_drop(axis: str, major: Sequence[str], mesh_sizes: Mapping[str, int], length: int) -> str | None:
-    """Return why `axis` cannot shard a dim of this length after the `major` axes; None if it can."""
-    if axis not in mesh_sizes:
-        return "the mesh has no such axis"
-    if mesh_sizes[axis] == 1:
-        return "its size is 1"
-    sizes = [mesh_sizes[name] for name in (*major, axis)]
-    if length % math.prod(sizes):
-        return f"{length} is not divisible by {' * '.join(map(str, sizes))}"
-    return None
 
 
 def check_used(mesh: Mesh, rules: LogicalRules, declared: Iterable[str] = ()) -> None:
@@ -286,28 +253,33 @@ def check_used(mesh: Mesh, rules: LogicalRules, declared: Iterable[str] = ()) ->
     Raises:
         ValueError: for the first name without effect, with the most similar known names.
     """
-    of_rules = {axis: None for _, axes in rules for axis in axes}
-    preset_names, of_presets = _preset_names_and_axes()
+    of_rules = _axes_of(rules)
     for axis in mesh.axes:
         if axis not in of_rules:
             raise ValueError(
                 f"no rule has the axis {axis!r} of {mesh}{nearest(axis, of_rules)}; choose axes of the rules, other "
                 "rules, or allow_unused=True"
             )
-    own_names = {name: None for name, _ in rules if name not in preset_names}
-    known_names = [*preset_names, *declared] if own_names else []
+    of_presets = _rules_of_presets()
+    own_names = [name for name, _ in rules if name not in of_presets.names]
+    known_names = dict.fromkeys([*(name for name, _ in of_presets), *declared]) if own_names else {}
     for name in own_names:
         if name not in known_names:
             hint = nearest(name, known_names)
             raise ValueError(f"the rules have the name {name!r}, which no module declares and no preset has{hint}")
+    known_axes = [*mesh.sizes, *_axes_of(of_presets)]
     for axis in of_rules:
-        if axis not in of_presets and axis not in mesh.sizes:
-            hint = nearest(axis, [*mesh.sizes, *of_presets])
+        if axis not in known_axes:
+            hint = nearest(axis, known_axes)
             raise ValueError(f"the rules have the axis {axis!r}, which neither {mesh} nor a preset has{hint}")
 
 
+def _axes_of(rules: LogicalRules) -> list[str]:
+    """Return the mesh axes of a table, in its order."""
+    return [*dict.fromkeys(axis for _, axes in rules for axis in axes)]
+
+
 @cache
-def _preset_names_and_axes() -> tuple[dict[str, None], dict[str, None]]:
-    """Return the logical names and the mesh axes of all presets, each in the order of the presets."""
-    rules = [rule for preset in preset_names() for rule in LogicalRules.load(preset)]
-    return {name: None for name, _ in rules}, {axis: None for _, axes in rules for axis in axes}
+def _rules_of_presets() -> LogicalRules:
+    """Return the rules of all presets."""
+    return LogicalRules(rule for preset in preset_names() for rule in LogicalRules.load(preset))

@@ -49,11 +49,10 @@ def shard_map(
                 f"name the axis in partial, got partial={tuple(partial)!r}"
             )
 
-    def placements(
-        spec: PartitionSpec, sums: set[str]
-    ) -> list[Placement]:  # local_map reads a tuple as several outputs
+    def placements(spec: PartitionSpec, sums: set[str]) -> list[Placement]:
         owned = {axis for axes in spec for axis in axes}
-        return [*NamedSharding(mesh, spec, tuple(axis for axis in mesh.sizes if axis in sums - owned)).placements]
+        partial_axes = tuple(axis for axis in mesh.sizes if axis in sums - owned)
+        return [*NamedSharding(mesh, spec, partial_axes).placements]  # local_map reads a tuple as several outputs
 
     out_placements = tuple(placements(spec, set(partial)) for spec in outputs)
     mapped: Callable[..., Any] = local_map(

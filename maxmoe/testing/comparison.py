@@ -8,7 +8,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from maxmoe.parallel.failures import RankError
+from maxmoe.ranks.failures import RankError
+from maxmoe.ranks.rank_processes import RankProcesses
 from maxmoe.testing.assembly import (
     FLOOR,
     by_name,
@@ -26,7 +27,6 @@ from maxmoe.testing.measurement import (
     Training,
     gradients_of_parts,
 )
-from maxmoe.testing.rank_processes import RankProcesses
 from maxmoe.testing.report import Comparison, RankComparison
 from maxmoe.testing.run_facts import batches_of_shares, partitions, sizes
 from maxmoe.testing.shares import Share

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from maxmoe.parallel.failures import RankError
+from maxmoe.ranks.failures import RankError
+from maxmoe.ranks.rank_processes import RankProcesses
 from maxmoe.testing.assembly import by_name, matching_names, missing_entries, place
 from maxmoe.testing.comparison import RankComparer
 from maxmoe.testing.layout import distance, largest_of
 from maxmoe.testing.measurement import Entries, Measurement, Training, measure_one_process, measure_rank
-from maxmoe.testing.rank_processes import RankProcesses
 from maxmoe.testing.report import RankComparison
 
 # Largest difference that is taken for rounding, relative to the largest entry of a tensor.

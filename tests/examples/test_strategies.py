@@ -19,7 +19,7 @@ from dispatching.ranks import run_ranks
 from dispatching.sent_bytes import SentBytes
 from dispatching.strategies import ONE_PROCESS
 from dispatching.training import MIB, Run
-from maxmoe.dispatch import all_gather_rows, ragged_all_to_all, reduce_scatter_rows
+from maxmoe.parallel.dispatch import all_gather_rows, ragged_all_to_all, reduce_scatter_rows
 from pretraining import InputError
 from pretraining.command import exit_status
 from support.pretrain_run import words

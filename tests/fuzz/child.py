@@ -12,7 +12,7 @@ from pathlib import Path
 from random import Random
 
 from fuzz.loop import Case
-from maxmoe.testing.rank_processes import PRELOADED
+from maxmoe.ranks.rank_processes import PRELOADED
 from support import sent_functions
 
 PATIENCE = 60  # seconds for one case, on a busy machine

@@ -33,8 +33,8 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 import maxmoe  # noqa: E402
 from fuzz import fuzz_layers, loop  # noqa: E402
 from maxmoe import MoE, MoEConfig  # noqa: E402
-from maxmoe.dispatch import least_loaded  # noqa: E402
 from maxmoe.parallel import parallelize, parameter_shardings, token_sharding  # noqa: E402
+from maxmoe.parallel.dispatch import least_loaded  # noqa: E402
 from maxmoe.sharding import LogicalRules, Mesh  # noqa: E402
 from support.dispatched_layer import Batch, Outcome, check_part, make_layer, take_step  # noqa: E402
 from support.run_ranks import run_ranks  # noqa: E402

@@ -27,8 +27,8 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from maxmoe.parallel import Declaration, parallelize, token_sharding
+from maxmoe.ranks.rank_processes import RankProcesses
 from maxmoe.sharding import Mesh
-from maxmoe.testing.rank_processes import RankProcesses
 from support.parallel_decoder import MeshRules, batch, decoder, layouts, loss
 
 NICENESS = 5  # of the threads of gloo

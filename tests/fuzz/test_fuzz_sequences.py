@@ -5,7 +5,7 @@ import pytest
 from fuzz import fuzz_sequences
 from fuzz.loop import fuzz
 from maxmoe.parallel import RankError
-from maxmoe.parallel.interruptions import Recovery
+from maxmoe.parallel.apply.interruptions import Recovery
 
 
 def test_sequences() -> None:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from maxmoe import StatsAccumulator
+from maxmoe.expert_load import LoadHistory
 from maxmoe.integrations.transformers import replace_moe_blocks
-from maxmoe.load import LoadHistory
 from support.small_models import model_of
 
 STEPS, MICRO_BATCHES = 5, 2

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from maxmoe.integrations.quantized_tensors import ConfigFormat
+from maxmoe.convert.quantized_tensors import ConfigFormat
 from maxmoe.quantization import quantize
 from support.quantized_checkpoints import FAMILIES
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from maxmoe import reference
 from maxmoe.models import Decoder, DecoderConfig, DecoderOutput
-from maxmoe.models.attention import rotate, rotation
+from maxmoe.models.blocks import rotate, rotation
 from support.small_decoder import MOE, make, tokens_like
 
 

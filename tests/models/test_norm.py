@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from maxmoe.models.norm import Norm
+from maxmoe.models.blocks import Norm
 
 
 def norms(dtype: torch.dtype) -> tuple[Norm, nn.RMSNorm, Tensor]:

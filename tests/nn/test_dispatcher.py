@@ -9,8 +9,8 @@ from torch import Tensor
 
 from maxmoe import MoE, MoEConfig
 from maxmoe.nn import Dispatched, ExpertRunner, Future, TopK
-from maxmoe.nn.dense_dispatcher import CapacityDispatcher, DenseDispatcher, local_dispatcher
-from maxmoe.nn.dispatcher import Dispatcher, LocalDispatcher
+from maxmoe.nn.dispatcher import Dispatcher
+from maxmoe.nn.local_dispatcher import CapacityDispatcher, DenseDispatcher, LocalDispatcher, local_dispatcher
 from maxmoe.ops import RaggedPlan
 
 SIZES: dict[str, Any] = {"hidden_size": 6, "intermediate_size": 4, "num_experts": 4, "top_k": 2}

@@ -197,11 +197,9 @@ def test_repr() -> None:
         "MoE(\n"
         "  hidden_size=7, intermediate_size=5, num_experts=6, top_k=3, score_function='sigmoid', activation='gelu', "
         "num_shared_experts=2\n"
-        "  (router): Router(hidden_size=7, num_experts=6, top_k=3, score_function='sigmoid', bias=False, "
-        "score_correction_bias=False)\n"
-        "  (experts): Experts(num_experts=6, hidden_size=7, intermediate_size=5, activation='gelu', gated=True, "
-        "bias=False)\n"
-        "  (shared_experts): SharedExperts(hidden_size=7, intermediate_size=10, activation='gelu', gate=False)\n"
+        "  (router): Router()\n"
+        "  (experts): Experts()\n"
+        "  (shared_experts): SharedExperts()\n"
         ")"
     )
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import maxmoe
 from maxmoe import MoEConfig, MoEFeedForward, StatsAccumulator, reference
-from maxmoe.nn.quantile_balancing import NUM_BINS, balanced_bias, required_bias_histogram
+from maxmoe.nn.router import NUM_BINS, balanced_bias, required_bias_histogram
 from maxmoe.parallel import parallelize
 from maxmoe.reference.routing import scores
 from maxmoe.sharding import LogicalRules, Mesh

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from maxmoe import MoE, MoEConfig, StatsAccumulator, reference
-from maxmoe.nn import LocalTokens, Router, rand_of_tokens
-from support.moe_layers import SIZES, make, outcome, tokens
+from maxmoe import MoE, StatsAccumulator, reference
+from maxmoe.nn import LocalTokens, rand_of_tokens
+from support.moe_layers import make, outcome, tokens
 from support.shapes import each_dtype
 
 BALANCING: dict[str, Any] = {"score_correction_bias": True, "correction_bias_update_rate": 0.25}
@@ -281,13 +281,3 @@ def test_random_router_has_the_gradient_of_the_logits() -> None:
     expected = torch.autograd.grad(functional.linear(*leaves), leaves, of_logits)
     torch.testing.assert_close(gradients, expected)
     assert all(gradient.abs().max() > 1e-3 for gradient in gradients)
-
-
-# For print
-
-
-def test_repr() -> None:
-    config = MoEConfig(**SIZES, score_function="sigmoid", router_bias=True, score_correction_bias=True)
-    assert repr(Router(config)) == (
-        "Router(hidden_size=7, num_experts=6, top_k=3, score_function='sigmoid', bias=True, score_correction_bias=True)"
-    )

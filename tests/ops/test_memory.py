@@ -18,7 +18,7 @@ from torch.utils import deterministic
 
 import maxmoe
 from maxmoe import _C, ops
-from maxmoe.testing.rank_processes import require_one_thread
+from maxmoe.ranks.rank_processes import require_one_thread
 from support import programs
 
 MIB = 2**20

@@ -22,7 +22,7 @@ from maxmoe.optim.distributed_newton_schulz import (
     distributed_newton_schulz,
 )
 from maxmoe.parallel import ParameterSharding, parallelize, parameter_shardings
-from maxmoe.parallel.dispatch_plan import Dispatch
+from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.sharding import LogicalRules, Mesh, NamedSharding
 from support.counted_collectives import CountedCollectives
 from support.parallel_decoder import BATCH, CONFIG, LENGTH, MOE, MeshRules, batch, decoder, layouts, loss, token_spec

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from maxmoe import MoE, presets
+from maxmoe.expert_load import LoadHistory
 from maxmoe.files import replacing
-from maxmoe.load import LoadHistory
 from maxmoe.nn import RoutingRecord
 from maxmoe.planning import Device
 
@@ -61,7 +61,7 @@ def test_a_pipe_is_written_to(tmp_path: Path) -> None:
 
 def write_layer(path: Path) -> None:
     pytest.importorskip("safetensors")
-    from maxmoe.integrations.checkpoint import write_checkpoint
+    from maxmoe.convert.checkpoint import write_checkpoint
 
     layer = MoE(presets.mixtral(hidden_size=4, intermediate_size=4))
     write_checkpoint(path, {"model.layers.0": layer}, "mixtral")

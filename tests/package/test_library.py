@@ -49,7 +49,7 @@ def test_environment_variable_lowers_the_isa(isa: str) -> None:
     "isa", ["sse", *sorted({"baseline", "avx2", "avx512", "avx512bf16"} - set(INFO["supported_isas"]))]
 )
 def test_unsupported_isa_says_what_is_possible(isa: str) -> None:
-    message = error_line(python("import maxmoe", isa))
+    message = error_line(python("import maxmoe.ops", isa))
     assert message.startswith("ImportError: MAXMOE_ISA must be one of")
     assert f"({', '.join(INFO['supported_isas'])}), got '{isa}'" in message
 
@@ -93,7 +93,7 @@ def test_another_torch_gives_the_commands_that_help(tmp_path: Path, is_wheel: bo
 def test_another_torch_is_named_before_anything_of_it_is_missing(tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch/__init__.py").write_text("__version__ = '2.99.0'\n")
-    done = programs.python("import maxmoe", env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"})
+    done = programs.python("import maxmoe; maxmoe.MoE", env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"})
     assert error_line(done).startswith("ImportError: maxmoe was built for torch 2.")
     assert "but torch 2.99.0 is running" in error_line(done)
 

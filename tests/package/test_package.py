@@ -13,7 +13,8 @@ import maxmoe
 from support import programs
 
 PACKAGES = (module.name for module in pkgutil.iter_modules(maxmoe.__path__) if module.ispkg)
-PUBLIC = sorted({*PACKAGES} - {"adapters", "recompute"})  # internal; names of recompute are in maxmoe and maxmoe.nn
+INTERNAL = {"_torch", "adapters", "checks", "cli", "ranks", "recompute"}  # public names of theirs are in other packages
+PUBLIC = sorted({*PACKAGES} - INTERNAL)
 FIRST_IMPORT = f"""
 import json, sys
 import torch

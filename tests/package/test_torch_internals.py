@@ -1,4 +1,4 @@
-"""Each private name of torch does what `maxmoe/_torch.py` says, in the version of torch that is installed."""
+"""Each private name of torch does what `maxmoe/_torch/__init__.py` says, in the version of torch that is installed."""
 
 import copy
 import gc
@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils.checkpoint import checkpoint
 
 import maxmoe
-from maxmoe import _torch, _torch_backward, _torch_checkpoint, _torch_transforms
+from maxmoe import _torch
+from maxmoe._torch import autograd
 from maxmoe.sharding import Mesh
 from support.run_ranks import fake_rank, run_ranks
 
@@ -61,10 +62,10 @@ def test_the_history_of_a_modified_view_is_that_of_its_base() -> None:
 
 def test_a_running_backward_is_seen() -> None:
     seen, x = [], torch.ones(1, requires_grad=True)
-    x.register_hook(lambda _: seen.append(_torch_backward.is_backward_running()))
-    assert not _torch_backward.is_backward_running()
+    x.register_hook(lambda _: seen.append(autograd.is_backward_running()))
+    assert not autograd.is_backward_running()
     x.sum().backward()
-    assert seen == [True] and not _torch_backward.is_backward_running()
+    assert seen == [True] and not autograd.is_backward_running()
 
 
 @pytest.mark.parametrize("context_fn", [None, maxmoe.keep_routing])
@@ -72,17 +73,17 @@ def test_checkpoints_are_recognized(context_fn: Callable[[], Any] | None) -> Non
     seen: list[tuple[bool, list[object], int]] = []
 
     def block(x: Tensor) -> Tensor:
-        is_packed = _torch_checkpoint.is_packed_by_checkpoint()
+        is_packed = autograd.is_packed_by_checkpoint()
         with torch.autograd.graph.save_on_cpu():
-            seen.append((is_packed, _torch_checkpoint.checkpoint_frames(), _torch_backward.backward_id()))
+            seen.append((is_packed, autograd.checkpoint_frames(), autograd.backward_id()))
         return x.sin()
 
     options = {} if context_fn is None else {"context_fn": context_fn}
     x = torch.ones(1, requires_grad=True)
-    checkpoint(block, x, use_reentrant=False, **options).backward()
+    torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False, **options).backward()
     (packed, (frame,), number), (_, (frame_again,), number_again) = seen
     assert packed and frame is frame_again and number == -1 != number_again
-    assert not _torch_checkpoint.is_packed_by_checkpoint() and not _torch_checkpoint.checkpoint_frames()
+    assert not autograd.is_packed_by_checkpoint() and not autograd.checkpoint_frames()
     weak = weakref.ref(frame)
     del frame, frame_again
     seen.clear()
@@ -94,13 +95,13 @@ def test_frames_of_nested_checkpoints() -> None:
     seen: list[list[object]] = []
 
     def inner(x: Tensor) -> Tensor:
-        seen.append(_torch_checkpoint.checkpoint_frames())
+        seen.append(autograd.checkpoint_frames())
         return x.sin()
 
     def outer(x: Tensor) -> Tensor:
-        return checkpoint(inner, x, use_reentrant=False).sin()
+        return torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=False).sin()
 
-    checkpoint(outer, torch.ones(1, requires_grad=True), use_reentrant=False).backward()
+    torch.utils.checkpoint.checkpoint(outer, torch.ones(1, requires_grad=True), use_reentrant=False).backward()
     (innermost, outermost), (new, outermost_again), (innermost_again,) = seen
     assert outermost is outermost_again and innermost is innermost_again and new is not innermost
 
@@ -109,12 +110,12 @@ def test_reentrant_checkpoints_are_recognized() -> None:
     seen = []
 
     def block(x: Tensor) -> Tensor:
-        seen.append(_torch_checkpoint.is_reentrant_checkpoint())
+        seen.append(autograd.is_reentrant_checkpoint())
         return x.sin()
 
-    checkpoint(block, torch.ones(1, requires_grad=True), use_reentrant=True).backward()
-    checkpoint(block, torch.ones(1, requires_grad=True), use_reentrant=False)
-    assert seen == [True, True, False] and not _torch_checkpoint.is_reentrant_checkpoint()
+    torch.utils.checkpoint.checkpoint(block, torch.ones(1, requires_grad=True), use_reentrant=True).backward()
+    torch.utils.checkpoint.checkpoint(block, torch.ones(1, requires_grad=True), use_reentrant=False)
+    assert seen == [True, True, False] and not autograd.is_reentrant_checkpoint()
 
 
 def test_a_weak_storage_ends_with_the_last_tensor_that_shares_it() -> None:
@@ -257,8 +258,8 @@ def test_transforms_hide_that_a_gradient_is_required() -> None:
     seen, batched = [], []
 
     def look(x: Tensor) -> Tensor:
-        seen.append((_torch_transforms.hides_gradient(x), _torch_transforms.hides_gradient(torch.ones(()))))
-        batched.append(_torch_transforms.is_batched(x))
+        seen.append((autograd.hides_gradient(x), autograd.hides_gradient(torch.ones(()))))
+        batched.append(autograd.is_batched(x))
         return x
 
     x = torch.ones(1, 1, 2)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from maxmoe.named_collectives import CHECK_VARIABLE
+from maxmoe.ranks.named_collectives import CHECK_VARIABLE
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from maxmoe.adapters import factor_names, packed_as_by_peft
 from maxmoe.models import DecoderConfig
 from maxmoe.optim import Matrix, Muon, parameter_groups
 from maxmoe.parallel import adapter_state_dict, parallelize
-from maxmoe.parallel.dispatch_plan import Dispatch
+from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.planning import estimate, explain
 from maxmoe.sharding import LogicalRules, Mesh
 from support.moved_experts import moving_experts

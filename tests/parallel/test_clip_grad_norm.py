@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from maxmoe.parallel import clip_grad_norm_, parallelize
-from maxmoe.parallel.dispatch_plan import Dispatch
+from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.sharding import LogicalRules, Mesh, NamedSharding, P, redistribute
 from support.parallel_decoder import batch, decoder, loss, token_spec
 from support.parts import assert_same, part_by_definition

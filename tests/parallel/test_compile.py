@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 
 from maxmoe import MoE, MoEConfig, parallelize
 from maxmoe.parallel import token_sharding
-from maxmoe.parallel.dispatch_plan import Dispatch
+from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.sharding import LogicalRules, Mesh
 from support.moved_experts import make_moves_free
 from support.parallel_decoder import CONFIG, batch, decoder, loss, token_spec

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.tensor import DTensor
 
 from maxmoe.parallel import ParameterSharding, parallelize, parameter_shardings
-from maxmoe.parallel.dispatch_plan import Dispatch
+from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.sharding import LogicalRules, Mesh
 from support.parallel_decoder import CONFIG, MOE, MeshRules, batch, decoder, layouts, loss, token_spec, values
 from support.parts import assert_same, part_by_definition

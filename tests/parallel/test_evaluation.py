@@ -14,11 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 import maxmoe
 from maxmoe import MoE, MoEConfig, MoEFeedForward, MoEStats, parallelize
-from maxmoe.dispatch.partial_sums import PartialSums
 from maxmoe.nn import RoutingRecord
 from maxmoe.parallel import token_sharding
-from maxmoe.parallel.dispatch_plan import Dispatch
-from maxmoe.parallel.input_gradients import InputGradientCheck
+from maxmoe.parallel.apply.input_gradients import InputGradientCheck
+from maxmoe.parallel.dispatch.partial_sums import PartialSums
+from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.sharding import Mesh
 from support.counted_collectives import CountedCollectives
 from support.parallel_decoder import CONFIG, MOE, MeshRules, decoder

@@ -10,8 +10,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from maxmoe.models import Decoder
 from maxmoe.parallel import parallelize
-from maxmoe.parallel.fsdp_units import blocks
-from maxmoe.parallel.planner import make_plan
+from maxmoe.parallel.plan.fsdp_units import blocks
+from maxmoe.parallel.plan.planner import make_plan
 from maxmoe.sharding import LogicalRules, Mesh
 from support import small_decoder
 from support.run_ranks import run_ranks
@@ -87,7 +87,7 @@ def test_gradients_are_those_without_fsdp(
         with_fsdp = gradients(rules, sizes)
         model = parallelize(decoder(), Mesh(sizes), rules)
         found = [name for name, child in model.named_modules() if isinstance(child, FSDPModule)]
-        monkeypatch.setattr(sys.modules["maxmoe.parallel.planner"], "fsdp_axes", lambda *_: ())
+        monkeypatch.setattr(sys.modules["maxmoe.parallel.plan.planner"], "fsdp_axes", lambda *_: ())
         for name, expected in gradients(rules, sizes).items():
             torch.testing.assert_close(with_fsdp[name], expected, rtol=1e-12, atol=1e-14, msg=f"{name}: {{}}".format)
         return found

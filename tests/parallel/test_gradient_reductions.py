@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.parallel import parallelize
-from maxmoe.parallel.planner import make_plan
+from maxmoe.parallel.plan.planner import make_plan
 from maxmoe.planning.communication import parameter_communication
 from maxmoe.planning.traffic import Traffic, traffic_of
 from maxmoe.presets.published import PUBLISHED

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import maxmoe
-from maxmoe.parallel import input_gradients, parallelize, token_sharding
-from maxmoe.parallel.dispatch_plan import Dispatch
-from maxmoe.parallel.input_gradients import InputGradientCheck
+from maxmoe.parallel import parallelize, token_sharding
+from maxmoe.parallel.apply import input_gradients
+from maxmoe.parallel.apply.input_gradients import InputGradientCheck
+from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.sharding import Mesh
 from support.dispatched_layer import FAMILIES, make_batch, make_layer
 from support.parallel_decoder import batch, decoder

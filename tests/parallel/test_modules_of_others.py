@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from maxmoe import MoE, MoEConfig
-from maxmoe.models.decoder import FeedForward
+from maxmoe.models.blocks import FeedForward
 from maxmoe.nn import MoEOutput
 from maxmoe.parallel import Declaration, parallelize
 from maxmoe.sharding import LogicalRules, Mesh, P

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from maxmoe.parallel import Declaration, parallelize
-from maxmoe.parallel.fsdp_units import blocks, fsdp_units
+from maxmoe.parallel.plan.fsdp_units import blocks, fsdp_units
 from maxmoe.sharding import LogicalRules, Mesh
 from support.parts import assert_same
 from support.run_ranks import run_cases, run_ranks

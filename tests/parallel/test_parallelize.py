@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from maxmoe.models import DecoderConfig
 from maxmoe.models.decoder import DecoderOutput
 from maxmoe.parallel import ParameterSharding, parallelize, parameter_shardings
-from maxmoe.parallel.dispatch_plan import Dispatch
+from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.sharding import LogicalRules, Mesh, PartitionSpec
 from support.named import named
 from support.parallel_decoder import (

@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fuzz import steps_under_load
-from maxmoe import named_collectives
 from maxmoe._torch import all_gather_single
 from maxmoe.parallel import parallelize
-from maxmoe.parallel.parameter_hooks import GatheredParameter, ParameterVersion
+from maxmoe.parallel.apply.parameter_hooks import GatheredParameter, ParameterVersion
+from maxmoe.ranks import named_collectives
 from maxmoe.sharding import Mesh
 from support import parallel_decoder
 from support.parallel_decoder import MeshRules

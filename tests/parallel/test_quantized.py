@@ -19,7 +19,7 @@ from maxmoe.adapters import packed_as_by_peft
 from maxmoe.models import DecoderConfig
 from maxmoe.ops import Projection, gmm
 from maxmoe.parallel import Declaration, parallelize, reset_parameters
-from maxmoe.parallel.dispatch_plan import Dispatch
+from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.planning import estimate
 from maxmoe.quantization import QuantizedStack, QuantizedWeight, quantize
 from maxmoe.sharding import LogicalRules, Mesh

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import maxmoe
 from maxmoe import MoE, MoEConfig, parallelize
-from maxmoe.parallel.dispatch_plan import Dispatch
+from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.sharding import Mesh
 from support.counted_collectives import CountedCollectives
 from support.dispatched_layer import make_layer

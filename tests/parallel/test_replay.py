@@ -8,7 +8,7 @@ from torch import Tensor
 import maxmoe
 from maxmoe import MoE, MoEConfig, parallelize
 from maxmoe.parallel import token_group, token_sharding
-from maxmoe.parallel.dispatch_plan import Dispatch
+from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.sharding import Mesh
 from support.parallel_decoder import MeshRules
 from support.parts import assert_same

@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from maxmoe.models import Decoder
-from maxmoe.models.decoder import FeedForward
+from maxmoe.models.blocks import FeedForward
 from maxmoe.parallel import parameter_shardings, shard_parameters
 from maxmoe.sharding import LogicalRules, Mesh, NamedSharding, P, redistribute
 from support.declared_modules import MESH, RULES, Inner, Outer, error_of

@@ -9,7 +9,7 @@ from torch import nn
 
 from maxmoe.adapters import planned_copy
 from maxmoe.parallel import Declaration
-from maxmoe.parallel.parameter_sharding import logical_names
+from maxmoe.parallel.plan.parameter_sharding import logical_names
 
 
 class Stack(nn.Module):

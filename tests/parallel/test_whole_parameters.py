@@ -6,7 +6,7 @@ from torch import nn
 from maxmoe import MoEConfig, MoEFeedForward
 from maxmoe.parallel import Declaration
 from maxmoe.parallel.parallelize import plan_warnings
-from maxmoe.parallel.planner import make_plan
+from maxmoe.parallel.plan.planner import make_plan
 from maxmoe.sharding import LogicalRules, Mesh
 
 MESH = {"fsdp": 2, "expert": 2}

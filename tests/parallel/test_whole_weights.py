@@ -21,8 +21,8 @@ from support.small_models import block_of
 pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
-from maxmoe.conversion import config_of_block
-from maxmoe.integrations.checkpoint import read_checkpoint, write_checkpoint
+from maxmoe.convert.blocks import config_of_block
+from maxmoe.convert.checkpoint import read_checkpoint, write_checkpoint
 
 WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "experts": lambda layer: parallelize(layer, Mesh({"expert": 2}), "ep-as-dp"),

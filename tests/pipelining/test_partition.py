@@ -7,8 +7,7 @@ import pytest
 
 from maxmoe import presets
 from maxmoe.models import Decoder, DecoderConfig
-from maxmoe.pipelining.schedules import Cost, partition_blocks
-from maxmoe.pipelining.stage_modules import stage_parts
+from maxmoe.pipelining.stage_modules import Cost, partition_blocks, stage_parts
 
 
 def largest(costs: list[Cost], counts: list[int]) -> float:

@@ -9,8 +9,8 @@ from torch import nn
 
 from maxmoe import replay_routing
 from maxmoe.parallel import parallelize
-from maxmoe.parallel.dispatch_plan import Dispatch
-from maxmoe.parallel.sharded_tokens import ShardedTokens
+from maxmoe.parallel.apply.sharded_tokens import ShardedTokens
+from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.planning import estimate
 from maxmoe.sharding import LogicalRules, Mesh, NamedSharding
 from support.counted_collectives import CountedCollectives

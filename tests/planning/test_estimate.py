@@ -11,8 +11,8 @@ from torch import Tensor
 from maxmoe import MoEConfig, replay_routing
 from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.optim import Muon, parameter_groups
-from maxmoe.parallel.dispatch_plan import STRATEGIES, Dispatch
-from maxmoe.parallel.planner import make_plan
+from maxmoe.parallel.plan.dispatch_plan import STRATEGIES, Dispatch
+from maxmoe.parallel.plan.planner import make_plan
 from maxmoe.planning import Estimate, estimate
 from maxmoe.sharding import LogicalRules, Mesh
 from support.measured_step import (

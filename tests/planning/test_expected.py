@@ -13,7 +13,7 @@ import pytest
 from maxmoe import MoEConfig
 from maxmoe.declaration import EXPERT_TOKEN_DIMS
 from maxmoe.models import Decoder, DecoderConfig
-from maxmoe.parallel.sharded_tokens import activation_spec
+from maxmoe.parallel.apply.sharded_tokens import activation_spec
 from maxmoe.planning import estimate, explain
 from maxmoe.sharding import LogicalRules, Mesh
 from support.measured_step import PRESET_LAYOUTS

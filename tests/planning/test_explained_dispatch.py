@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from maxmoe.models import Decoder
-from maxmoe.parallel.dispatch_plan import Dispatch
+from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.planning import estimate, explain
 from maxmoe.planning.explained_dispatch import ExplainedDispatch, dispatch_tables
 from maxmoe.sharding import Mesh

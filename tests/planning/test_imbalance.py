@@ -10,8 +10,8 @@ import torch
 
 import maxmoe
 from maxmoe import MoE, MoEConfig
-from maxmoe.dispatch import collectives, least_loaded
 from maxmoe.parallel import parallelize, token_sharding
+from maxmoe.parallel.dispatch import collectives, least_loaded
 from maxmoe.planning import estimate, explain
 from maxmoe.sharding import LogicalRules, Mesh
 from support.dispatched_layer import FAMILIES, NUM_EXPERTS, Batch, make_batch, make_layer, take_step

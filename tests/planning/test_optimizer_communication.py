@@ -10,7 +10,7 @@ from dispatching.sent_bytes import SentBytes
 from maxmoe.models import Decoder
 from maxmoe.optim import Muon, parameter_groups
 from maxmoe.parallel import parallelize
-from maxmoe.parallel.planner import make_plan
+from maxmoe.parallel.plan.planner import make_plan
 from maxmoe.planning import estimate
 from maxmoe.planning.optimizer_communication import muon_communication
 from maxmoe.sharding import LogicalRules, Mesh

@@ -8,7 +8,7 @@ import torch
 from maxmoe import MoE, MoEConfig, quantize_experts, replay_routing
 from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.parallel import parallelize, parameter_shardings
-from maxmoe.parallel.sharded_tokens import ShardedTokens
+from maxmoe.parallel.apply.sharded_tokens import ShardedTokens
 from maxmoe.planning import estimate, explain
 from maxmoe.quantization import FORMATS
 from maxmoe.sharding import LogicalRules, Mesh, NamedSharding

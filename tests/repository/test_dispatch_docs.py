@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from maxmoe.parallel.dispatch_plan import STRATEGIES, Dispatch
+from maxmoe.parallel.plan.dispatch_plan import STRATEGIES, Dispatch
 from support.docs_module import DOCS, docs_module
 
 

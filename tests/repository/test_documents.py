@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+import yaml
 
 import maxmoe
 from fuzz import steps_under_load
@@ -36,8 +37,9 @@ def is_part(code: str, script: str) -> bool:
     return any(textwrap.dedent("".join(lines[i : i + count])) == code for i in range(len(lines) - count + 1))
 
 
-# Parts of a script that is run elsewhere; every other block of Python is executed here.
+# Parts of scripts that are run elsewhere; every other block of Python is executed here.
 SHOWN = [code for code in blocks("python", [GETTING_STARTED]) if is_part(code, MINIMAL.read_text())]
+RUN_BY_EXAMPLES = blocks("python", [ROOT / "docs" / "how_to" / "own_model.md"])
 
 
 def commands() -> list[list[str]]:
@@ -48,7 +50,9 @@ def commands() -> list[list[str]]:
 
 def test_every_block_has_a_language_that_is_checked() -> None:
     fences = [line for path in DOCUMENTS for line in path.read_text().splitlines() if line.startswith("```")]
-    assert set(fences) == {"```", "```python", "```sh", "```text"}
+    assert set(fences) == {"```", "```python", "```sh", "```text", "```yaml"}
+    for block in blocks("yaml"):
+        assert yaml.safe_load(block)
 
 
 def test_getting_started_shows_the_script() -> None:
@@ -57,7 +61,7 @@ def test_getting_started_shows_the_script() -> None:
     assert not is_part("dist.init_process_group()\n", MINIMAL.read_text())
 
 
-@pytest.mark.parametrize("code", [code for code in blocks("python") if code not in SHOWN])
+@pytest.mark.parametrize("code", [code for code in blocks("python") if code not in [*SHOWN, *RUN_BY_EXAMPLES]])
 # Of libraries about themselves and about torch.
 @pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
@@ -87,13 +91,13 @@ def test_commands_exist(words: list[str], tmp_path: Path, monkeypatch: pytest.Mo
         case ["make", target, *options]:
             known = {f"TORCH={release}" for release in TORCHES} | ({"ARGS=--exhaustive"} if target == "test" else set())
             assert target in TARGETS and set(options) <= known
-        case ["pip", "install", *arguments]:
+        case ["pip", "install", *arguments] | ["MAXMOE_CORE=off", "pip", "install", *arguments]:
             check_pip(arguments)
         case ["source", activate]:
             assert activate == f"{VENV}/bin/activate"
         case ["python", "-m", "pytest", *files]:
             assert all((ROOT / file).exists() for file in files)
-        case ["torchrun", "--nproc-per-node", "2", "train.py"]:  # the reader's script
+        case ["torchrun", "--nproc-per-node", "2" | "4", "train.py"]:  # the reader's script
             pass
         case ["python", "-m", benchmark, *_] if benchmark.startswith("benchmarks."):
             assert importlib.util.find_spec(benchmark)
@@ -135,6 +139,9 @@ def test_commands_exist(words: list[str], tmp_path: Path, monkeypatch: pytest.Mo
             pytest.fail(f"nothing here checks {words}")
 
 
+REPOSITORY = "git+https://github.com/maxmoe/maxmoe"
+
+
 def check_pip(arguments: list[str]) -> None:
     """What is installed is what pyproject.toml asks for."""
     project = (ROOT / "pyproject.toml").read_text()
@@ -142,7 +149,7 @@ def check_pip(arguments: list[str]) -> None:
         if argument.startswith(".["):
             for extra in argument[2:-1].split(","):
                 assert re.search(rf"^{extra} = \[", project, re.MULTILINE), extra
-        elif not argument.startswith(("-", "https://")):
+        elif not argument.startswith(("-", "https://")) and argument != REPOSITORY:
             assert argument == TORCH_REQUIREMENT or f'"{argument}"' in project, argument
 
 

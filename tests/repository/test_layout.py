@@ -2,15 +2,20 @@
 
 import ast
 import importlib
+import inspect
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+
+from maxmoe import ops
 
 ROOT = Path(__file__).parents[2]
-OPERATORS = sorted(path.stem for path in (ROOT / "maxmoe/ops").glob("[a-z]*.py"))
+# The functions of maxmoe.ops that call operators.
+OPERATORS = sorted(name for name in ops.__all__ if name.islower() and hasattr(torch.ops.maxmoe, name))
 CPP_FILES = sorted(path for pattern in ("*.h", "*.cpp") for path in (ROOT / "cpp").rglob(pattern))
 
 # Names of torch that PyTorch does not document for C++ extensions.
@@ -40,50 +45,9 @@ PRIVATE_NAMES_OF_TORCH = (
     "_unpack_dual",
 )
 
-# A package imports from its own level and the levels above it in this list. Of what may be there some is to come.
-LEVELS = [
-    {"_C"},
-    {
-        "_library",
-        "_torch",
-        "_torch_backward",
-        "_torch_checkpoint",
-        "_torch_fsdp",
-        "_torch_dtensor",
-        "_torch_amp",
-        "_torch_compile",
-        "_torch_copies",
-        "_torch_transforms",
-        "checksum",
-        "early_optimizers",
-        "field_checks",
-        "text_table",
-        "this_thread",
-        "waiting_threads",
-        "whole_tensors",
-        "files",
-        "agreement",
-    },
-    {"named_collectives"},
-    {"config"},
-    {"reference"},
-    {"quantization"},
-    {"ops"},
-    {"declaration"},
-    {"recompute", "token_group", "expert_matrices"},
-    {"adapters", "expert_quantization"},
-    {"presets", "load"},
-    {"conversion", "upcycling"},
-    {"nn"},
-    {"surgery"},
-    {"sharding"},
-    {"parallel", "dispatch"},
-    {"optim", "pipelining"},
-    {"planning"},
-    {"models", "integrations"},
-    {"testing"},
-    {"calibration", "plan_command"},
-]
+# The order of imports, as CONTRIBUTING.md shows it: a line imports from itself and the lines above it.
+ORDER = (ROOT / "CONTRIBUTING.md").read_text().partition("Imports go one way")[2].partition("Words:")[0]
+LEVELS = [re.findall("`(.*?)`", line) for line in ORDER.splitlines() if line.startswith("1. ")]
 
 
 def relative(path: Path) -> str:
@@ -104,7 +68,6 @@ def source_of(operator: str) -> str:
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_an_operator_has_one_name_in_every_layer(operator: str) -> None:
     files = (
-        f"maxmoe/ops/{operator}.py",
         source_of(operator),
         f"cpp/tests/test_{operator}.cpp",
         f"tests/ops/test_{operator}.py",
@@ -113,7 +76,7 @@ def test_an_operator_has_one_name_in_every_layer(operator: str) -> None:
     assert not missing, f"the operator {operator} lacks {missing}"
     (header,) = (ROOT / "cpp/kernels").rglob(f"{operator}.h")
     assert header.with_name(f"{operator}.simd.cpp").exists()
-    assert f"def {operator}(" in (ROOT / f"maxmoe/ops/{operator}.py").read_text()
+    assert re.search(rf"torch\.ops\.maxmoe\.{operator}(\.default)?\(", inspect.getsource(getattr(ops, operator)))
     assert f"MAXMOE_KERNEL({operator}," in header.read_text()
     assert re.search(rf'"{operator}\(', (ROOT / source_of(operator)).read_text()), "its schema is elsewhere"
 
@@ -172,14 +135,21 @@ def test_every_kernel_has_a_cpp_benchmark() -> None:
     assert kernels == benchmarks
 
 
-def level(module: str) -> int:
-    levels = [index for index, modules in enumerate(LEVELS) if module in modules]
-    assert levels, f"maxmoe.{module} has no place in LEVELS"
-    return levels[0]
+def room(module: str) -> str:
+    """The name of a module in the order: the longest one that it begins with."""
+    parts = module.split(".")[1:]
+    names = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+    found = next((name for name in names if any(name in rooms for rooms in LEVELS)), None)
+    assert found, f"{module} has no place in the order of CONTRIBUTING.md"
+    return found
+
+
+def level(name: str) -> int:
+    return next(index for index, rooms in enumerate(LEVELS) if name in rooms)
 
 
 def imported_modules(path: Path) -> Iterator[str]:
-    """The modules right below maxmoe that a file imports from."""
+    """The modules of maxmoe that a file imports, or imports names from."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -189,35 +159,48 @@ def imported_modules(path: Path) -> Iterator[str]:
             names = [f"maxmoe.{alias.name}" for alias in node.names] if is_root else [node.module or ""]
         else:
             continue
-        yield from (name.split(".")[1] for name in names if name.startswith("maxmoe."))
+        yield from (name for name in names if name.startswith("maxmoe."))
+
+
+def imports_of_rooms() -> Iterator[tuple[Path, str, str]]:
+    """Each import in the package, but those of `maxmoe` itself and of `python -m maxmoe`, which see everything."""
+    for path in sorted((ROOT / "maxmoe").rglob("*.py")):
+        if path.parent.name != "maxmoe" or path.stem not in ("__init__", "__main__"):
+            own = room(".".join(path.relative_to(ROOT).with_suffix("").parts))
+            yield from ((path, own, room(imported)) for imported in imported_modules(path))
 
 
 def test_imports_go_one_way() -> None:
-    wrong = []
-    for path in sorted((ROOT / "maxmoe").rglob("*.py")):
-        module = path.relative_to(ROOT / "maxmoe").parts[0].removesuffix(".py")
-        if module in ("__init__", "__main__"):  # maxmoe itself, and `python -m maxmoe`, stand on top of everything
-            continue
-        upward = [imported for imported in imported_modules(path) if level(imported) > level(module)]
-        wrong += [f"{relative(path)} must not import maxmoe.{imported}" for imported in upward]
+    wrong = [
+        f"{relative(path)} must not import maxmoe.{imported}"
+        for path, own, imported in imports_of_rooms()
+        if level(imported) > level(own)
+    ]
     assert not wrong
 
 
-def test_no_two_packages_import_each_other() -> None:
+def test_no_two_rooms_import_each_other() -> None:
     """Within a level, too."""
-    imports = {
-        (path.relative_to(ROOT / "maxmoe").parts[0], imported)
-        for path in sorted((ROOT / "maxmoe").glob("*/**/*.py"))
-        for imported in imported_modules(path)
-    }
+    imports = {(own, imported) for _, own, imported in imports_of_rooms()}
     assert not {(one, other) for one, other in imports if one < other and (other, one) in imports}
+
+
+def test_the_order_of_imports_names_what_is_there() -> None:
+    names = [name for rooms in LEVELS for name in rooms]
+    modules = [ROOT / "maxmoe" / name.replace(".", "/") for name in names]
+    assert [path for path in modules if not any(path.with_suffix(end).exists() for end in ("", ".py", ".pyi"))] == []
+    assert len(names) == len(set(names))
+
+
+def test_few_files_lie_in_no_room() -> None:
+    assert len([*(ROOT / "maxmoe").glob("*.py")]) <= 8
 
 
 def test_the_reference_rests_on_nothing() -> None:
     reference = (ROOT / "maxmoe/reference").rglob("*.py")
-    assert {module for path in reference for module in imported_modules(path)} <= {
+    assert {module.split(".")[1] for path in reference for module in imported_modules(path)} <= {
         "config",
-        "field_checks",
+        "checks",
         "reference",
     }
 

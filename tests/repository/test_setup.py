@@ -49,6 +49,17 @@ def test_one_wheel_for_several_releases_accepts_each_of_them(tmp_path: Path) -> 
     assert required(tmp_path) == {REQUIREMENTS[0], "PyYAML>=6"}
 
 
+def test_without_the_core_every_torch_will_do(tmp_path: Path) -> None:
+    done = metadata(tmp_path, sites=[str(tmp_path)], MAXMOE_CORE="off")
+    assert done.returncode == 0, done.stderr
+    assert required(tmp_path) == {REQUIREMENTS[0], "PyYAML>=6"}
+
+
+def test_a_misspelt_choice_of_the_core_is_an_error(tmp_path: Path) -> None:
+    done = metadata(tmp_path, sites=None, MAXMOE_CORE="of")
+    assert done.returncode == 1 and done.stderr == "MAXMOE_CORE must be 'on' or 'off', got 'of'\n"
+
+
 def test_no_torch_is_said_first(tmp_path: Path) -> None:
     done = metadata(tmp_path, sites=[str(tmp_path)])
     assert done.returncode == 1 and not list(tmp_path.iterdir())

@@ -4,9 +4,9 @@ from functools import partial
 
 import torch
 
+from maxmoe.ranks.rank_processes import RankProcesses
 from maxmoe.testing import RankComparison
 from maxmoe.testing.measurement import Training
-from maxmoe.testing.rank_processes import RankProcesses
 from maxmoe.testing.training_runs import Run
 from support.call_in_fork import call_in_fork
 from support.compared_models import Case

@@ -14,8 +14,8 @@ from maxmoe import MoE, replay_routing
 from maxmoe.models import DecoderConfig
 from maxmoe.nn.replay import RoutingRecord
 from maxmoe.parallel import parallelize
-from maxmoe.parallel.dispatch_plan import Dispatch
-from maxmoe.parallel.sharded_tokens import ShardedTokens
+from maxmoe.parallel.apply.sharded_tokens import ShardedTokens
+from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.planning import Traffic
 from maxmoe.sharding import LogicalRules, Mesh, NamedSharding
 from support.counted_collectives import CountedCollectives

@@ -6,8 +6,8 @@ from unittest.mock import patch
 
 import pytest
 
-from maxmoe.dispatch import expert_moves, least_loaded
-from maxmoe.dispatch.lent_experts import LentExperts
+from maxmoe.parallel.dispatch import expert_moves, least_loaded
+from maxmoe.parallel.dispatch.lent_experts import LentExperts
 
 
 def make_moves_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from maxmoe import MoE
-from maxmoe.integrations.checkpoint import read_checkpoint
+from maxmoe.convert.checkpoint import read_checkpoint
 from support.quantized_checkpoints import BLOCK, FAMILIES, layer_for, tensors_of
 
 

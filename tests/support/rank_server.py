@@ -95,7 +95,7 @@ def _reap() -> None:
 
 def _prepare(modules: list[str]) -> str:
     """Import modules; return why the server must not fork, or ""."""
-    from maxmoe.testing.rank_processes import require_one_thread
+    from maxmoe.ranks.rank_processes import require_one_thread
 
     try:
         for module in modules:

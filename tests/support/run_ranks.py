@@ -14,9 +14,9 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from maxmoe._torch import import_distributed
+from maxmoe.ranks.rank_processes import RankProcesses
 from maxmoe.sharding import LogicalRules
 from maxmoe.sharding.rules import PRESETS
-from maxmoe.testing.rank_processes import RankProcesses
 from support.call_in_fork import call_in_fork
 from support.named import named
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from maxmoe import config
-from maxmoe.testing.rank_processes import RankProcesses
+from maxmoe.ranks.rank_processes import RankProcesses
 from support import sent_functions
 from support.call_in_fork import call_in_fork, server
 from support.programs import HangError

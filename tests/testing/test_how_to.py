@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -39,6 +40,22 @@ def test_the_modules_of_the_page(
     assert without_errors(capsys.readouterr().out) == without_errors(REPORT)
     assert main(["compare_ranks", "page_2"]) == 0
     assert capsys.readouterr().out.startswith("compare_ranks: equal. 2 ranks beside one process, float64")
+
+
+def test_the_page_for_other_frameworks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(__file__).parents[2] / "docs/how_to/check_your_framework.md").read_text()
+    training, test = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    (shown,) = re.findall(r"^```text\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "my_training.py").write_text(training)
+    assert main(["compare_ranks", "my_training", "--num-ranks", "4"]) == 1
+    assert capsys.readouterr().out.startswith(shown)
+    names: dict[str, Any] = {}
+    exec(test, names)
+    with pytest.raises(AssertionError, match="missing reduction"):
+        names["test_ranks_train_as_one_process"]()
 
 
 def without_errors(report: str) -> list[list[str]]:

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from maxmoe.checks.whole_tensors import is_dtensor
 from maxmoe.integrations.transformers.moe_block import TransformersMoE
 from maxmoe.presets.layouts import Entry, Layout
-from maxmoe.whole_tensors import is_dtensor
 
 
 def load_checkpoint_names(layer: nn.Module) -> None:

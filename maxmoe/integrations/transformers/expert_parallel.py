@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 
-from maxmoe.dispatch import ExpertRanks, RaggedAllToAll, RingOfExperts
 from maxmoe.integrations.transformers.experts import compute_experts
 from maxmoe.nn import Dispatcher, ExpertRunner, LocalDispatcher, LocalExperts, TopK
 from maxmoe.ops import RaggedPlan
+from maxmoe.parallel.dispatch import ExpertRanks, RaggedAllToAll, RingOfExperts
 
 
 def register() -> None:

@@ -7,7 +7,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from maxmoe.adapters import connect_if_imported, factors_of
-from maxmoe.expert_matrices import finds_expert_matrices
+from maxmoe.declaration import finds_expert_matrices
 from maxmoe.integrations.transformers._transformers import experts_implementation, is_expert_parallel, is_experts
 from maxmoe.integrations.transformers.gates import FusedGate, apply_gate, fused_gate
 from maxmoe.nn import ExpertWeights, ForeignExperts

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers.models.llama4 import modeling_llama4
 
 from maxmoe.adapters import factors_of, without_adapters
-from maxmoe.expert_matrices import finds_expert_matrices
+from maxmoe.declaration import finds_expert_matrices
 from maxmoe.integrations.transformers._transformers import allow_experts_implementation, experts_implementation
 from maxmoe.integrations.transformers.gates import FusedGate, recognise_activation
 from maxmoe.ops import Projection, RaggedPlan, expert_ffn, ragged_plan

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from maxmoe.load import LoadHistory, StatsAccumulator
-from maxmoe.load.history import Run, SummaryWriter
+from maxmoe.expert_load import LoadHistory, StatsAccumulator
+from maxmoe.expert_load.history import Run, SummaryWriter
 
 
 class LoadCallback(TrainerCallback):

@@ -10,14 +10,14 @@ from typing_extensions import Self
 
 from maxmoe.adapters import adapted_module
 from maxmoe.config import MoEConfig
-from maxmoe.conversion import check_block, check_tensors_of, config_of_block, family_of_block
+from maxmoe.convert.blocks import check_block, check_tensors_of, config_of_block, family_of_block
 from maxmoe.declaration import Declaration, FusedGate
 from maxmoe.integrations.transformers._transformers import experts_implementation, is_experts
 from maxmoe.integrations.transformers.token_masks import token_mask_of_this_layer
 from maxmoe.nn import Experts, MoE, MoEFeedForward, Router, Routing, ZeroComputationExperts, load_balance_loss
+from maxmoe.nn.dispatcher import LayerInputs, sum_of
 from maxmoe.nn.module_path import module_path
 from maxmoe.nn.router import select_experts
-from maxmoe.nn.tensor_parallel_region import LayerInputs, sum_of
 from maxmoe.ops import RaggedPlan
 from maxmoe.presets.layouts import Entry
 

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers import PreTrainedModel
 
-from maxmoe.conversion import config_of_block
-from maxmoe.field_checks import nearest
+from maxmoe.checks.fields import nearest
+from maxmoe.convert.blocks import config_of_block
 from maxmoe.integrations.transformers._transformers import is_expert_parallel, is_experts
 from maxmoe.integrations.transformers.checkpoint_names import load_checkpoint_names
 from maxmoe.integrations.transformers.moe_block import TransformersMoE

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from maxmoe._torch import has_pre_hook
+from maxmoe._torch.this_thread import OfThisThread
 from maxmoe.integrations.transformers._transformers import replace_checkpoint
-from maxmoe.this_thread import OfThisThread
 
 _ARGUMENT = "maxmoe_token_mask"
 _of_this_layer: OfThisThread[Tensor | None] = OfThisThread()

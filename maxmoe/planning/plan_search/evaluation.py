@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from maxmoe.declaration import declaration_of
-from maxmoe.parallel.dispatch_plan import Dispatch
-from maxmoe.parallel.plan import Plan
-from maxmoe.parallel.planner import make_plan
+from maxmoe.parallel.plan.dispatch_plan import Dispatch
+from maxmoe.parallel.plan.plan import Plan
+from maxmoe.parallel.plan.planner import make_plan
 from maxmoe.planning.communication import activation_communication, dispatch_communication
 from maxmoe.planning.many_meshes import MeshesDiffer, as_tensor, in_meshes
 from maxmoe.planning.memory import gathered_memory

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from maxmoe.nn import recompute_of, set_recompute
-from maxmoe.parallel.sharded_tokens import token_sharding
+from maxmoe.parallel.apply.sharded_tokens import token_sharding
 from maxmoe.planning.plan_search.candidates import Candidates, num_choices, with_micro_batches, with_same_axes
 from maxmoe.planning.plan_search.evaluation import Evaluation, PlannedMeshes, for_all
 from maxmoe.planning.plan_search.groups import Group, groups

@@ -6,9 +6,9 @@ from dataclasses import replace
 from torch import nn
 
 from maxmoe.adapters import planned_copy
-from maxmoe.field_checks import check_int
+from maxmoe.checks.fields import check_int
 from maxmoe.nn import recompute_of, set_recompute
-from maxmoe.parallel.planner import make_plan
+from maxmoe.parallel.plan.planner import make_plan
 from maxmoe.planning.estimate import estimate
 from maxmoe.planning.memory import PARAMETER_DTYPES, parameter_dtype
 from maxmoe.planning.plan_search.evaluation import Evaluation

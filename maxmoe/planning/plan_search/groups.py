@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 
 from maxmoe.declaration import EXPERT_TOKEN_DIMS
-from maxmoe.parallel.dispatch_plan import Dispatch
-from maxmoe.parallel.sharded_tokens import activation_spec, token_sharding
+from maxmoe.parallel.apply.sharded_tokens import activation_spec, token_sharding
+from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.planning.plan_search.candidates import Candidates, all_meshes, ordered_axes
 from maxmoe.planning.plan_search.evaluation import Evaluation
 from maxmoe.planning.plan_search.rule_tables import NamedRules

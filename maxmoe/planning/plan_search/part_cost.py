@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from maxmoe.parallel.plan import ModulePlan, Plan, enclosing
+from maxmoe.parallel.plan.plan import ModulePlan, Plan, enclosing
 from maxmoe.planning.communication import activation_communication, dispatch_communication, parameter_communication
 from maxmoe.planning.many_meshes import as_tensor
 from maxmoe.planning.memory import activation_memory, activation_sizes, stored_memory, unit_memory, unsharded_memory

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from maxmoe.parallel.dispatch_plan import Dispatch
+from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.planning.plan_search.step_cost import StepCost
 from maxmoe.sharding.mesh import STAGE_AXIS
 from maxmoe.sharding.rules import LogicalRules

@@ -7,8 +7,8 @@ from torch import nn
 
 from maxmoe.adapters import planned_copy
 from maxmoe.nn import recompute_of, set_recompute
-from maxmoe.parallel.dispatch_plan import Dispatch
-from maxmoe.parallel.planner import make_plan
+from maxmoe.parallel.plan.dispatch_plan import Dispatch
+from maxmoe.parallel.plan.planner import make_plan
 from maxmoe.pipelining.schedules import check_schedule
 from maxmoe.planning.memory import PARAMETER_DTYPES, parameter_dtype
 from maxmoe.planning.plan_search.candidates import Candidates

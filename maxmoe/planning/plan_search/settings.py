@@ -3,7 +3,7 @@
 from torch import nn
 
 from maxmoe.nn import check_recompute
-from maxmoe.parallel.dispatch_plan import Dispatch
+from maxmoe.parallel.plan.dispatch_plan import Dispatch
 
 CHUNKS = (1, 2, 4)
 # With balanced routing, "least_loaded" is "ragged_all_to_all".

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from maxmoe.declaration import declaration_of
-from maxmoe.parallel.plan import ModulePlan, Plan
+from maxmoe.parallel.plan.plan import ModulePlan, Plan
 from maxmoe.planning.many_meshes import as_tensor
 from maxmoe.planning.saved_tensors import local_tokens, local_trace, planned_dispatches
 from maxmoe.planning.time_model.device import Device

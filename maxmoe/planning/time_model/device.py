@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import yaml  # type: ignore[import-untyped]
 
-from maxmoe.field_checks import check_int, check_number, nearest
+from maxmoe.checks.fields import check_int, check_number, nearest
 from maxmoe.files import replacing
 
 DEVICES = Path(__file__).parent / "devices"

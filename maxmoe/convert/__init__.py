@@ -1,0 +1,1 @@
+"""Weights in and out of a layer: published families, blocks of transformers, dense blocks, checkpoints, surgery."""

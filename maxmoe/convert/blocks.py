@@ -1,0 +1,166 @@
+"""Moves weights between a `maxmoe.MoE` layer and the sparse block of a transformers model.
+
+Weights are moved one tensor at a time: the tensor is copied to the other layout, and then released in its source. The
+peak memory is that of the model plus one tensor. transformers need not be installed.
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from maxmoe.checks.whole_tensors import check_whole
+from maxmoe.config import MoEConfig
+from maxmoe.presets import from_transformers
+from maxmoe.presets.families import Family, family_of
+from maxmoe.presets.layouts import Held, check_tensors
+from maxmoe.quantization import QuantizedStack, put_stack, state_with_stacks
+
+# Fields of MoEConfig that a transformers block does not have or leaves to the training loop.
+_FIELDS_OF_TRAINING = {
+    "router",
+    "load_balance_loss_weight",
+    "load_balance_scope",
+    "router_z_loss_weight",
+    "correction_bias_rule",
+    "correction_bias_update_rate",
+    "implementation",
+    "capacity_factor",
+    "buffer_factor",
+}
+
+
+def config_of_block(block: nn.Module) -> MoEConfig:
+    """Return the config of the layer that computes the same as a sparse block of a transformers model."""
+    return from_transformers(_source(block))
+
+
+def family_of_block(block: nn.Module) -> Family:
+    """Return the family of a sparse block of a transformers model."""
+    return family_of(_source(block))
+
+
+def _source(block: nn.Module) -> Any:
+    """Return the transformers config that a sparse block or one of its children keeps."""
+    for module in block.modules():
+        if hasattr(module, "config"):
+            return module.config
+    raise ValueError(
+        f"{type(block).__name__} must be the sparse block of a model of transformers >= 5.20, whose experts keep their "
+        f"config; no part of it has one"
+    )
+
+
+def check_block(config: MoEConfig, block: nn.Module) -> None:
+    """Raise unless a layer with this config and a block compute the same function of the same weights."""
+    wanted = config_of_block(block)
+    for name in (field.name for field in dataclasses.fields(MoEConfig) if field.name not in _FIELDS_OF_TRAINING):
+        if getattr(config, name) != getattr(wanted, name):
+            raise ValueError(
+                f"{name} of the layer must be {getattr(wanted, name)!r} as in the block's config, "
+                f"got {getattr(config, name)!r}"
+            )
+
+
+def check_tensors_of(block: nn.Module, layer: nn.Module, what: str) -> None:
+    """Raise unless a block is whole and has the tensors of its family, in the shapes that fit a layer."""
+    check_whole(what, block.state_dict())
+    _checked(_state(layer), block, _state(block))
+
+
+@torch.no_grad()
+def take_weights(layer: nn.Module, block: nn.Module) -> None:
+    """Move the weights of a block into a layer; the block is left on the meta device.
+
+    Raises before the first tensor is moved if the block is sharded, or has other tensors or shapes than its family.
+    """
+    check_whole("from_transformers", block.state_dict())
+    state, theirs = _state(layer), _state(block)
+    for key, held in _checked(state, block, theirs).items():
+        source = theirs.pop(key)
+        used = source[: held.parameters[0].shape[0]] if held.entry.has_unused_matrices else source
+        for name, view in zip(held.entry.names, held.entry.views(used), strict=True):
+            _put(layer, name, _owned(view, source), source.requires_grad)
+        _put(block, key, _on_meta(source), source.requires_grad)
+
+
+@torch.no_grad()
+def give_weights(layer: nn.Module, block: nn.Module) -> None:
+    """Move the weights of a layer into a block; the layer is left on the meta device.
+
+    Raises before the first tensor is moved if layer or block are sharded, the block has other tensors or shapes than
+    its family, or quantized weights cannot be joined.
+    """
+    for module in (layer, block):
+        check_whole("to_transformers", module.state_dict())
+    state, theirs = _state(layer), _state(block)
+    held_by_key = _checked(state, block, theirs)
+    for key, held in held_by_key.items():
+        _joined(key, [_on_meta(parameter) for parameter in held.parameters], held, theirs[key].shape[0])
+    for key, held in held_by_key.items():
+        requires_grad = any(parameter.requires_grad for parameter in held.parameters)
+        weight = _joined(key, held.parameters, held, theirs[key].shape[0])
+        _put(block, key, weight, requires_grad)
+        for name in held.entry.names:
+            _put(layer, name, _on_meta(state.pop(name)), requires_grad)
+        held.parameters.clear()
+
+
+def _owned(view: Any, source: Any) -> Any:
+    """Return a part of a weight in memory of its own; the whole weight as it is."""
+    if isinstance(view, QuantizedStack):
+        return view.map(torch.Tensor.contiguous)
+    is_whole = view.is_contiguous() and view.numel() == source.numel()
+    return view if is_whole else view.clone(memory_format=torch.contiguous_format)
+
+
+def _on_meta(weight: Any) -> Any:
+    """Return a weight without memory."""
+    if isinstance(weight, QuantizedStack):
+        return weight.map(_on_meta)
+    return torch.empty_like(weight, device="meta")
+
+
+def _joined(key: str, parameters: list[Any], held: Held, count: int) -> Any:
+    """Return a tensor of a block, with matrices that the block does not use up to their number in the block."""
+    weight: Any = held.entry.join(parameters)
+    missing = count - weight.shape[0]
+    if missing and isinstance(weight, QuantizedStack):
+        raise ValueError(
+            f"{key} has {missing} matrices of zeros that the block does not use, which cannot be quantized as "
+            f"{weight.format}: convert the layer before its experts are quantized"
+        )
+    return torch.cat([weight, weight.new_zeros(missing, *weight.shape[1:])]) if missing else weight
+
+
+def _state(module: nn.Module) -> dict[str, Any]:
+    """Return the parameters, quantized weights and buffers of a module by name, not detached."""
+    return state_with_stacks(module, keep_vars=True)
+
+
+def _checked(state: dict[str, Any], block: nn.Module, theirs: dict[str, Any]) -> dict[str, Held]:
+    tensors = family_of(_source(block)).block.tensors(state)
+    where = f"{type(block).__name__} against that of transformers >= 5.20"
+    expected = {key: _shape_in_block(held, theirs.get(key)) for key, held in tensors.items()}
+    check_tensors(where, {key: tensor.shape for key, tensor in theirs.items()}, expected)
+    return tensors
+
+
+def _shape_in_block(held: Held, theirs: Any) -> torch.Size:
+    """Return the expected shape of a tensor in a block, whose stacks may have matrices that it does not use."""
+    if theirs is None or not held.entry.has_unused_matrices:
+        return held.shape
+    return torch.Size([max(theirs.shape[0], held.shape[0]), *held.shape[1:]])
+
+
+def _put(module: nn.Module, name: str, tensor: Tensor | QuantizedStack, requires_grad: bool) -> None:
+    """Set a weight or buffer by name; a buffer keeps its dtype, because the correction bias is float32 or wider."""
+    path, _, name = name.rpartition(".")
+    owner = module.get_submodule(path)
+    if isinstance(tensor, QuantizedStack):
+        put_stack(owner, name, tensor)
+    elif name in dict(owner.named_buffers(recurse=False)):
+        setattr(owner, name, tensor.to(owner.get_buffer(name).dtype))
+    else:
+        setattr(owner, name, nn.Parameter(tensor, requires_grad))

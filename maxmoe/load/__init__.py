@@ -1,7 +1,0 @@
-"""Load of the experts: routing statistics of a call, their sums over an optimizer step, and their record over a run."""
-
-from maxmoe.load.history import LayerLoad, LoadHistory
-from maxmoe.load.stats import MoEStats
-from maxmoe.load.stats_accumulator import StatsAccumulator, StepStats
-
-__all__ = ["LayerLoad", "LoadHistory", "MoEStats", "StatsAccumulator", "StepStats"]

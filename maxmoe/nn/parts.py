@@ -1,0 +1,269 @@
+"""Parts of a layer beside its router and its routed experts."""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from maxmoe.config import Activation, MoEConfig
+from maxmoe.declaration import TOKEN_DIMS, Declaration, SavedTensor
+from maxmoe.nn.experts import check_activation_is_known
+from maxmoe.nn.routing import TopK
+from maxmoe.ops import ActivationFunction, RaggedPlan, expert_ffn, gmm, linear, ragged_plan
+
+
+class SharedExperts(nn.Module):
+    """Dense expert of width n * F for all tokens: `gate_proj` and `up_proj` [D, nF], `down_proj` [nF, D].
+
+    With `shared_expert_gate`, its output is scaled by sigmoid(x . output_gate).
+
+    Args:
+        config: config of the layer.
+        activation: function that replaces the activation of the config; see `maxmoe.ops.expert_ffn`.
+        **options: device and dtype of the parameters.
+    """
+
+    gate_proj: Tensor | None
+    up_proj: Tensor
+    down_proj: Tensor
+    output_gate: Tensor | None
+
+    recompute_names = ("shared_experts",)
+    recompute: frozenset[str] = frozenset()  # see `maxmoe.set_recompute`
+
+    def __init__(self, config: MoEConfig, *, activation: ActivationFunction | None = None, **options: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.activation: Activation | ActivationFunction = config.activation if activation is None else activation
+        hidden_size, width = config.hidden_size, config.num_shared_experts * config.intermediate_size
+
+        def parameter(exists: bool, *shape: int) -> nn.Parameter | None:
+            return nn.Parameter(torch.empty(shape, **options)) if exists else None
+
+        self.register_parameter("gate_proj", parameter(config.gated, hidden_size, width))
+        self.register_parameter("up_proj", parameter(True, hidden_size, width))
+        self.register_parameter("down_proj", parameter(True, width, hidden_size))
+        self.register_parameter("output_gate", parameter(config.shared_expert_gate, hidden_size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialize projections so that they preserve the variance of their input."""
+        for parameter in self.parameters(recurse=False):
+            nn.init.normal_(parameter, std=parameter.shape[0] ** -0.5)
+
+    def forward(self, x: Tensor, token_mask: Tensor | None = None) -> Tensor:
+        """Compute the dense expert with `maxmoe.ops.expert_ffn`, all tokens in one group.
+
+        Args:
+            x: ``(T, D)``, floating, tokens.
+            token_mask: ``(T,)``, bool, False for padding, which is not computed.
+
+        Returns:
+            ``(T, D)``, dtype of x, outputs; zero for padding.
+        """
+        return expert_ffn(
+            x,
+            None if self.output_gate is None else _sigmoid(linear(x, self.output_gate.unsqueeze(0), out_dtype=x.dtype)),
+            _one_group(x, token_mask),
+            None if self.gate_proj is None else self.gate_proj.unsqueeze(0),
+            self.up_proj.unsqueeze(0),
+            self.down_proj.unsqueeze(0),
+            activation=self.activation,
+            limit=self.config.activation_limit,
+            recompute="shared_experts" in self.recompute,
+        )
+
+    @property
+    def declaration(self) -> Declaration:
+        """Declare logical names, matrix layouts, tensor-parallel dims and saved tensors."""
+        return Declaration(
+            logical_names={
+                "gate_proj": ("embed", "mlp"),
+                "up_proj": ("embed", "mlp"),
+                "down_proj": ("mlp", "embed"),
+                "output_gate": ("embed",),
+            },
+            input_dims={"gate_proj": "embed", "up_proj": "embed", "down_proj": "mlp"},
+            tensor_parallel_dims={"mlp": self.config.num_shared_experts * self.config.intermediate_size},
+            saved_tensors=self._saved_tensors,
+        )
+
+    def _saved_tensors(self, batch: int, length: int) -> dict[str, SavedTensor]:
+        """Describe the saved tensors; `MoE` declares the input."""
+        check_activation_is_known(self.activation)
+        F = self.config.num_shared_experts * self.config.intermediate_size
+        width = 2 * F if self.config.gated else F
+        saved = {
+            "preactivations": SavedTensor(
+                (batch, length, width), (*TOKEN_DIMS, "activation_mlp"), is_kept="shared_experts" not in self.recompute
+            ),
+            "order": SavedTensor((batch, length), TOKEN_DIMS, torch.int64),
+            "group_sizes": SavedTensor((1,), (None,), torch.int64),
+        }
+        if self.output_gate is not None:
+            saved["softmax"] = SavedTensor((batch, length, 2), (*TOKEN_DIMS, None))
+        return saved
+
+
+def _sigmoid(column: Tensor) -> Tensor:
+    """Compute the sigmoid of a column ``(T, 1)`` such that the bits of an element do not depend on its position."""
+    # torch.sigmoid computes the last elements of each thread's chunk with a scalar function. The softmax of (x, 0) is
+    # the sigmoid of x, and uses one function for all rows. torch.cat would refuse bfloat16 under autocast to float16.
+    return pad(column, (0, 1)).softmax(1)[:, :1]
+
+
+def _one_group(x: Tensor, token_mask: Tensor | None) -> RaggedPlan:
+    """Return the plan in which one expert computes all tokens except padding."""
+    if token_mask is None:
+        return RaggedPlan.of_sorted_rows(x.shape[0], torch.full((1,), x.shape[0], device=x.device))
+    experts = token_mask.long().sub(1).unsqueeze(1)  # expert 0, or -1 for padding
+    return ragged_plan(experts, 1, max_rows=x.shape[0])
+
+
+class ZeroComputationExperts(nn.Module):
+    """Zero, copy and constant experts, which the router selects beside the experts of `Experts`.
+
+    zero(x) = 0
+    copy(x) = x
+    constant_j(x) = a * x + b * vectors[j],   (a, b) = softmax(mixing[j] @ x)
+
+    Their slots are neither sorted nor sent to other ranks. On a mesh, each rank computes them for its own tokens.
+
+    Args:
+        config: config of the layer.
+        **options: device and dtype of the parameters.
+
+    Source: MoE++ (arXiv:2410.07348) section 3.1; LongCat-Flash (arXiv:2509.01322) section 2.1, for copies.
+    """
+
+    vectors: Tensor | None
+    mixing: Tensor | None
+
+    def __init__(self, config: MoEConfig, **options: Any) -> None:
+        super().__init__()
+        self.config = config
+        count, hidden_size = config.num_constant_experts, config.hidden_size
+
+        def parameter(*shape: int) -> nn.Parameter | None:
+            return nn.Parameter(torch.empty(shape, **options)) if count else None
+
+        self.register_parameter("vectors", parameter(count, hidden_size))
+        self.register_parameter("mixing", parameter(count, 2, hidden_size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialize the vectors with variance one and the mixing such that its logits have variance one."""
+        if self.vectors is not None:
+            nn.init.normal_(self.vectors)
+        if self.mixing is not None:
+            nn.init.normal_(self.mixing, std=self.config.hidden_size**-0.5)
+
+    def forward(self, x: Tensor, top_k: TopK, dtype: torch.dtype | None = None) -> Tensor:
+        """Compute the weighted sum of the copy and constant experts of each token.
+
+        Args:
+            x: ``(T, D)``, floating, tokens.
+            top_k: expert ids and routing weights of the tokens; ids of other experts are skipped.
+            dtype: dtype of the result; None for the dtype of x.
+
+        Returns:
+            ``(T, D)``, the weighted sums.
+        """
+        first_copy = self.config.num_experts + self.config.num_zero_experts
+        first_constant = first_copy + self.config.num_copy_experts
+        is_copy = (top_k.experts >= first_copy) & (top_k.experts < first_constant)
+        # One factor of x per token; the product promotes a narrow x without saving a wide copy.
+        factors = top_k.weights.masked_fill(~is_copy, 0.0).sum(1, keepdim=True)
+        if self.vectors is None or self.mixing is None:
+            return (x * factors).to(dtype or x.dtype)
+        num_tokens, count = x.shape[0], self.config.num_constant_experts
+        # A token selects an expert once at most, so that each element is written once, other than by zeros.
+        index = (top_k.experts - first_constant).clamp_min(0)
+        of_constants = top_k.weights.masked_fill(top_k.experts < first_constant, 0.0)
+        weights = of_constants.new_zeros(num_tokens, count).scatter_add(1, index, of_constants)
+        shares = linear(x, self.mixing.flatten(0, 1)).view(num_tokens, count, 2).softmax(2)
+        of_x, of_vectors = (shares * weights.unsqueeze(2)).unbind(2)
+        return (x * (factors + of_x.sum(1, keepdim=True)) + linear(of_vectors, self.vectors.t())).to(dtype or x.dtype)
+
+    @property
+    def declaration(self) -> Declaration:
+        """Declare logical names and saved tensors."""
+        return Declaration(
+            logical_names={"vectors": (None, "embed"), "mixing": (None, None, "embed")},
+            saved_tensors=self._saved_tensors,
+        )
+
+    def _saved_tensors(self, batch: int, length: int) -> dict[str, SavedTensor]:
+        """Describe the saved tensors; `MoE` declares the input and its factors, the router the expert ids."""
+        config = self.config
+
+        def saved(width: int, dtype: torch.dtype) -> SavedTensor:
+            return SavedTensor((batch, length, width), (*TOKEN_DIMS, None), dtype)
+
+        tensors = {"is_no_copy": saved(config.top_k, torch.bool)}
+        if self.vectors is not None:
+            count, wide = config.num_constant_experts, torch.promote_types(self.vectors.dtype, torch.float32)
+            tensors["is_no_constant"] = saved(config.top_k, torch.bool)
+            tensors["index"] = saved(config.top_k, torch.int64)
+            tensors["weights"] = saved(count, wide)
+            tensors["shares"] = saved(2 * count, wide)
+            tensors["of_vectors"] = saved(2 * count, wide)
+        return tensors
+
+
+class LatentProjection(nn.Module):
+    """Linear map between tokens and the rows of latent experts: x @ weight. All routed experts share it.
+
+    The projection "in", before the experts, has a `weight` [D, L], the projection "out", after their weighted sum,
+    [L, D]. What is sent to experts on other ranks has L elements per row.
+
+    Args:
+        config: config of the layer; L is its latent_size.
+        direction: "in" or "out".
+        **options: device and dtype of the parameter.
+
+    Source: NVIDIA Nemotron 3 (LatentMoE); Megatron-LM, `fc1_latent_proj` and `fc2_latent_proj`.
+    """
+
+    weight: Tensor
+
+    def __init__(self, config: MoEConfig, direction: Literal["in", "out"], **options: Any) -> None:
+        super().__init__()
+        self.direction = direction
+        sizes, self._names = (config.hidden_size, config.row_size), ("embed", "latent")
+        if direction == "out":
+            sizes, self._names = sizes[::-1], self._names[::-1]
+        self.weight = nn.Parameter(torch.empty(sizes, **options))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialize the weight so that the projection preserves the variance of its input."""
+        nn.init.normal_(self.weight, std=self.weight.shape[0] ** -0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Project rows.
+
+        Args:
+            x: ``(T, D)``, or ``(T, L)`` for "out", floating.
+
+        Returns:
+            ``(T, L)``, or ``(T, D)`` for "out", dtype of x. A row is bitwise independent of the other rows.
+        """
+        return gmm(x, self.weight.unsqueeze(0), torch.full((1,), x.shape[0], device=x.device))
+
+    @property
+    def declaration(self) -> Declaration:
+        """Declare logical names, the input dim and saved tensors."""
+        return Declaration(
+            logical_names={"weight": self._names},
+            input_dims={"weight": self._names[0]},
+            saved_tensors=self._saved_tensors,
+        )
+
+    def _saved_tensors(self, batch: int, length: int) -> dict[str, SavedTensor]:
+        """Describe the saved tensors; `MoE` declares the input of the projection "in"."""
+        saved = {"group_sizes": SavedTensor((1,), (None,), torch.int64)}
+        if self.direction == "out":
+            saved["input"] = SavedTensor((batch, length, self.weight.shape[0]), (*TOKEN_DIMS, None))
+        return saved

@@ -1,0 +1,1 @@
+"""What applies a plan to a module: parameters, hooks, FSDP2, tokens."""

@@ -1,0 +1,281 @@
+"""Hooks of a FSDP unit: gather parameters before its forward, free them after it, refill them before its backward.
+
+Autograd saves tensors and views that share the storage of a gathered parameter. The storage is freed, not the tensors;
+see `FreedStorage`.
+
+The order of events for one unit is
+
+1. forward pre-hook: all-gather, and the gathered tensors replace the DTensors as attributes;
+2. forward of the unit;
+3. forward hook: the DTensors are put back, the gathered storages freed, tensor hooks registered on the outputs;
+4. tensor hook, when the backward reaches the first output: all-gather again, into the storages that autograd has kept;
+5. backward of the unit and, for each parameter, of its all-gather in step 1, which reduces the gradient.
+
+Which parameters are gathered again is in the plan, and equal on all ranks. Whether autograd has kept a storage is not:
+the thread of a collective may hold its output for some time after the collective has ended, on one rank and not on
+another. It decides only what is done with the gathered values.
+
+If tensors of the output cannot be found, because they are in objects that are no pytree, nothing is freed in step 3,
+and parameters that an optimizer modifies before the backward are not noticed.
+
+Do not backpropagate from tensors captured by forward hooks inside the unit: such a backward reaches the freed
+parameters without passing an output of the unit, so that step 4 is skipped.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
+
+from maxmoe._torch import base_of_view, parameter_in_place, put_in_place, tree_leaves, version_of
+from maxmoe._torch.fsdp import make_root
+from maxmoe.parallel.plan.plan import ModulePlan, ParameterPlan
+from maxmoe.recompute.freed_storage import FreedStorage
+from maxmoe.recompute.selective import is_checkpointed
+from maxmoe.sharding.not_compiled import not_compiled
+from maxmoe.sharding.redistribute import Redistribution, redistribute_parameters
+
+
+class Place(NamedTuple):
+    """A parameter as the attribute `name` of the module that owns it, with its plan."""
+
+    owner: nn.Module
+    name: str
+    plan: ParameterPlan
+
+    def gather(self) -> Tensor:
+        """Gather the parameter again, which FSDP2 has replaced by its sharded or unsharded state in between."""
+        parameter = parameter_in_place(self.owner, self.name)
+        assert isinstance(parameter, DTensor)
+        (tensor,) = redistribute_parameters(
+            [parameter], [self.plan.gathering], [f"{self.plan.name}, again"], jointly=False
+        )
+        return tensor
+
+
+class ParameterHooks:
+    """Keeps the parameters of one FSDP unit gathered during its forward and its backward.
+
+    Args:
+        unit: plan of the unit, or of a block that reduces gradients.
+        fsdp_blocks: modules to which FSDP2 is applied, by their path.
+    """
+
+    def __init__(self, unit: ModulePlan, fsdp_blocks: Mapping[str, Any]) -> None:
+        self._places = []
+        for path, plan in (unit.reduced | unit.parameters).items():
+            owner, _, name = path.rpartition(".")
+            self._places.append(Place(unit.module.get_submodule(owner), name, plan))
+        blocks = dict.fromkeys(plan.fsdp_block for _, _, plan in self._places if plan.fsdp_block is not None)
+        self._fsdp_modules = [fsdp_blocks[path] for path in blocks]
+        self._fsdp_root = fsdp_blocks.get("")
+        self._stored: dict[str, Tensor | None] = {}
+        self._calls: list[UnitCall] = []  # several if the unit calls itself
+        self.num_gathers = 0
+
+    def keep_stored(self) -> None:
+        """Keep the parameters that the optimizer holds; called when FSDP2 has replaced them by their shards."""
+        self._stored = {plan.name: parameter_in_place(owner, name) for owner, name, plan in self._places}
+
+    @not_compiled
+    def gather(self, _unit: nn.Module, _arguments: tuple[Any, ...]) -> None:
+        """Forward pre-hook: replace the DTensor parameters by gathered plain tensors."""
+        if self._fsdp_root is not None:
+            make_root(self._fsdp_root)
+        self.num_gathers += 1
+        call = UnitCall()
+        self._calls.append(call)
+        # Keyed by the id of the parameter, so that a parameter that several children share is gathered once. All ranks
+        # gather in the order of the plans.
+        found: dict[int, tuple[DTensor, Place]] = {}
+        for place in self._places:
+            parameter = parameter_in_place(place.owner, place.name)
+            if isinstance(parameter, DTensor):  # else gathered by a unit whose forward calls this one
+                call.replaced.append((place.owner, place.name, parameter))
+                found.setdefault(id(parameter), (parameter, place))
+        parameters = [parameter for parameter, _ in found.values()]
+        gatherings = [_gathering_now(parameter, place.plan) for parameter, place in found.values()]
+        names = [place.plan.name for _, place in found.values()]
+        jointly = all(place.plan.reduced_by is not None for place in self._places)
+        tensors = redistribute_parameters(parameters, gatherings, names, jointly=jointly)
+        if _has_later_backward():
+            for tensor, (_, place) in zip(tensors, found.values(), strict=True):
+                self._remember(call, tensor, place)
+        gathered = dict(zip(found, tensors, strict=True))
+        for owner, name, parameter in call.replaced:
+            put_in_place(owner, name, gathered[id(parameter)])
+
+    def _remember(self, call: "UnitCall", tensor: Tensor, place: Place) -> None:
+        """Keep the version of a parameter for the backward, and where to gather it again, if it is gathered."""
+        stored = self._stored[place.plan.name]
+        assert stored is not None
+        version = ParameterVersion(place.plan.name, stored)
+        if not place.plan.is_gathered:
+            call.ungathered.append((tensor, version))
+        elif place.plan.is_saved:
+            call.gathered.append(GatheredParameter(tensor, place.gather, version))
+
+    @not_compiled
+    def free(self, _unit: nn.Module, _arguments: tuple[Any, ...], output: Any) -> None:
+        """Forward hook: put the DTensors back, free the gathered tensors, and refill them in the backward."""
+        if not self._calls:  # another hook has raised before `gather`
+            return
+        call = self._calls.pop()
+        call.put_back()
+        gathered, ungathered = call.gathered, call.ungathered  # both empty without a later backward
+        tensors = tensors_of(output) if gathered or ungathered else []
+        if not tensors:
+            return
+
+        def refill(_gradient: Tensor) -> None:
+            for tensor, version in ungathered:
+                if version.is_outdated:
+                    # Autograd has saved tensors that share memory with the local tensor or with FSDP's unsharded
+                    # parameter, and does not see that the optimizer modified them through the DTensor. With the version
+                    # incremented, autograd raises if the backward reads such a tensor.
+                    increment_version(tensor)
+            if not gathered or call.is_refilled:  # by the hook of another output
+                return
+            for parameter in gathered:
+                parameter.check_version()
+            call.is_refilled = True
+            # FSDP gathers its parameters in a hook on the output of its module. If that is an output of this unit too,
+            # FSDP's hook comes later. For parameters that are unsharded already, this does nothing.
+            for fsdp_module in self._fsdp_modules:
+                fsdp_module.unshard()
+            for parameter in gathered:
+                parameter.refill()
+
+        for gathered_parameter in gathered:
+            gathered_parameter.free()
+        for tensor in tensors:
+            # An in-place operation on a view replaces the history of the view, and with it the hook, by one that ends
+            # in that of the base.
+            for hooked in (tensor, base_of_view(tensor)):
+                if hooked is not None and hooked.requires_grad:
+                    hooked.register_hook(refill)  # type: ignore[no-untyped-call]
+
+    @property
+    def num_calls(self) -> int:
+        """Number of forwards of the unit that run now, one inside of the other."""
+        return len(self._calls)
+
+    def abandon(self, num_calls: int) -> None:
+        """Put the DTensors back that an interrupted forward has replaced, and leave the outer `num_calls` forwards."""
+        while len(self._calls) > num_calls:
+            self._calls.pop().put_back()
+
+
+@dataclasses.dataclass
+class UnitCall:
+    """Parameters of one forward of a unit.
+
+    Attributes:
+        replaced: parameters that are put back after the forward, with their modules and names.
+        gathered: gathered tensors for the backward.
+        ungathered: tensors that share memory with their parameters, and the versions of these.
+        is_refilled: whether the backward has gathered the parameters again.
+    """
+
+    replaced: list[tuple[nn.Module, str, Tensor]] = dataclasses.field(default_factory=list)
+    gathered: list["GatheredParameter"] = dataclasses.field(default_factory=list)
+    ungathered: list[tuple[Tensor, "ParameterVersion"]] = dataclasses.field(default_factory=list)
+    is_refilled: bool = False
+
+    def put_back(self) -> None:
+        """Put the DTensors in the place of the gathered tensors."""
+        for owner, name, parameter in self.replaced:
+            put_in_place(owner, name, parameter)
+
+
+def tensors_of(output: Any) -> list[Tensor]:
+    """Return the tensors of an output; none if it has an object in which there may be others."""
+    tensors, values = [], list(tree_leaves(output))
+    while values:
+        value = values.pop()
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif dataclasses.is_dataclass(value):
+            for field in dataclasses.fields(value):
+                values += tree_leaves(getattr(value, field.name, None))
+        elif not isinstance(value, bool | int | float | complex | str | bytes | torch.dtype | torch.device | None):
+            return []
+    return tensors
+
+
+class ParameterVersion:
+    """Version of a parameter in the forward, to check in the backward that it has not been modified."""
+
+    def __init__(self, name: str, parameter: Tensor) -> None:
+        self.name = name
+        self._parameter = parameter
+        self._versions = _versions(parameter)
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the parameter has been modified since the forward."""
+        return _versions(self._parameter) != self._versions
+
+
+@torch.no_grad()
+def _versions(parameter: Tensor) -> tuple[int, int]:
+    """Return the versions of a DTensor and of its local tensor, because optimizers modify either in place."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return version_of(parameter), version_of(local)
+
+
+class GatheredParameter:
+    """A gathered parameter whose storage is freed between forward and backward; `gather` gathers it again."""
+
+    def __init__(self, tensor: Tensor, gather: Callable[[], Tensor], version: ParameterVersion) -> None:
+        self._storage = FreedStorage(tensor)
+        self._gather = gather
+        self._version = version
+
+    def free(self) -> None:
+        """Free the storage."""
+        self._storage.free()
+
+    def check_version(self) -> None:
+        """Raise, on every rank and before any collective, if the parameter has been modified since the forward."""
+        if self._version.is_outdated:
+            raise RuntimeError(
+                f"{self._version.name} is needed for gradient computation, but has been modified by an inplace "
+                "operation since the forward: call backward before optimizer.step()"
+            )
+
+    @torch.no_grad()
+    def refill(self) -> None:
+        """Gather the parameter again, and fill the storage if tensors still share it on this rank."""
+        values = self._gather()
+        if self._storage.is_needed:
+            self._storage.fill(values)
+
+
+def _has_later_backward() -> bool:
+    """Return whether a backward of this forward may follow after other modules have run.
+
+    Not under activation checkpointing: the forward saves nothing, and the saved tensors of the recomputation are used
+    at once, so that freeing them would gather every parameter a third time.
+    """
+    return torch.is_grad_enabled() and not is_checkpointed()
+
+
+def _gathering_now(parameter: DTensor, plan: ParameterPlan) -> Redistribution:
+    """Return the redistribution of a parameter before a forward, gathered by FSDP2 or not.
+
+    FSDP2 has not gathered it in a call of a module inside of the one that does. If `parallelize` got a wrapper around a
+    model, such as a PeftModel, `generate` calls the model without the wrapper.
+    """
+    if plan.fsdp_block is None or parameter.placements != plan.stored.placements:
+        return plan.gathering
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{plan.name} is gathered in the forward of {plan.fsdp_block or 'the module given to parallelize'}, got a "
+            "call of a module inside of it: call that module, or this one under torch.no_grad()"
+        )
+    return plan.gathering_without_fsdp

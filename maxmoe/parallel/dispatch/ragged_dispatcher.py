@@ -1,0 +1,239 @@
+"""Ragged all-to-all: every routed row is sent to the rank of its expert, and its output is sent back."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from maxmoe.declaration import SavedTensor
+from maxmoe.nn.dispatcher import Dispatched, Dispatcher, Future
+from maxmoe.nn.routing import TopK
+from maxmoe.ops import RaggedPlan, ragged_sort, ragged_unsort
+from maxmoe.parallel.dispatch.collectives import all_gather_counts, ragged_all_to_all
+from maxmoe.parallel.dispatch.expert_ranks import ExpertLayout, ExpertRanks, weights_of_rows, without_last_rows
+from maxmoe.parallel.dispatch.lent_experts import LentExperts
+from maxmoe.parallel.dispatch.planned_dispatch import PlannedDispatch
+from maxmoe.recompute.freed_storage import Recomputation
+from maxmoe.sharding.planned_collective import PlannedCollective
+
+
+class Splits(NamedTuple):
+    """Numbers of rows that this rank sends to each rank and receives from it.
+
+    Attributes:
+        routed: number of rows for each rank, dropped rows included.
+        send: number of rows that are sent to each rank.
+        receive: number of rows that are received from each rank.
+    """
+
+    routed: list[int]
+    send: list[int]
+    receive: list[int]
+
+
+def splits_of(matrix: Tensor, rank: int, max_rows: int | None = None) -> Splits:
+    """Compute the splits of a rank.
+
+    If a rank would receive more than `max_rows` rows, it accepts them in the order of the sending ranks, and the rows
+    past the bound are dropped.
+
+    Args:
+        matrix: ``(P, P)``, int64 on the host: rows of each rank (first dim) for the experts of each rank.
+        rank: number of the rank in the group.
+        max_rows: bound on the rows that a rank receives; None for no bound.
+
+    Returns:
+        The splits.
+
+    Source: MaxText, `get_all_to_all_params` and its `ragged_buffer_factor`.
+    """
+    accepted = matrix
+    if max_rows is not None:
+        filled = matrix.cumsum(0).clamp_max(max_rows)
+        accepted = filled.diff(dim=0, prepend=filled.new_zeros(1, filled.shape[1]))
+    return Splits(matrix[rank].tolist(), accepted[rank].tolist(), accepted[:, rank].tolist())
+
+
+class RaggedCounts(NamedTuple):
+    """Counts of a chunk.
+
+    Attributes:
+        plan: plan of this rank's rows, sorted by the rank of their expert and by expert.
+        rows: ``(P, E)``, int64, number of rows of each rank for each expert, in the order of the ranks.
+        host_rows: `rows` on the host.
+        facts: ``(P, n)``, int64 on the host, numbers that each rank has added to its counts: first its number of slots.
+    """
+
+    plan: RaggedPlan
+    rows: Tensor
+    host_rows: Tensor
+    facts: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaggedDispatched(Dispatched):
+    """The input of this rank's experts, with the values that `RaggedAllToAll.combine` needs.
+
+    Attributes:
+        local: input of the local experts, from the local dispatcher.
+        splits: splits of the all-to-all that sent the rows.
+        sending: plan that sorted the rows before the all-to-all.
+        foreign: experts of other ranks that this rank computes as well; `plan` has the rows of its own ones.
+    """
+
+    local: Dispatched
+    splits: Splits
+    sending: RaggedPlan
+    foreign: LentExperts | None = None
+
+    def compute(self, experts: Callable[..., Tensor]) -> Tensor:
+        """Call `Experts` with this input, and with the foreign experts if there are any."""
+        foreign = () if self.foreign is None else (self.foreign,)
+        return experts(self.x, self.weights, self.plan, *foreign)
+
+
+class SentRows(NamedTuple):
+    """Rows of a chunk on their way.
+
+    Attributes:
+        rows: waits for the rows ``(R, D)`` that this rank receives.
+        weights: waits for their routing weights ``(R, 1)``.
+        plan: plan that has sorted the rows that this rank sends.
+        splits: splits of the all-to-all.
+    """
+
+    rows: Future[Tensor]
+    weights: Future[Tensor]
+    plan: RaggedPlan
+    splits: Splits
+
+
+@dataclass(frozen=True)
+class RaggedAllToAll:
+    """All-to-all of the routed rows with their weights, and of the weighted outputs back.
+
+    1. Plan: a counting sort of the T * K slots by the rank of their expert, and by expert.
+    2. Counts: an all-gather of the row counts, once for all chunks, from which every rank computes its splits.
+    3. Sort: tokens ``(T, D)`` become rows ``(S, D)`` in the order of the plan, S the sum of the rows to send.
+    4. All-to-all: rows ``(S, D)`` and weights ``(S, 1)`` become ``(R, D)``, ``(R, 1)``, R the rows that are received.
+    5. The local dispatcher sorts the received rows by expert. The experts compute and weight them: ``(R, D)``.
+    6. All-to-all in the opposite direction: ``(R, D)`` to ``(S, D)``.
+    7. Unsort: each token sums its K rows, ``(T, D)``. Nothing of size ``(T, K, D)`` is saved for the backward.
+
+    Args:
+        local: dispatcher to the experts of this rank, with K = 1.
+        ranks: the ranks that share the experts.
+
+    Source: MaxText, `ragged_all_to_all`; torchtitan and Megatron-LM "alltoall".
+    """
+
+    keeps_sequences: ClassVar[bool] = False
+    has_partial_outputs: ClassVar[bool] = True
+    moves_experts: ClassVar[bool] = False
+
+    local: Dispatcher[Any, int]
+    ranks: ExpertRanks
+
+    def exchange_counts(self, chunks: Sequence[TopK], num_sequences: int) -> list[RaggedCounts]:
+        """Sort the slots and all-gather the number of rows for every expert: steps 1 and 2."""
+        plans = [self.ranks.plan(chunk) for chunk in chunks]
+        counts = [
+            torch.cat([plan.group_sizes, plan.group_sizes.new_tensor(self._facts(chunk))])
+            for plan, chunk in zip(plans, chunks, strict=True)
+        ]
+        num_experts = self.ranks.size * self.ranks.experts.count
+        device, host = (
+            gathered.tensor_split(len(plans), dim=1)
+            for gathered in all_gather_counts(torch.cat(counts), self.ranks.group.group_name)
+        )
+        return [
+            RaggedCounts(plan, rows[:, :num_experts], host_rows[:, :num_experts], host_rows[:, num_experts:])
+            for plan, rows, host_rows in zip(plans, device, host, strict=True)
+        ]
+
+    def dispatch(self, x: Tensor, top_k: TopK, counts: RaggedCounts) -> Future[RaggedDispatched]:
+        """Start the all-to-all of the rows of x ``(T, D)`` to the ranks of their experts: steps 3 to 5."""
+        splits = self._splits(counts)
+        sent = self.send(x, top_k, without_last_rows(counts.plan, splits.routed, splits.send), splits)
+        expert_ids = self._expert_ids(counts.rows, splits.receive)
+        return lambda: self.receive(sent, expert_ids, self.local)
+
+    def send(self, x: Tensor, top_k: TopK, plan: RaggedPlan, splits: Splits) -> SentRows:
+        """Start the all-to-all of the rows of a plan and of their weights."""
+        rows = self._sent(ragged_sort(x, plan), splits)
+        return SentRows(rows, self._sent(weights_of_rows(top_k.weights, plan.slots), splits), plan, splits)
+
+    def receive(self, sent: SentRows, expert_ids: Tensor, local: Dispatcher[Any, int]) -> RaggedDispatched:
+        """Wait for the rows, which `local` dispatches to `expert_ids` ``(R, 1)``."""
+        plan, splits, rows = sent.plan, sent.splits, sent.rows()
+        dispatched: Dispatched = local.dispatch(rows, TopK(sent.weights(), expert_ids), 1)()
+        again = Recomputation(rows, lambda x: self._sent(ragged_sort(x(), plan), splits))
+        return RaggedDispatched(
+            x=dispatched.x,
+            weights=dispatched.weights,
+            plan=dispatched.plan,
+            dropped=plan.dropped,
+            recomputations=(again, *dispatched.recomputations),
+            local=dispatched,
+            splits=splits,
+            sending=plan,
+        )
+
+    def combine(self, outputs: Tensor, dispatched: RaggedDispatched) -> Future[Tensor]:
+        """Start the all-to-all of the outputs back to the ranks of their tokens: steps 6 and 7."""
+        splits, sending = dispatched.splits, dispatched.sending
+        weighted = self.local.combine(outputs, dispatched.local)()
+        rows = ragged_all_to_all(weighted, splits.receive, splits.send, self.ranks.group)
+        return lambda: ragged_unsort(rows(), sending)
+
+    def _sent(self, rows: Tensor, splits: Splits) -> Future[Tensor]:
+        return ragged_all_to_all(rows, splits.send, splits.receive, self.ranks.group)
+
+    def _facts(self, chunk: TopK) -> list[int]:
+        """Return the numbers that are exchanged with the row counts of a chunk."""
+        return [chunk.experts.numel()]
+
+    def _splits(self, counts: RaggedCounts) -> Splits:
+        matrix = counts.host_rows.reshape(self.ranks.size, self.ranks.size, self.ranks.experts.count).sum(2)
+        max_rows = self.ranks.experts.max_rows(int(counts.facts[:, 0].sum()), self.ranks.buffer_factor)
+        return splits_of(matrix, self.ranks.group.rank(), max_rows)
+
+    def _expert_ids(self, counts: Tensor, receive: Sequence[int]) -> Tensor:
+        """Return the expert ``(R, 1)`` of each received row: the rows of a rank are in the order of their experts."""
+        experts = self.ranks.experts
+        first = self.ranks.group.rank() * experts.count
+        ends = counts[:, first : first + experts.count].cumsum(1)
+        ends = ends.clamp_max(torch.tensor(receive, device=counts.device).unsqueeze(1))
+        lengths = ends.diff(dim=1, prepend=ends.new_zeros(len(receive), 1)).flatten()
+        ids = torch.arange(experts.count, device=counts.device) + experts.first
+        return ids.repeat(len(receive)).repeat_interleave(lengths, output_size=sum(receive)).unsqueeze(1)
+
+    @classmethod
+    def dispatcher(cls, layout: ExpertLayout) -> "RaggedAllToAll":
+        """Make the dispatcher of this process."""
+        return cls(layout.local_dispatcher(is_bounded=False), layout.ranks())
+
+    @staticmethod
+    def planned_collectives(tokens: PlannedDispatch) -> Iterator[PlannedCollective]:
+        """List the collectives of a training step."""
+        yield tokens.counts(tokens.num_chunks * (tokens.num_group_experts + 1))
+        for chunk in tokens.chunks():
+            yield from planned_rows(chunk)
+
+    @staticmethod
+    def planned_saved_tensors(tokens: PlannedDispatch) -> Iterator[SavedTensor]:
+        """List the saved tensors of a training step that no module declares, with their shapes on this rank."""
+        num_rows = tokens.num_group_rows
+        yield SavedTensor((num_rows + tokens.num_slots,), (None,), torch.int64)  # slots and rows of the sending plan
+        yield from tokens.saved_input(num_rows)
+        yield from tokens.saved_by_local_dispatcher(num_rows, top_k=1)
+
+
+def planned_rows(tokens: PlannedDispatch) -> Iterator[PlannedCollective]:
+    """List the collectives of the rows of one chunk."""
+    row_size, num_rows = tokens.config.row_size, tokens.num_group_rows
+    yield from tokens.rows("tokens to experts", "all-to-all", (num_rows, row_size), is_input=True)
+    yield from tokens.rows("routing weights", "all-to-all", (num_rows,), tokens.weights_dtype)
+    yield from tokens.rows("outputs of experts", "all-to-all", (num_rows, row_size))

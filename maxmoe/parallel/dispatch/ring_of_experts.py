@@ -1,0 +1,142 @@
+"""Ring of experts: all-gather of the tokens, local experts on every rank, reduce-scatter of the partial sums.
+
+Shapes: T tokens of this rank, K top_k, D hidden_size, P ranks that share the experts, G tokens of all P ranks.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from maxmoe.declaration import SavedTensor
+from maxmoe.nn.dispatcher import Dispatched, Dispatcher, Future
+from maxmoe.nn.routing import TopK
+from maxmoe.parallel.dispatch.collectives import all_gather_counts, all_gather_rows, reduce_scatter_rows
+from maxmoe.parallel.dispatch.expert_ranks import ExpertLayout
+from maxmoe.parallel.dispatch.planned_dispatch import PlannedDispatch
+from maxmoe.recompute.freed_storage import Recomputation
+from maxmoe.sharding.planned_collective import PlannedCollective
+
+
+class RingCounts(NamedTuple):
+    """Counts of a chunk.
+
+    Attributes:
+        tokens: number of tokens of every rank.
+        num_sequences: number of sequences of all ranks.
+    """
+
+    tokens: list[int]
+    num_sequences: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingDispatched(Dispatched):
+    """The input of this rank's experts, with the values that `RingOfExperts.combine` needs.
+
+    Attributes:
+        local: input of the local experts, from the local dispatcher.
+        counts: number of tokens of every rank.
+    """
+
+    local: Dispatched
+    counts: list[int]
+
+
+@dataclass(frozen=True)
+class RingOfExperts:
+    """All-gather of the tokens over the ranks that share the experts, reduce-scatter of the outputs.
+
+    1. Counts: an all-gather of the number of tokens of each rank, once for all chunks.
+    2. All-gather: tokens ``(T, D)``, weights and expert ids ``(T, K)`` become ``(G, D)``, ``(G, K)``.
+    3. The local dispatcher selects the slots of this rank's experts, which compute them.
+    4. The outputs ``(G, D)`` are partial: each rank's sums include its own experts only.
+    5. Reduce-scatter: ``(G, D)`` to ``(T, D)``.
+
+    Args:
+        local: dispatcher to the experts of this rank, of the same kind on all ranks.
+        group: the ranks that share the experts.
+        needs_sequences: whether `local` must know where sequences begin.
+
+    Source: MaxText, `use_ring_of_experts`; DeepSpeed-Megatron "AG-RS".
+    """
+
+    keeps_sequences: ClassVar[bool] = True
+    has_partial_outputs: ClassVar[bool] = True
+    moves_experts: ClassVar[bool] = False
+
+    local: Dispatcher[Any, int]
+    group: dist.ProcessGroup
+    needs_sequences: bool = False
+
+    def __deepcopy__(self, _memo: object) -> "RingOfExperts":
+        """Copies of a layer share the group, which cannot be copied."""
+        return self
+
+    def exchange_counts(self, chunks: Sequence[TopK], num_sequences: int) -> list[RingCounts]:
+        """All-gather the number of tokens of each chunk, and of sequences: step 1."""
+        sizes = [*(chunk.experts.shape[0] for chunk in chunks), num_sequences]
+        counts = torch.tensor(sizes, device=chunks[0].experts.device)
+        gathered = all_gather_counts(counts, self.group.group_name)[1]
+        num_tokens, sequences = gathered[:, :-1], gathered[:, -1].tolist()
+        totals = zip(num_tokens.sum(1).tolist(), sequences, strict=True)
+        lengths = sorted({total // number for total, number in totals if total})
+        if self.needs_sequences and len(lengths) > 1:
+            raise ValueError(f"capacity_factor needs sequences of one length on all ranks, got {lengths}")
+        return [RingCounts(tokens, sum(sequences)) for tokens in num_tokens.t().tolist()]
+
+    def dispatch(self, x: Tensor, top_k: TopK, counts: RingCounts) -> Future[RingDispatched]:
+        """Start the all-gather of x ``(T, D)``, expert ids and weights: steps 2 and 3."""
+        tokens = all_gather_rows(x, counts.tokens, self.group)
+        weights = all_gather_rows(top_k.weights, counts.tokens, self.group)
+        experts = all_gather_rows(top_k.experts.to(torch.int32), counts.tokens, self.group)
+
+        def arrive() -> RingDispatched:
+            gathered = TopK(weights(), experts().to(torch.int64))
+            arrived = tokens()
+            local: Dispatched = self.local.dispatch(arrived, gathered, counts.num_sequences)()
+            again = Recomputation(arrived, lambda x: all_gather_rows(x(), counts.tokens, self.group))
+            return RingDispatched(
+                x=local.x,
+                weights=local.weights,
+                plan=local.plan,
+                dropped=local.dropped,
+                recomputations=(again, *local.recomputations),
+                local=local,
+                counts=counts.tokens,
+            )
+
+        return arrive
+
+    def combine(self, outputs: Tensor, dispatched: RingDispatched) -> Future[Tensor]:
+        """Start the reduce-scatter of the outputs: steps 4 and 5."""
+        partial_sums = self.local.combine(outputs, dispatched.local)()
+        return reduce_scatter_rows(partial_sums, dispatched.counts, self.group)
+
+    @classmethod
+    def dispatcher(cls, layout: ExpertLayout) -> "RingOfExperts":
+        """Make the dispatcher of this process."""
+        needs_sequences = layout.config.capacity_factor is not None
+        return cls(layout.local_dispatcher(), layout.group(), needs_sequences)
+
+    @staticmethod
+    def planned_collectives(tokens: PlannedDispatch) -> Iterator[PlannedCollective]:
+        """List the collectives of a training step."""
+        row_size, top_k = tokens.config.row_size, tokens.config.top_k
+        yield tokens.counts(tokens.num_chunks + 1)
+        for chunk in tokens.chunks():
+            gathered = chunk.num_ranks * chunk.num_tokens
+            yield from chunk.rows("tokens to experts", "all-gather", (gathered, row_size), is_input=True)
+            yield from chunk.rows("routing weights", "all-gather", (gathered, top_k), chunk.weights_dtype)
+            yield from chunk.rows("expert ids", "all-gather", (gathered, top_k), torch.int32, has_gradient=False)
+            yield from chunk.rows("outputs of experts", "reduce-scatter", (gathered, row_size))
+
+    @staticmethod
+    def planned_saved_tensors(tokens: PlannedDispatch) -> Iterator[SavedTensor]:
+        """List the saved tensors of a training step that no module declares, with their shapes on this rank."""
+        gathered = tokens.num_ranks * tokens.num_tokens
+        yield from tokens.saved_input(gathered)
+        yield from tokens.saved_by_local_dispatcher(gathered, tokens.config.top_k)

@@ -1,0 +1,1 @@
+"""The plan of `parallelize`: what is stored where, what is gathered, and how tokens reach experts."""

@@ -1,0 +1,201 @@
+"""Plan of the dispatch of a layer: the mesh axes over which its experts are sharded, and the strategy."""
+
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+from maxmoe.config import MoEConfig
+from maxmoe.declaration import EXPERT_TOKEN_DIMS
+from maxmoe.nn import ExpertRunner, TensorParallelRegion
+from maxmoe.parallel.apply.sharded_tokens import ShardedTokens, activation_spec
+from maxmoe.parallel.dispatch import (
+    ExpertLayout,
+    LeastLoaded,
+    LocalStrategy,
+    PartialSums,
+    RaggedAllGather,
+    RaggedAllToAll,
+    RingOfExperts,
+    Strategy,
+)
+from maxmoe.parallel.plan.parameter_sharding import ParameterSharding
+from maxmoe.sharding.not_compiled import not_compiled
+from maxmoe.sharding.rules import LogicalRules
+
+Dispatch: TypeAlias = Literal["auto", "ring_of_experts", "ragged_all_to_all", "least_loaded", "gather_weights"]
+
+# The class of each strategy if tokens are communicated, and if all ranks of the experts hold the same tokens.
+STRATEGIES: dict[Dispatch, tuple[type[Strategy], type[Strategy]]] = {
+    "ring_of_experts": (RingOfExperts, LocalStrategy),
+    "ragged_all_to_all": (RaggedAllToAll, RaggedAllGather),
+    "least_loaded": (LeastLoaded, RaggedAllGather),
+    "gather_weights": (LocalStrategy, LocalStrategy),
+}
+
+
+class MeshExpertRunner(ExpertRunner):
+    """An `ExpertRunner` that is not compiled: with most strategies, shapes depend on the rows that other ranks send."""
+
+    run = not_compiled(ExpertRunner.run)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DispatchPlan(ExpertLayout):
+    """Plan of the dispatch of one layer.
+
+    Args:
+        strategy: dispatch strategy, given or chosen. Without `expert_axes`, all experts are computed on every rank.
+        reason: reason for the strategy.
+        tensor_parallel_axes: mesh axes over which each expert is computed in parts.
+        embed_axes: mesh axes that shard the residual stream to which the layer adds its output.
+        shared_is_partial: whether the shared experts are computed in parts over the same axes as the routed experts.
+    """
+
+    strategy: Dispatch = "gather_weights"
+    reason: str = "given"
+    tensor_parallel_axes: tuple[str, ...] = ()
+    embed_axes: tuple[str, ...] = ()
+    shared_is_partial: bool = False
+
+    @property
+    def strategy_class(self) -> type[Strategy]:
+        """The class of the strategy."""
+        communicating, replicated = STRATEGIES[self.strategy]
+        return communicating if self.token_axes else replicated
+
+    def num_chunks(self, asked_for: int) -> int:
+        """Return the number of chunks of the tokens: one if there is no communication to overlap with the experts."""
+        return 1 if self.strategy_class is LocalStrategy else asked_for
+
+    @property
+    def replicated_axes(self) -> tuple[str, ...]:
+        """Axes over which experts are sharded and all ranks hold the same tokens."""
+        return tuple(axis for axis in self.expert_axes if axis not in self.token_axes)
+
+    @property
+    def partial_axes(self) -> tuple[str, ...]:
+        """Axes over which the ranks compute parts of the layer for the same tokens."""
+        parts = (*self.replicated_axes, *self.tensor_parallel_axes)
+        return tuple(axis for axis in self.mesh.axes if axis in parts)
+
+    @property
+    def sum_axes(self) -> tuple[str, ...]:
+        """Axes over which the outputs of the layer are all-reduced."""
+        whole = () if self.strategy_class.has_partial_outputs else self.expert_axes
+        return tuple(axis for axis in self.partial_axes if axis not in whole)
+
+    def runner(self, num_chunks: int) -> ExpertRunner:
+        """Make the runner of this process, with `num_chunks` chunks if there is communication to overlap."""
+        return MeshExpertRunner(self.strategy_class.dispatcher(self), self.region(), self.num_chunks(num_chunks))
+
+    def region(self) -> TensorParallelRegion:
+        """Make the tensor-parallel region of this process."""
+        return self.partial_sums if self.partial_axes or self.embed_axes else TensorParallelRegion()
+
+    @property
+    def partial_sums(self) -> PartialSums:
+        """The parts of the layer that ranks compute for the same tokens."""
+        drops = self.config.buffer_factor is not None or self.config.capacity_factor is not None
+        return PartialSums(
+            self.mesh,
+            self.partial_axes,
+            self.sum_axes,
+            dropped_axes=self.replicated_axes if drops and self.strategy_class.has_partial_outputs else (),
+            embed_axes=self.embed_axes,
+            shared_is_partial=self.shared_is_partial,
+            routed_is_partial=self.config.latent_size is None,
+        )
+
+
+def check_dispatch(dispatch: str) -> None:
+    """Raise for an unknown dispatch strategy."""
+    known = ("auto", *STRATEGIES)
+    if dispatch not in known:
+        raise ValueError(f"dispatch must be one of {', '.join(map(repr, known))}, got {dispatch!r}")
+
+
+def plan_dispatch(
+    local: DispatchPlan, stacked: ParameterSharding, rules: LogicalRules, tokens: ShardedTokens, dispatch: Dispatch
+) -> DispatchPlan:
+    """Plan the dispatch of a layer.
+
+    Experts are sharded over the axes that the rules `exp` and `activation_exp` share. Tokens are communicated over
+    those of these axes that shard the tokens outside of the layer. Raises if an axis does not divide the number of
+    experts, or if the experts of a rank would not be consecutive.
+
+    Args:
+        local: plan of a layer that communicates no tokens: each rank computes all experts.
+        stacked: sharding of a parameter whose first dim is the expert dim.
+        rules: rules that map logical names to mesh axes.
+        tokens: token group, with the mesh axes that shard the tokens.
+        dispatch: strategy, or "auto".
+    """
+    config, mesh = local.config, local.mesh
+    if dispatch == "gather_weights":
+        return local
+    *_, of_activation = activation_spec(EXPERT_TOKEN_DIMS, mesh, rules)
+    for drop in stacked.dropped:
+        if drop.dim == 0 and drop.axis in of_activation:
+            raise ValueError(
+                f"num_experts must be divisible by the axes {of_activation} of the rule 'activation_exp': "
+                f"{drop.reason}; dispatch='gather_weights' takes any number"
+            )
+    of_weights = stacked.sharding.spec[0]
+    axes = tuple(axis for axis in of_weights if axis in of_activation)
+    if axes != of_weights[: len(axes)]:
+        raise ValueError(
+            f"the rule 'exp' must have the axes of 'activation_exp' {axes} before all others, got {of_weights}: "
+            "the experts of a rank would not be neighbours"
+        )
+    if not axes:
+        return replace(local, reason="no axis of the mesh is one of 'activation_exp'")
+    token_axes = tuple(axis for axis in axes if axis in tokens.axes)
+    strategy, reason = _chosen(replace(local, expert_axes=axes, token_axes=token_axes))
+    if dispatch != "auto":
+        reason = "given" if dispatch == strategy else f"given; auto takes {strategy}: {reason}"
+        strategy = dispatch
+    plan = replace(local, strategy=strategy, reason=reason, expert_axes=axes, token_axes=token_axes)
+    if config.capacity_factor is not None and not plan.strategy_class.keeps_sequences:
+        able = [name for name, (communicating, _) in STRATEGIES.items() if communicating.keeps_sequences]
+        raise ValueError(
+            f"dispatch must be {' or '.join(map(repr, able))} with capacity_factor ({config.capacity_factor}), got "
+            f"{strategy!r}, which sends rows without their sequences"
+        )
+    if plan.strategy_class.moves_experts:
+        _check_movable(config, strategy)
+    return plan
+
+
+def _check_movable(config: MoEConfig, strategy: Dispatch) -> None:
+    """Raise for experts whose rows cannot be computed on several ranks, and for a bound that drops rows."""
+    if config.implementation != "sparse":
+        raise ValueError(
+            f"{strategy} computes the rows of an expert on several ranks: implementation must be 'sparse', "
+            f"got {config.implementation!r}"
+        )
+    if config.buffer_factor is not None:
+        raise ValueError(f"{strategy} drops no rows: buffer_factor must be None, got {config.buffer_factor}")
+
+
+def _chosen(plan: DispatchPlan) -> tuple[Dispatch, str]:
+    """Choose the strategy that sends fewer elements per rank: 2(P-1)TD in a ring, 2K(P-1)TD/P in a ragged all-to-all.
+
+    If experts are sharded over replicated axes as well, a rank sends only the rows whose experts are in its group. With
+    zero, copy and constant experts, K counts the experts of a token that compute a row if routing is balanced.
+    """
+    config, num_ranks = plan.config, plan.mesh.size(*plan.token_axes)
+    if config.implementation == "dense":
+        return "ring_of_experts", "the dense implementation computes every token that comes"
+    if not plan.token_axes:
+        if config.top_k == 1 and not config.num_shared_experts and not plan.embed_axes:
+            return (
+                "ragged_all_to_all",
+                "all ranks hold the same tokens: gathering one row of each is half an all-reduce",
+            )
+        return "ring_of_experts", "all ranks hold the same tokens: one all-reduce"
+    rows, share = f"top_k ({config.top_k}) rows", config.num_experts / config.num_selectable_experts
+    if share < 1:
+        rows = f"{config.top_k * share:.3g} of {rows}"
+    # In a search, the size of the mesh is a `Sizes`, which must be on the left of a comparison with a float.
+    if plan.mesh.size(*plan.expert_axes) > config.top_k * share:
+        return "ragged_all_to_all", f"{rows} of a token are fewer bytes than {num_ranks} copies"
+    return "ring_of_experts", f"{num_ranks} copies of a token are no more bytes than {rows}"

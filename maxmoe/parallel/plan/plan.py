@@ -1,0 +1,234 @@
+"""Plan of `parallelize`: shardings, collectives and dispatch of each module of a model."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from maxmoe.nn import Checkpointed, MoE
+from maxmoe.parallel.apply.sharded_tokens import ShardedTokens
+from maxmoe.parallel.apply.tensor_parallel_hooks import ResidualReaderHook, TensorParallelHooks
+from maxmoe.parallel.plan.dispatch_plan import DispatchPlan
+from maxmoe.parallel.plan.parameter_sharding import ParameterSharding
+from maxmoe.sharding.mesh import Mesh
+from maxmoe.sharding.named_sharding import NamedSharding
+from maxmoe.sharding.planned_collective import PlannedCollective, planned_joint_steps, planned_steps
+from maxmoe.sharding.redistribute import Redistribution
+
+
+@dataclass(frozen=True)
+class ParameterPlan:
+    """Shardings of a parameter from storage to use, and of its gradient back.
+
+        value:     stored -- FSDP --> unsharded -- FSDP unit --> used
+        gradient:  grad_used -- FSDP unit --> grad_unsharded -- FSDP --> stored
+
+    Without FSDP, `unsharded` is `stored` and `grad_unsharded` is not partial. With FSDP, all sums of the gradient over
+    axes that replicate the parameter are left to FSDP, which adds up the shards.
+
+    Args:
+        name: path of the parameter in the model.
+        parameter: logical names, shape, dtype and stored sharding of the parameter.
+        unsharded: sharding after FSDP has gathered the parameter, before the forward of the FSDP unit.
+        used: sharding in the forward of the FSDP unit, over tensor-parallel axes and the axes of experts only.
+        grad_used: sharding of the gradient in the backward of the FSDP unit: partial over the axes whose ranks hold
+            different tokens or compute different parts.
+        grad_unsharded: sharding of the gradient after the reduction by the FSDP unit: partial over the axes of FSDP.
+        fsdp_unit: path of the module that gathers the parameter; "" for the whole model.
+        reduced_by: path of the module that reduces the gradient, together with gradients of other parameters: the FSDP
+            unit, or the block for a parameter that nothing gathers. None for a gradient that is reduced alone.
+        fsdp_block: path of the block with which FSDP gathers the parameter, "" for the rest of the model; None without
+            FSDP.
+        is_trained: whether the parameter requires a gradient; a frozen one has no gradient and no optimizer state.
+        is_saved: whether the backward of the modules reads the parameter, so that the FSDP unit gathers it again. What
+            autograd has really saved does not count: it would be asked on each rank alone.
+    """
+
+    name: str
+    parameter: ParameterSharding
+    unsharded: NamedSharding
+    used: NamedSharding
+    grad_used: NamedSharding
+    grad_unsharded: NamedSharding
+    fsdp_unit: str
+    reduced_by: str | None
+    fsdp_block: str | None
+    is_trained: bool = True
+    is_saved: bool = True
+
+    @property
+    def stored(self) -> NamedSharding:
+        """Sharding between steps, in checkpoints and in the optimizer."""
+        return self.parameter.sharding
+
+    @property
+    def fsdp_axes(self) -> tuple[str, ...]:
+        """Axes over which FSDP reduces the gradient, the one that shards the parameter last; none without FSDP."""
+        return self.grad_unsharded.partial
+
+    @property
+    def fsdp_group(self) -> str | None:
+        """Name of the parameters with which FSDP gathers and reduces this one in one collective; None without FSDP."""
+        return None if self.fsdp_block is None else " ".join((self.fsdp_block, *self.fsdp_axes))
+
+    @property
+    def gathering(self) -> Redistribution:
+        """Redistribution of the parameter by the FSDP unit before its forward, and of the gradient in the backward."""
+        return Redistribution((self.unsharded, self.used), (self.grad_used, self.grad_unsharded))
+
+    @property
+    def gathering_without_fsdp(self) -> Redistribution:
+        """Redistribution of the parameter, in a forward for which FSDP has not gathered it."""
+        return Redistribution((self.stored, self.used), (self.grad_used, self.stored))
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the FSDP unit gathers the parameter."""
+        return self.unsharded != self.used
+
+    def bytes(self, sharding: NamedSharding) -> int:
+        """Compute the number of bytes of each rank's shard of the parameter in a sharding."""
+        return sharding.bytes(self.parameter.shape, self.parameter.dtype)
+
+    def planned_collectives(self, num_calls: int = 1) -> Iterator[PlannedCollective]:
+        """List the collectives of the parameter in a training step, in which its FSDP unit runs `num_calls` times.
+
+        Without the reductions of gradients by the FSDP unit or the block, see `ModulePlan.planned_reductions`.
+        """
+        tensor = self.parameter.shape, self.parameter.dtype
+        forward, backward = "weights, forward", "weights, backward"
+        for purpose in (forward, backward) if self.is_saved else (forward,):
+            for _ in range(num_calls):
+                yield from planned_steps(purpose, self.unsharded, self.used, *tensor)
+        for purpose in (forward, backward):
+            for item in planned_steps(purpose, self.stored, self.unsharded, *tensor):
+                yield item._replace(bucket=self.fsdp_group)
+        if self.is_trained:
+            shape, dtype = tensor
+            pair = self.grad_unsharded, self.stored
+            for item in planned_joint_steps("gradients of weights", [pair], [shape], dtype):
+                yield item._replace(bucket=self.fsdp_group)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModulePlan:
+    """Plan of one module.
+
+    Args:
+        module: the module.
+        parameters: parameters that the module gathers as a FSDP unit, by their path in the module.
+        reduced: parameters of FSDP units inside of the module whose gradients it reduces as a block, likewise.
+        tensor_parallel_axes: axes over which the module computes parts of its tensor-parallel dims.
+        tensor_parallel_hooks: collectives on input and output; None if there are none or the MoE layer runs them.
+        residual_reader: all-gather of the residual stream that the module reads; None if the stream is not sharded.
+        stream_size: D, hidden size of the sharded residual stream that the module reads or writes, or None.
+        dispatch: dispatch of tokens in a MoE layer, also for the module of its routed experts; None for other modules.
+    """
+
+    module: nn.Module
+    parameters: dict[str, ParameterPlan]
+    reduced: dict[str, ParameterPlan] = field(default_factory=dict)
+    tensor_parallel_axes: tuple[str, ...] = ()
+    tensor_parallel_hooks: TensorParallelHooks | None = None
+    residual_reader: ResidualReaderHook | None = None
+    stream_size: int | None = None
+    dispatch: DispatchPlan | None = None
+
+    @property
+    def hidden_size(self) -> int:
+        """Hidden size of input and output of a tensor-parallel module: the dim "embed" of its weights."""
+        if self.stream_size is not None:
+            return self.stream_size
+        for plan in self.parameters.values():
+            if plan.parameter.names is not None and "embed" in plan.parameter.names:
+                return plan.parameter.shape[plan.parameter.names.index("embed")]
+        names = {path: plan.parameter.names for path, plan in self.parameters.items()}
+        raise ValueError(
+            f"{type(self.module).__name__} declares tensor_parallel_dims, so one of its parameters must have the "
+            f"logical name 'embed', got {names}"
+        )
+
+    def planned_reductions(self, num_calls: int = 1) -> Iterator[PlannedCollective]:
+        """List the reductions of gradients by the module, which runs `num_calls` times in a training step."""
+        own = (each for each in self.parameters.values() if each.reduced_by in (each.fsdp_unit, None))
+        together: dict[tuple[torch.dtype, str | None], dict[ParameterPlan, None]] = {}
+        for parameter in (*self.reduced.values(), *own):
+            if parameter.is_trained:
+                alone = parameter.name if parameter.reduced_by is None else None
+                together.setdefault((parameter.parameter.dtype, alone), {})[parameter] = None
+        for (dtype, _), distinct in together.items():
+            shardings = [parameter.gathering.backward for parameter in distinct]
+            shapes = [parameter.parameter.shape for parameter in distinct]
+            yield from [*planned_joint_steps("gradients of weights", shardings, shapes, dtype)] * num_calls
+
+    @property
+    def is_recomputed(self) -> bool:
+        """Whether the module is recomputed in the backward."""
+        return isinstance(self.module, Checkpointed) and self.module.is_recomputed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Mapping[str, ModulePlan]):
+    """Plans of the modules of a model, by their path, for `parallelize` and `maxmoe.planning`.
+
+    Args:
+        mesh: mesh on which the model runs; may be planned.
+        tokens: token group, with the mesh axes that shard the tokens.
+        model: the model, also in the plan of a part of it.
+        modules: plan of each module, by its path.
+        axes_of_tokens: for each name of an activation dim, the axes of its rule that do not shard the dim, because they
+            shard the tokens.
+    """
+
+    mesh: Mesh
+    tokens: ShardedTokens
+    model: nn.Module
+    modules: Mapping[str, ModulePlan]
+    axes_of_tokens: Mapping[str, tuple[str, ...]]
+
+    def __getitem__(self, path: str) -> ModulePlan:
+        return self.modules[path]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.modules)
+
+    def __len__(self) -> int:
+        return len(self.modules)
+
+    @cached_property
+    def parameters(self) -> Mapping[str, ParameterPlan]:
+        """Plans of all parameters, by their path."""
+        return {plan.name: plan for module in self.values() for plan in module.parameters.values()}
+
+    @cached_property
+    def fsdp_blocks(self) -> Mapping[str, nn.Module]:
+        """Modules to which FSDP2 is applied, by their path: blocks, then the model for parameters outside of them."""
+        paths = {parameter.fsdp_block for parameter in self.parameters.values()}
+        return {path: self[path].module for path in sorted(self, key=lambda path: path == "") if path in paths}
+
+    @cached_property
+    def layers(self) -> Mapping[str, tuple[MoE, DispatchPlan]]:
+        """MoE layers with the plan of their dispatch, by their path."""
+        return {
+            path: (plan.module, plan.dispatch)
+            for path, plan in self.items()
+            if isinstance(plan.module, MoE) and plan.dispatch is not None
+        }
+
+    @property
+    def embed_axes(self) -> tuple[str, ...]:
+        """Axes that shard the residual stream; none if it is not sharded."""
+        readers = (module.residual_reader for module in self.values())
+        return next((reader.embed_axes for reader in readers if reader is not None), ())
+
+    def recomputed_by(self, path: str) -> str | None:
+        """Return the path of the innermost recomputed module that is or contains the module at a path, or None."""
+        return next((outer for outer in enclosing(path) if self[outer].is_recomputed), None)
+
+
+def enclosing(path: str) -> list[str]:
+    """Return the paths of a module and of all modules that contain it, the innermost first."""
+    parts = path.split(".") if path else []
+    return [".".join(parts[:count]) for count in range(len(parts), -1, -1)]

@@ -1,0 +1,50 @@
+"""Auxiliary losses and statistics of the layers of a stage: added to the gradients, and recorded for the step."""
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from maxmoe.expert_load.metrics_accumulator import packed, packed_size, with_gradient
+from maxmoe.expert_load.stats import MoEStats
+from maxmoe.nn import MoE, MoEFeedForward, MoEOutput
+from maxmoe.nn.losses import RoutingLosses
+from maxmoe.recompute.selective import is_recomputation
+
+
+@dataclass(frozen=True)
+class RecordedLosses(RoutingLosses):
+    """Losses and statistics of a layer, summed over its forwards. A recomputation in the backward is not counted."""
+
+    are_recorded: ClassVar[bool] = True
+
+    sums: list[Tensor] = field(default_factory=list)  # packed
+
+    def __call__(self, *arguments: Any, **options: Any) -> tuple[Tensor, MoEStats]:
+        """Compute auxiliary loss and statistics of one forward."""
+        aux_loss, stats = super().__call__(*arguments, **options)
+        if not is_recomputation():
+            self.sums[:] = [sum(self.sums, packed(aux_loss, stats))]
+        return aux_loss, stats
+
+    def take(self) -> Tensor:
+        """Return the sums and reset them."""
+        return self.sums.pop() if self.sums else torch.zeros(packed_size(self.config.num_selectable_experts))
+
+
+def add_aux_losses(model: nn.Module, scale: float) -> None:
+    """Add the gradients of the auxiliary losses of all layers in the backward, so that no stage passes a loss on."""
+
+    def attach(layer: Any, _arguments: tuple[Any, ...], output: MoEOutput) -> MoEOutput:
+        if not output.aux_loss.requires_grad:
+            return output
+        loss = output.aux_loss * layer.aux_loss_scale
+        hidden_states = with_gradient(output.hidden_states, loss, torch.ones_like(loss))
+        return output._replace(hidden_states=hidden_states, aux_loss=output.aux_loss.detach())
+
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, MoE)]
+    for layer in layers:
+        layer.aux_loss_scale = scale
+        if not isinstance(layer, MoEFeedForward):  # which adds the gradient itself
+            layer.register_forward_hook(attach)

@@ -1,0 +1,223 @@
+"""Starts one process per rank, which talk to each other through gloo, and finds the rank that failed first.
+
+The processes are forked from the forkserver of `multiprocessing`: a separate process that has imported torch and has
+computed nothing. It has one thread during a fork: NumPy's OpenBLAS, which has others, ends them before. The caller may
+have other threads and is not forked: a lock that another thread holds during a fork stays locked in the new process,
+which waits for it without end.
+"""
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import wait
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from maxmoe.ranks.failures import RankError
+
+# Parts of the messages of a rank whose peer is gone or did not come.
+SYMPTOMS = ("Connection closed by peer", "Connection reset by peer", "Timed out", "timed out", "monitoredBarrier")
+GRACE = 5.0  # seconds that ranks have to notice the failure of another one
+PRELOADED = ["maxmoe.ranks.preloaded"]  # imported once, in the process that forks the others
+
+
+@dataclass(frozen=True)
+class RankProcesses:
+    """Settings of the processes that run a function on several ranks.
+
+    Attributes:
+        start_method: of `multiprocessing`; None for "forkserver", or "spawn" where there is none. "fork" runs closures
+            too, in a process that has one thread.
+        timeout: seconds for a collective of the default process group.
+        deadline: seconds for everything; ranks that still run then are hung.
+        prepare: function that each process calls before `torch.distributed` is initialized.
+    """
+
+    start_method: str | None = None
+    timeout: float = 60.0
+    deadline: float = 120.0
+    prepare: Callable[[], object] | None = None
+
+    def run(self, function: Callable[..., Any], num_ranks: int, *arguments: Any) -> list[Any]:
+        """Call a function on every rank, where `torch.distributed` is initialized, and return the results by rank.
+
+        Raises:
+            RankError: if a rank failed, died or hung: with the traceback of the one that failed first, and the stacks
+                of those that hung.
+        """
+        __tracebackhide__ = True  # for pytest
+        names = [f"rank {rank} of {num_ranks}" for rank in range(num_ranks)]
+        return self._run(names, function, arguments, has_group=True)
+
+    def run_alone(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function in one process, where `torch.distributed` is not initialized, and return its result."""
+        __tracebackhide__ = True
+        return self._run(["one process"], function, arguments, has_group=False)[0]
+
+    def _run(self, names: list[str], function: Callable[..., Any], arguments: Any, *, has_group: bool) -> list[Any]:
+        __tracebackhide__ = True
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with tempfile.TemporaryDirectory() as folder:
+            box, context = Path(folder), self._context()
+            group = (len(names), self.timeout) if has_group else None
+            processes: list[BaseProcess] = [
+                context.Process(  # type: ignore[attr-defined]
+                    target=_main, args=(box, number, group, dict(os.environ), self.prepare, function, arguments)
+                )
+                for number in range(len(names))
+            ]
+            try:
+                for process in processes:
+                    process.start()
+                hung = _wait(processes, self.deadline)
+                _dump_stacks(processes, hung)
+            finally:
+                for process in processes:
+                    if process.pid is not None:
+                        process.kill()
+                        process.join()
+            _raise_first_failure(box, names, [process.exitcode for process in processes], hung)
+            return [pickle.loads((box / f"{number}.result").read_bytes()) for number in range(len(names))]
+
+    def _context(self) -> BaseContext:
+        methods = multiprocessing.get_all_start_methods()
+        method = self.start_method or ("forkserver" if "forkserver" in methods else "spawn")
+        context = multiprocessing.get_context(method)
+        if method == "fork":
+            require_one_thread()
+        elif method == "forkserver":
+            context.set_forkserver_preload(PRELOADED)
+        return context
+
+
+def require_one_thread() -> None:
+    """Raise an error if this process has several threads, including those of OpenMP, where the system lists them."""
+    tasks = Path("/proc/self/task")
+    count = len([*tasks.iterdir()]) if tasks.exists() else 1
+    if count > 1:
+        raise RuntimeError(f"a process that forks must have one thread, got {count}")
+
+
+def _main(
+    box: Path,
+    number: int,
+    group: tuple[int, float] | None,
+    environment: Mapping[str, str],
+    prepare: Callable[[], object] | None,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> NoReturn:
+    """Run the function in a started process; `os._exit` skips destructors that may wait for dead peers.
+
+    `environment` is that of the parent, which the process does not inherit from the forkserver.
+    """
+    torch.set_num_threads(1)  # first of all: the threads of OpenMP are not forked, and waiting for them hangs
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    code = 1
+    try:
+        with (box / f"{number}.stack").open("w") as stack:
+            if hasattr(signal, "SIGUSR1"):
+                faulthandler.register(signal.SIGUSR1, stack)
+            os.environ.update(environment)
+            if prepare is not None:
+                prepare()
+            if group is not None:
+                _init_process_group(box, number, *group)
+            result = function(*arguments)
+            if group is not None:
+                dist.barrier()
+            (box / f"{number}.result").write_bytes(pickle.dumps(result))
+        code = 0
+    except BaseException:
+        (box / f"{number}.error").write_text(f"{time.time()}\n{traceback.format_exc()}")
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _end_with_parent() -> None:
+    """End this process when the process that started it has ended, also by a signal that nothing can handle."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _init_process_group(box: Path, rank: int, num_ranks: int, timeout: float) -> None:
+    if sys.platform == "linux":
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{box}/store",
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timedelta(seconds=timeout),
+    )
+
+
+def _wait(processes: list[BaseProcess], deadline: float) -> list[int]:
+    """Wait for the end of all processes; return those that have not come to it."""
+    end = time.monotonic() + deadline
+    while running := [number for number, process in enumerate(processes) if process.exitcode is None]:
+        now = time.monotonic()
+        if any(process.exitcode for process in processes):
+            end = min(end, now + GRACE)
+        if now > end:
+            return running
+        wait([processes[number].sentinel for number in running], end - now)
+    return []
+
+
+def _dump_stacks(processes: list[BaseProcess], hung: list[int]) -> None:
+    if hasattr(signal, "SIGUSR1"):
+        for number in hung:
+            os.kill(processes[number].pid or 0, signal.SIGUSR1)
+        time.sleep(0.2 if hung else 0)
+
+
+def _raise_first_failure(box: Path, names: list[str], exit_codes: list[int | None], hung: list[int]) -> None:
+    """Tell the cause from its symptoms: the message of a rank that lost a peer comes last."""
+    __tracebackhide__ = True
+    failures = []
+    for number, code in enumerate(exit_codes):
+        error = box / f"{number}.error"
+        if number in hung or (box / f"{number}.result").exists():
+            continue
+        when, text = 0.0, f"it died: exit code {code}"
+        if not (box / f"{number}.stack").exists():
+            text += ", before its first line, see its output. A script must start processes under "
+            text += 'if __name__ == "__main__"'
+        if error.exists():
+            first_line, _, text = error.read_text().partition("\n")
+            when = float(first_line)
+        failures.append((any(symptom in text for symptom in SYMPTOMS), when, number, text.rstrip()))
+    if not failures and not hung:
+        return
+    failures.sort()
+    parts = []
+    if failures and not (hung and failures[0][0]):
+        parts.append(f"{names[failures[0][2]]} failed first:\n{failures.pop(0)[3]}")
+    if failures:
+        parts.append(f"ranks that failed too: {sorted(number for _, _, number, _ in failures)}")
+    for number in hung:
+        parts.append(f"{names[number]} hung at:\n{(box / f'{number}.stack').read_text().rstrip()}")
+    if len(parts) > 1:
+        parts.append("TORCH_DISTRIBUTED_DEBUG=DETAIL tells whether all ranks called the same collectives")
+    raise RankError("\n\n".join(parts))

@@ -1,0 +1,166 @@
+"""`python -m maxmoe`: plans of published models, and a description of the installation."""
+
+import re
+import sys
+
+import pytest
+import torch
+
+from maxmoe import build_info
+from maxmoe.__main__ import main
+from maxmoe.cli.waiting_threads import waiting_of_this_process
+from maxmoe.presets.published import PUBLISHED
+from support import programs
+
+
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    try:
+        return main(["explain", *arguments]), ""
+    except SystemExit as end:
+        return int(end.code or 0), "usage"
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_every_model_can_be_planned(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    num_layers = PUBLISHED[name].sizes.get("num_dense_layers", 0) + 2
+    mesh = ("--mesh", "fsdp=2,expert=-1", "--world-size", "8", "--num-layers", str(num_layers))
+    assert run("--preset", name, "--rules", "shard-exp-on-fsdp", *mesh) == (0, "")
+    text = capsys.readouterr().out
+    assert text.startswith(f"{PUBLISHED[name].name}: a Decoder of {num_layers} layers")
+    assert "8 ranks: fsdp=2,expert=-1. Rules: shard-exp-on-fsdp." in text
+    assert PUBLISHED[name].differs in text
+    assert "state of adamw" in text and "reduce-scatter" in text
+
+
+def test_256_ranks_from_a_shell() -> None:
+    command = "-m maxmoe explain --preset deepseek_v3 --rules shard-exp-on-fsdp --mesh fsdp=16,expert=16"
+    text = programs.printed(programs.run([sys.executable, *command.split()]))
+    rows = [line.split() for line in text.splitlines()]
+    (up_proj,) = (row for row in rows if row[:2] == ["blocks.3-60.feed_forward.experts.up_proj", "x58"])
+    # One expert of 256 on each of 256 ranks, in each of 58 layers, in bfloat16.
+    assert "[1, 7168, 2048]" in " ".join(up_proj)
+    assert " ".join(up_proj[-2:]) == f"{58 * 7168 * 2048 * torch.bfloat16.itemsize / 2**30:.2f} GiB"
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+def test_fits_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    mesh = ("--mesh", "fsdp=16,expert=16", "--num-layers", "4")
+    assert run("--preset", "deepseek_v3", "--rules", "shard-exp-on-fsdp", *mesh) == (0, "")
+    assert max(map(len, capsys.readouterr().out.splitlines())) == columns
+
+
+def test_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    base = ("--preset", "olmoe", "--rules", "ep-as-dp", "--mesh", "stage=4,expert=4")
+    assert run(*base, "--num-micro-batches", "8", "--schedule", "zbv", "--optimizer", "muon") == (0, "")
+    text = capsys.readouterr().out
+    assert "Schedule zbv, 8 micro-batches" in text and "Pipeline stages: " in text
+    assert [line.split("  ")[0] for line in text.splitlines() if re.match("[0-9], [0-9]", line)] == [
+        "0, 7",
+        "1, 6",
+        "2, 5",
+        "3, 4",
+    ]
+    assert run(*base, "--num-micro-batches", "4", "--blocks-per-stage", "4,4,4,4", "--recompute", "blocks") == (0, "")
+    text = capsys.readouterr().out
+    assert "embedding, blocks.0-3" in text and "blocks.12-15, norm, output" in text
+    assert run(*base, "--num-micro-batches", "4", "--blocks-per-stage", "4,4,0,8") == (2, "usage")
+    assert run(*base, "--num-micro-batches", "3") == (2, "")
+
+
+def test_other_rules_optimizer_and_recomputation(capsys: pytest.CaptureFixture[str]) -> None:
+    base = (
+        "--preset",
+        "olmoe",
+        "--num-layers",
+        "4",
+        "--mesh",
+        "data=2,expert=2",
+        "--rules",
+        "ep-tp",
+        "--batch-size",
+        "8",
+    )
+    memory = {}
+    for options in ((), ("--recompute", "blocks", "--optimizer", "muon"), ("--dtype", "float32")):
+        assert run(*base, *options) == (0, "")
+        text = capsys.readouterr().out
+        memory[options] = [line.rsplit(maxsplit=2)[1] for line in text.splitlines() if line.startswith("activations")]
+    usual, recomputed, wide = (float(amount) for (amount,) in memory.values())
+    assert recomputed < usual < wide
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--preset", "mixtra", "--mesh", "a=2"), "there is no model 'mixtra'; the nearest are 'mixtral'"),
+        (("--preset", "mixtral", "--mesh", "a:2"), "a mesh must read like fsdp=2,expert=4, got 'a:2'"),
+        (("--preset", "mixtral", "--mesh", "fsdp=-1"), "world_size must be given for a mesh with a -1: fsdp=-1"),
+        (("--preset", "mixtral", "--mesh", "fsdp=3", "--world-size", "8"), "make 3 ranks, and the world has 8"),
+        (
+            ("--preset", "mixtral", "--mesh", "fdsp=2"),
+            "no rule has the axis 'fdsp' of Mesh(fdsp=2); the nearest are 'fsdp'",
+        ),
+        (("--preset", "mixtral", "--mesh", "fsdp=²"), "a mesh must read like fsdp=2,expert=4, got 'fsdp=²'"),
+        (("--preset", "mixtral", "--mesh", "fsdp=2", "--rules", "ep"), "there is no preset 'ep', only cp-as-ep, "),
+        (("--preset", "mixtral", "--mesh", "fsdp=2", "--rules", "no/such.yaml"), "no/such.yaml: No such file"),
+        (
+            ("--preset", "mixtral", "--mesh", "fsdp=2", "--batch-size", "3"),
+            "batch_size (3) must be divisible by fsdp=2",
+        ),
+        (("--preset", "mixtral", "--mesh", "fsdp=2", "--num-dense-layers", "99"), "num_dense_layers (99) must not"),
+        (("--preset", "mixtral", "--mesh", "fsdp=2", "--num-heads", "7"), "must divide num_heads (7)"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*arguments)[0] == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("error: ") and said.err.count("\n") == 1
+    assert message in said.err
+
+
+def test_names_without_effect_can_be_meant(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--preset", "mixtral", "--num-layers", "2", "--mesh", "node=2", "--allow-unused") == (0, "")
+    assert "2 ranks: node=2. Rules: default." in capsys.readouterr().out
+
+
+def test_dispatch_is_as_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    mesh = ("--preset", "mixtral", "--num-layers", "2", "--mesh", "expert=8", "--rules", "ep-as-dp")
+    assert run(*mesh) == (0, "")
+    assert "ragged_all_to_all  top_k (2) rows of a token are fewer bytes" in capsys.readouterr().out
+    assert run(*mesh, "--dispatch", "ring_of_experts", "--num-chunks", "4") == (0, "")
+    said = capsys.readouterr().out
+    assert re.search("ring_of_experts +given; auto takes ragged_all_to_all: .* over expert +1 of 8", said)
+    assert re.search("expert ids, forward +all-gather +expert +4 ", said)
+    assert run(*mesh, "--dispatch", "ring") == (2, "usage")
+
+
+@pytest.mark.parametrize("option", ["--batch-size", "--world-size", "--num-layers", "--num-chunks"])
+def test_numbers_are_positive(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--preset", "mixtral", "--mesh", "fsdp=2", option, "0") == (2, "usage")
+    assert f"argument {option}: must be at least 1, got 0" in capsys.readouterr().err
+
+
+def test_info_describes_this_installation(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info"]) == 0
+    said = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert said["torch"] == torch.__version__ and said["threads"] == str(torch.get_num_threads())
+    assert said["core:isa"] == build_info()["isa"] in said["core:supported_isas"]
+    assert said["processor"] != "unknown"
+    assert said["threads:wait"] == waiting_of_this_process(torch.get_num_threads())
+
+
+def test_plan_prints_the_fastest_plans_and_the_call(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("--preset", "olmoe", "--num-layers", "1", "--world-size", "2", "--batch-size", "4")
+    assert main(["plan", *sizes, "--rules", "ep-as-dp", "--memory", "200GiB", "--master-dtype", "float32"]) == 0
+    text = capsys.readouterr().out
+    assert "To run the first one:" in text and "maxmoe.parallelize(model, Mesh({" in text
+    assert main(["plan", *sizes, "--device", "h10"]) == 2
+    assert "there is no device 'h10'; the nearest are 'h100'" in capsys.readouterr().err
+    assert main(["plan", *sizes, "--rules", "ep-as-dp", "--memory", "1MiB"]) == 2
+    assert "are missing for" in capsys.readouterr().err

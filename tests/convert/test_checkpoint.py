@@ -1,0 +1,293 @@
+"""Checkpoints as transformers writes them, read and written; every wrong key is named."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from maxmoe import MoE, MoEConfig, presets
+from support import memory, small_models
+
+pytest.importorskip("transformers")
+pytest.importorskip("safetensors")
+
+from safetensors.torch import load_file, save_file
+
+from maxmoe.convert.checkpoint import read_checkpoint, write_checkpoint
+
+each_family = pytest.mark.parametrize("name", small_models.STANDARD_MODELS)
+
+
+def family_of(name: str) -> str:
+    model_type: str = small_models.config_of(name).model_type
+    return model_type
+
+
+def empty_layers(name: str) -> dict[str, MoE]:
+    config = presets.from_transformers(small_models.config_of(name))
+    return {f"model.layers.{number}": MoE(config) for number in range(2)}
+
+
+def converted_layers(model: torch.nn.Module) -> dict[str, MoE]:
+    return {block: MoE.from_transformers(module) for block, module in small_models.blocks_of(model).items()}
+
+
+def as_saved(name: str, layers: dict[str, MoE], *, stacked: bool = False) -> dict[str, MoE]:
+    """The layers by their names in files: those of Nemotron-H are published with another name of the decoder."""
+    is_renamed = name == "nemotron_h" and not stacked
+    return {block.replace("model.", "backbone.") if is_renamed else block: layer for block, layer in layers.items()}
+
+
+def assert_same_layers(got: dict[str, MoE], expected: dict[str, MoE]) -> None:
+    assert got.keys() == expected.keys()
+    for block, layer in expected.items():
+        for key, tensor in layer.state_dict().items():
+            assert torch.equal(got[block].state_dict()[key], tensor), f"{block}.{key}"
+
+
+def moe_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint that belong to sparse blocks."""
+    tensors: dict[str, Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        tensors |= load_file(file)
+    names = r"(model|backbone)\.layers\.\d\.(mlp|block_sparse_moe|feed_forward|mixer)\..*"
+    return {key: tensor for key, tensor in tensors.items() if re.fullmatch(names, key)}
+
+
+@each_family
+@pytest.mark.parametrize("stacked", [False, True])
+def test_checkpoint_of_transformers(name: str, stacked: bool, tmp_path: Path) -> None:
+    """Read what a model of transformers saves, and write the same; published keys, and those in memory."""
+    model = small_models.model_of(name)
+    model.save_pretrained(tmp_path, save_original_format=not stacked)
+    layers = empty_layers(name)
+    saved = as_saved(name, layers, stacked=stacked)
+    read_checkpoint(tmp_path, saved, family_of(name))
+    assert_same_layers(layers, converted_layers(model))
+
+    write_checkpoint(tmp_path / "ours", saved, family_of(name), stacked=stacked)
+    ours, theirs = load_file(tmp_path / "ours"), moe_tensors(tmp_path)
+    assert ours.keys() == theirs.keys()
+    for key, tensor in theirs.items():
+        assert ours[key].dtype == tensor.dtype and torch.equal(ours[key], tensor), key
+
+
+@each_family
+def test_transformers_reads_what_we_write(name: str, tmp_path: Path) -> None:
+    model = small_models.model_of(name)
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    others = {key: tensor for key, tensor in tensors.items() if key not in moe_tensors(tmp_path)}
+    write_checkpoint(tmp_path / "moe.safetensors", as_saved(name, converted_layers(model)), family_of(name))
+    save_file(others | load_file(tmp_path / "moe.safetensors"), tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "moe.safetensors").unlink()
+
+    again, report = type(model).from_pretrained(tmp_path, output_loading_info=True, dtype="auto")
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    model.load_state_dict(again.state_dict(), assign=True)  # the weights of model were moved
+    expected = {**others, **load_file(tmp_path / "model.safetensors")}
+    model.save_pretrained(tmp_path / "again")
+    got = load_file(tmp_path / "again/model.safetensors")
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[key], tensor) for key, tensor in expected.items())
+
+
+def test_copy_experts_have_no_matrices(tmp_path: Path) -> None:
+    """transformers keeps, and saves, gate and up matrices of theirs that nothing reads."""
+    model = small_models.model_of("longcat_flash")
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    unused = [key for key in tensors if re.search(r"\.experts\.[6-9]\.", key)]
+    assert unused and all(key.endswith(("gate_proj.weight", "up_proj.weight")) for key in unused)
+    with pytest.raises(ValueError, match=r"experts\.6"):
+        read_checkpoint(tmp_path, empty_layers("longcat_flash"), "longcat_flash")
+    save_file({key: tensor for key, tensor in tensors.items() if key not in unused}, tmp_path / "model.safetensors")
+    layers = empty_layers("longcat_flash")
+    read_checkpoint(tmp_path, layers, "longcat_flash")
+    assert_same_layers(layers, converted_layers(model))
+    write_checkpoint(tmp_path / "ours", layers, "longcat_flash")
+    ours, theirs = load_file(tmp_path / "ours"), moe_tensors(tmp_path)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], tensor) for key, tensor in theirs.items())
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3"])
+def test_several_files(name: str, tmp_path: Path) -> None:
+    model = small_models.model_of(name)
+    model.save_pretrained(tmp_path, max_shard_size="8KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    layers = empty_layers(name)
+    read_checkpoint(tmp_path, layers, family_of(name))
+    assert_same_layers(layers, converted_layers(model))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss"])
+def test_dtypes(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Written as they are, the correction bias wider than the rest; read into the dtype of the layer.
+
+    With the bytes that the library writes, which has the widest dtype first for the alignment.
+    """
+    layers = {block: layer.to(dtype) for block, layer in empty_layers(name).items()}
+    write_checkpoint(tmp_path / "ours", layers, family_of(name))
+    wide = {tensor.dtype for key, tensor in load_file(tmp_path / "ours").items() if "correction" in key}
+    narrow = {tensor.dtype for key, tensor in load_file(tmp_path / "ours").items() if "correction" not in key}
+    assert narrow == {dtype} and wide <= {torch.promote_types(dtype, torch.float32)}
+    save_file(load_file(tmp_path / "ours"), tmp_path / "theirs", {"format": "pt"})
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+    again = {block: layer.to(dtype) for block, layer in empty_layers(name).items()}
+    read_checkpoint(tmp_path / "ours", again, family_of(name))
+    assert_same_layers(again, layers)
+    double = {block: layer.double() for block, layer in empty_layers(name).items()}
+    read_checkpoint(tmp_path / "ours", double, family_of(name))
+    assert_same_layers(double, {block: layer.double() for block, layer in layers.items()})
+
+
+BIG = MoEConfig(hidden_size=512, intermediate_size=256, num_experts=48, top_k=2)
+EXPERT = 3 * 512 * 256 * 4
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_memory(stacked: bool, tmp_path: Path) -> None:
+    """One expert over the layers; torch maps the file, which costs addresses alone."""
+    layers = {"model.layers.0": MoE(BIG)}
+    path = tmp_path / "ours"
+    with memory.at_most(EXPERT):
+        write_checkpoint(path, layers, "mixtral", stacked=stacked)
+    assert path.stat().st_size > 48 * EXPERT
+    assert 48 * EXPERT * 2 / 3 > memory.SELF_CONTAINED  # gate and up
+    again = {"model.layers.0": MoE(BIG)}
+    with memory.at_most(path.stat().st_size + EXPERT):
+        read_checkpoint(path, again, "mixtral")
+    assert_same_layers(again, layers)
+
+
+BLOCK = "model.layers.0"
+
+
+def edited(tmp_path: Path, name: str, **changes: Any) -> Path:
+    """A checkpoint of one layer, with tensors taken out (None), put in or changed by the end of their key."""
+    path = tmp_path / "model.safetensors"
+    write_checkpoint(path, {BLOCK: empty_layers(name)[BLOCK]}, family_of(name))
+    tensors = load_file(path)
+    for end, tensor in changes.items():
+        key = next((key for key in tensors if key.endswith(end)), end)
+        tensors.pop(key, None)
+        if tensor is not None:
+            tensors[key] = tensor
+    save_file(tensors, path)
+    return path
+
+
+W1 = f"{BLOCK}.block_sparse_moe.experts.3.w1.weight"
+DEEPSEEK_W1 = f"{BLOCK}.mlp.experts.0.gate_proj.weight"
+WRONG: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "missing": (
+        "mixtral",
+        {W1: None},
+        ("missing experts.3.w1.weight", "not known nothing", f"{BLOCK}.block_sparse_moe:"),
+    ),
+    "extra": (
+        "mixtral",
+        {f"{BLOCK}.block_sparse_moe.experts.6.w1.weight": torch.zeros(10, 16)},
+        ("missing nothing", "not known experts.6.w1.weight"),
+    ),
+    "shape": ("mixtral", {W1: torch.zeros(16, 10)}, ("experts.3.w1.weight", "(10, 16)", "(16, 10)")),
+    "no_expert": (
+        "mixtral",
+        {f"{BLOCK}.block_sparse_moe.experts.{e}.w{i}.weight": None for e in range(6) for i in (1, 2, 3)},
+        ("block_sparse_moe.experts.{expert}.w1.weight", "got block_sparse_moe.gate.weight"),
+    ),
+    "quantised": (
+        "deepseek_v3",
+        {f"{DEEPSEEK_W1}_scale_inv": torch.zeros(1, 1)},
+        ("experts.0.gate_proj.weight_scale_inv", "dequantised"),
+    ),
+    "quantised_stack": (
+        "gpt_oss",
+        {
+            "experts.gate_up_proj": None,
+            f"{BLOCK}.mlp.experts.gate_up_proj_blocks": torch.zeros(6, 20, 1, 8, dtype=torch.uint8),
+            f"{BLOCK}.mlp.experts.gate_up_proj_scales": torch.zeros(6, 20, 1, dtype=torch.uint8),
+        },
+        ("missing experts.gate_up_proj,", "gate_up_proj_blocks", "dequantised"),
+    ),
+    "bytes": (
+        "mixtral",
+        {W1: torch.zeros(10, 16, dtype=torch.uint8)},
+        ("experts.3.w1.weight", "BF16", "U8", "dequantise"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "changes", "words"), WRONG.values(), ids=WRONG)
+def test_wrong_keys(name: str, changes: dict[str, Any], words: tuple[str, ...], tmp_path: Path) -> None:
+    path = edited(tmp_path, name, **changes)
+    layer = empty_layers(name)[BLOCK]
+    before = {key: tensor.clone() for key, tensor in layer.state_dict().items()}
+    with pytest.raises(ValueError, match="".join(f"(?=.*{re.escape(word)})" for word in (*words, name, str(path)))):
+        read_checkpoint(path, {BLOCK: layer}, family_of(name))
+    assert all(torch.equal(tensor, before[key]) for key, tensor in layer.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("written", "read", "block", "words"),
+    [
+        (
+            "qwen3_moe",
+            "mixtral",
+            BLOCK,
+            (BLOCK, "block_sparse_moe.experts.{expert}.w1", "names are those of", "qwen3_moe"),
+        ),
+        ("mixtral", "qwen3_moe", BLOCK, ("mlp.experts.{expert}.gate_proj.weight", "names are those of mixtral")),
+        ("llama4", "gpt_oss", BLOCK, ("mlp.experts.gate_up_proj", "names are those of llama4_text")),
+        ("mixtral", "mixtral", "layers.0", ("begin with layers.0.,", f"got {BLOCK}.block_sparse_moe.experts.0")),
+        ("deepseek_v2", "deepseek_v3", BLOCK, ("missing gate.e_score_correction_bias",)),
+        ("deepseek_v3", "deepseek_v2", BLOCK, ("not known gate.e_score_correction_bias",)),
+    ],
+)
+def test_another_family(written: str, read: str, block: str, words: tuple[str, ...], tmp_path: Path) -> None:
+    path = edited(tmp_path, written)
+    with pytest.raises(ValueError, match="".join(f"(?=.*{re.escape(word)})" for word in words)):
+        read_checkpoint(path, {block: empty_layers(read)[BLOCK]}, family_of(read))
+
+
+def test_another_family_in_memory_layout(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "ours", empty_layers("mixtral"), "mixtral", stacked=True)
+    with pytest.raises(
+        ValueError, match=r"feed_forward.experts.gate_up_proj; the names are those of mixtral, .*gpt_oss"
+    ):
+        read_checkpoint(tmp_path / "ours", empty_layers("llama4"), "llama4_text")
+
+
+def test_unknown_family(tmp_path: Path) -> None:
+    layers = empty_layers("mixtral")
+    for function in (read_checkpoint, write_checkpoint):
+        with pytest.raises(ValueError, match=r"family .*mixtral.*gpt_oss.*'bert'"):
+            function(tmp_path / "ours", layers, "bert")
+
+
+def test_layer_of_another_family(tmp_path: Path) -> None:
+    layers = empty_layers("deepseek_v3")
+    with pytest.raises(ValueError, match=r"parameters.*lacks nothing.*no use for router.score_correction_bias, shared"):
+        write_checkpoint(tmp_path / "ours", layers, "qwen3_moe")
+    assert not (tmp_path / "ours").exists()
+
+
+def test_layer_without_memory(tmp_path: Path) -> None:
+    config = presets.mixtral(hidden_size=4, intermediate_size=4)
+    for function in (read_checkpoint, write_checkpoint):
+        with pytest.raises(ValueError, match=r"model.layers.0.*router.weight.*meta.*to_empty"):
+            function(edited(tmp_path, "mixtral"), {BLOCK: MoE(config, device="meta")}, "mixtral")
+
+
+def test_folders(tmp_path: Path) -> None:
+    layers = empty_layers("mixtral")
+    with pytest.raises(ValueError, match=r"safetensors.*without any"):
+        read_checkpoint(tmp_path, layers, "mixtral")
+    for name in ("a.safetensors", "b.safetensors"):
+        write_checkpoint(tmp_path / name, layers, "mixtral")
+    with pytest.raises(ValueError, match=r"experts.0.w1.weight must be in one file.*b.safetensors"):
+        read_checkpoint(tmp_path, layers, "mixtral")

@@ -1,0 +1,251 @@
+"""Checkpoints with quantized experts: read without expansion, written back bit for bit, refused before a copy."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from maxmoe import MoE, MoEConfig, quantize_experts
+from maxmoe.quantization import QuantizedWeight
+from support import memory
+from support.quantized_checkpoints import BLOCK, FAMILIES, config_of, layer_for, tensors_of, unpacked
+
+pytest.importorskip("transformers")
+pytest.importorskip("safetensors")
+
+from safetensors.torch import load_file, save_file
+
+from maxmoe.convert.checkpoint import read_checkpoint, write_checkpoint
+from support.quantized_checkpoint_files import read, written
+
+each_kind = pytest.mark.parametrize("kind", FAMILIES)
+
+
+def weights_by_others(kind: str) -> dict[str, Tensor]:
+    """Expert weights (E, in, out) in float32, with the code of transformers where it has some."""
+    tensors = {key.removeprefix(f"{BLOCK}.mlp.experts."): value for key, value in tensors_of(kind).items()}
+    if kind == "mxfp4":
+        from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+        def dequantized(name: str) -> Tensor:
+            blocks, scales = tensors[f"{name}_blocks"], tensors[f"{name}_scales"]
+            weights: Tensor = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+            return weights
+
+        both = dequantized("gate_up_proj")
+        return {"gate_proj": both[..., 0::2], "up_proj": both[..., 1::2], "down_proj": dequantized("down_proj")}
+    weights: dict[str, list[Tensor]] = {"gate_proj": [], "up_proj": [], "down_proj": []}
+    for name, experts in weights.items():
+        for expert in range(4):
+            prefix = f"{expert}.{name}.weight"
+            of_expert = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+            experts.append(fp8_by_transformers(of_expert) if kind == "fp8_block" else int4_by_definition(of_expert))
+    return {name: torch.stack(experts).mT for name, experts in weights.items()}
+
+
+def fp8_by_transformers(tensors: dict[str, Tensor]) -> Tensor:
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    theirs: Any = Fp8Dequantize(None)
+    result: Tensor = theirs._dequantize_one(tensors[""], tensors["_scale_inv"], output_dtype=torch.float32)
+    return result
+
+
+def int4_by_definition(tensors: dict[str, Tensor]) -> Tensor:
+    """(q - zero) * scale, with the integers and zero points in [-8, 8), as compressed-tensors computes it."""
+    rows, columns = tensors["_shape"].tolist()
+    integers = unpacked(tensors["_packed"], columns)
+    zeros = torch.zeros(rows, columns // 32, dtype=torch.int64)
+    if "_zero_point" in tensors:
+        zeros = unpacked(tensors["_zero_point"].mT, rows).mT
+    spread = tensors["_scale"].float().repeat_interleave(32, 1)
+    return (integers - zeros.repeat_interleave(32, 1)).float() * spread
+
+
+@each_kind
+def test_published_layouts(kind: str, tmp_path: Path) -> None:
+    layer = read(written(tmp_path, kind), kind)
+    for name, expected in weights_by_others(kind).items():
+        got = getattr(layer.experts, name)
+        assert isinstance(got, QuantizedWeight) and not got.is_meta and not got.codes.requires_grad
+        assert got.format == kind.split()[0] and got.is_transposed and got.dtype == torch.float32
+        assert torch.equal(got.dequantize(), expected), name
+    x = torch.randn(9, 256)
+    assert layer(x).hidden_states.isfinite().all()
+
+
+@each_kind
+def test_written_back_bit_for_bit(kind: str, tmp_path: Path) -> None:
+    path = written(tmp_path, kind)
+    write_checkpoint(tmp_path / "ours", {BLOCK: read(path, kind)}, FAMILIES[kind])
+    assert (tmp_path / "ours").read_bytes() == path.read_bytes()
+
+
+@each_kind
+def test_read_again_into_the_same_memory(kind: str, tmp_path: Path) -> None:
+    path = written(tmp_path, kind)
+    layer = read(path, kind)
+    expected = {name: each.dequantize() for name, each in layer.experts.named_children()}
+    for each in layer.experts.children():
+        each.codes.zero_()
+    before = layer.experts.up_proj
+    read(path, kind, layer)
+    assert layer.experts.up_proj is before
+    assert all(torch.equal(getattr(layer.experts, name).dequantize(), each) for name, each in expected.items())
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "fp8_block", "int4"])
+@pytest.mark.parametrize("sizes", [(96, 64), (100, 37), (130, 150)])
+def test_what_this_library_has_quantized(format: str, sizes: tuple[int, int], tmp_path: Path) -> None:
+    """Sizes that blocks do not divide are filled up with zeros."""
+    kind = format
+    make = type(config_of(kind))
+    hidden_size, intermediate_size = sizes
+    config = make(**{**vars(config_of(kind)), "hidden_size": hidden_size, "intermediate_size": intermediate_size})
+    layer, again = (MoE(config).requires_grad_(False) for _ in range(2))
+    quantize_experts(layer, format)
+    quantize_experts(again, format)
+    write_checkpoint(tmp_path / "ours", {BLOCK: layer}, FAMILIES[kind])
+    read_checkpoint(tmp_path / "ours", {BLOCK: again}, FAMILIES[kind])
+    for name, tensor in layer.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+    tensors = load_file(tmp_path / "ours")
+    save_file(tensors, tmp_path / "theirs", {"format": "pt"})
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
+NAN_SCALES = torch.full((1, 2), torch.nan)
+WRONG: dict[str, tuple[str, dict[str, Tensor | None], tuple[str, ...]]] = {
+    "not finite": (
+        "fp8_block",
+        {"2.up_proj.weight_scale_inv": NAN_SCALES},
+        ("experts.2.up_proj.weight", "got nan", "model.safetensors"),
+    ),
+    "255": (
+        "mxfp4",
+        {"down_proj_scales": torch.full((4, 256, 4), 255, dtype=torch.uint8)},
+        ("experts.down_proj", "of expert 0", "got 255", "model.safetensors"),
+    ),
+    "shape of scales": (
+        "fp8_block",
+        {"2.up_proj.weight_scale_inv": torch.ones(2, 2)},
+        ("experts.2.up_proj.weight_scale_inv", "(1, 2)", "(2, 2)"),
+    ),
+    "groups": (
+        "int4",
+        {"1.up_proj.weight_scale": torch.ones(128, 7)},
+        ("1.up_proj.weight_scale", "(128, 2)", "(128, 7)"),
+    ),
+    "another group size": (
+        "int4",
+        {"1.up_proj.weight_scale": torch.ones(128, 4).bfloat16()},
+        ("experts.1.up_proj.weight", "one per 32", "one per 64", "model.safetensors"),
+    ),
+    "shape of codes": (
+        "mxfp4",
+        {"down_proj_blocks": torch.zeros(4, 256, 8, 8, dtype=torch.uint8)},
+        ("experts.down_proj_blocks", "(4, 256, 4, 16)", "(4, 256, 8, 8)"),
+    ),
+    "dtype of codes": (
+        "mxfp4",
+        {"down_proj_blocks": torch.zeros(4, 256, 4, 16, dtype=torch.int8)},
+        ("experts.down_proj_blocks", "U8", "I8"),
+    ),
+    "weight_shape": (
+        "int4",
+        {"3.down_proj.weight_shape": torch.tensor([128, 256])},
+        ("experts.3.down_proj.weight", "[256, 128]", "[128, 256]", "model.safetensors"),
+    ),
+    "missing scales": (
+        "fp8_block",
+        {"2.up_proj.weight_scale_inv": None},
+        ("experts.2.up_proj.weight", "fp8_block", "of an unknown format", "model.safetensors"),
+    ),
+    "missing scales of a stack": (
+        "mxfp4",
+        {"down_proj_scales": None},
+        ("experts.down_proj", "must be quantized as mxfp4", "got mxfp4 without experts.down_proj_scales"),
+    ),
+    "zeros of one expert": (
+        "int4 with zeros",
+        {"2.up_proj.weight_zero_point": None},
+        ("experts.2.up_proj.weight", "zeros", "model.safetensors"),
+    ),
+    "activation order": (
+        "int4",
+        {f"{BLOCK}.mlp.experts.0.up_proj.weight_g_idx": torch.zeros(256, dtype=torch.int32)},
+        ("not known experts.0.up_proj.weight_g_idx",),
+    ),
+}
+
+
+@pytest.mark.parametrize(("kind", "changes", "words"), WRONG.values(), ids=WRONG)
+def test_wrong_tensors(kind: str, changes: dict[str, Any], words: tuple[str, ...], tmp_path: Path) -> None:
+    """Nothing is read, not even another layer that is right."""
+    right = read(written(tmp_path, kind), kind)
+    for each in right.experts.children():
+        each.codes.zero_()
+    path = written(tmp_path, kind, **changes)
+    tensors = load_file(path)
+    first = {key.replace(BLOCK, "model.layers.2"): tensor for key, tensor in tensors_of(kind).items()}
+    save_file(tensors | first, path)
+    layer = layer_for(kind)
+    before = layer.router.weight.clone()
+    with pytest.raises(ValueError, match="".join(f"(?=.*{re.escape(word)})" for word in (*words, str(tmp_path)))):
+        read_checkpoint(path, {"model.layers.2": right, BLOCK: layer}, FAMILIES[kind])
+    assert layer.experts.up_proj.is_meta and torch.equal(layer.router.weight, before)
+    assert not right.experts.up_proj.codes.any()
+
+
+def test_blocks_that_a_layout_would_cut_are_named(tmp_path: Path) -> None:
+    layer = MoE(config_of("mxfp4")).requires_grad_(False)
+    quantize_experts(layer, "fp8_block")
+    with pytest.raises(ValueError, match=r"experts.gate_up_proj: a slice of rows with step 2, where a scale is of 128"):
+        write_checkpoint(tmp_path / "ours", {BLOCK: layer}, "gpt_oss")
+    assert not (tmp_path / "ours").exists()
+
+
+def test_experts_of_another_format(tmp_path: Path) -> None:
+    path = written(tmp_path, "int4")
+    layer = MoE(config_of("int4")).requires_grad_(False)
+    with pytest.raises(ValueError, match=r"missing experts.0.gate_proj.weight.*dequantised first.*quantize_experts"):
+        read(path, "int4", layer)
+    quantize_experts(layer, "fp8_block")
+    words = r"experts.0.gate_proj.weight in model.safetensors must be quantized as fp8_block, as .*, got int4"
+    with pytest.raises(ValueError, match=words):
+        read(path, "int4", layer)
+    ordinary = MoE(config_of("int4"))
+    write_checkpoint(tmp_path / "model.safetensors", {BLOCK: ordinary}, "kimi_k2")
+    with pytest.raises(ValueError, match=r"as fp8_block, as .*, got weights that are not quantized"):
+        read(path, "int4", layer)
+    layer = MoE(config_of("int4")).requires_grad_(False)
+    quantize_experts(layer, "nf4")
+    with pytest.raises(ValueError, match=r"must be quantized as mxfp4, fp8_block, int4, as checkpoints are, got nf4"):
+        read(path, "int4", layer)
+    with pytest.raises(ValueError, match=r"must be quantized as mxfp4, fp8_block, int4, as checkpoints are, got nf4"):
+        write_checkpoint(tmp_path / "ours", {BLOCK: layer}, "kimi_k2")
+    assert not (tmp_path / "ours").exists()
+
+
+BIG = MoEConfig(hidden_size=1024, intermediate_size=512, num_experts=64, top_k=2)
+EXPERT = 3 * 1024 * 512  # bytes in 8 bits
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("format", ["fp8_block", "int4"])
+def test_memory(format: str, tmp_path: Path) -> None:
+    """One expert over the layer, read and written; torch maps the file, which costs addresses alone."""
+    layer = MoE(BIG).requires_grad_(False)
+    quantize_experts(layer, format)
+    path = tmp_path / "ours"
+    with memory.at_most(2 * EXPERT):
+        write_checkpoint(path, {BLOCK: layer}, "qwen3_moe")
+    assert path.stat().st_size > memory.SELF_CONTAINED
+    for each in layer.experts.children():
+        each.codes.zero_()
+    with memory.at_most(path.stat().st_size + 2 * EXPERT):
+        read_checkpoint(path, {BLOCK: layer}, "qwen3_moe")
+    assert layer.experts.down_proj.codes.any()

@@ -1,0 +1,180 @@
+"""Collectives over rows: each is the transpose of its backward, for any counts, and computing goes on meanwhile."""
+
+import gc
+import itertools
+import re
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from maxmoe.parallel.dispatch import all_gather_rows, ragged_all_to_all, reduce_scatter_rows
+from support.run_ranks import fake_rank, run_ranks
+
+COUNTS = [(2, 2, 2, 2), (3, 0, 1, 5), (0, 0, 4, 0), (0, 0, 0, 0)]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+Collective = Callable[[Tensor], Tensor]
+
+
+def whole_numbers(num_rows: int, dtype: torch.dtype = torch.float64, shape: tuple[int, ...] = (3,)) -> Tensor:
+    """Small, so that sums of them are exact in every dtype."""
+    return torch.randint(-4, 5, (num_rows, *shape)).to(dtype)
+
+
+def matrix_of(counts: Sequence[int]) -> Tensor:
+    """Rows from each rank to each: any numbers, with the counts on one diagonal."""
+    rank = torch.arange(len(counts))
+    matrix = (rank.unsqueeze(1) * 3 + rank * 2) % 3 * (torch.tensor(counts) > 0)
+    return matrix + torch.tensor(counts).diag()
+
+
+def everywhere(value: Tensor) -> list[Tensor]:
+    """The rows of all ranks, gathered as objects."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value.detach())
+    return values
+
+
+def check_transpose(collective: Collective, rows: Tensor, expected: Tensor) -> None:
+    """The values are those by definition, and <P x, y> = <x, P' y> summed over the ranks, for any y."""
+    rows.requires_grad_()
+    result = collective(rows)
+    assert result.dtype == rows.dtype and result.equal(expected)
+    cotangent = whole_numbers(len(result), result.dtype, result.shape[1:])
+    (gradient,) = torch.autograd.grad(result, rows, cotangent)
+    assert gradient.shape == rows.shape and gradient.dtype == rows.dtype
+    forward = (result.detach().double() * cotangent.double()).sum()
+    backward = (rows.detach().double() * gradient.double()).sum()
+    sums = torch.stack((forward, backward))
+    dist.all_reduce(sums)
+    assert sums[0] == sums[1], sums
+
+
+def check_all(counts: tuple[int, ...], dtype: torch.dtype, shape: tuple[int, ...] = (3,)) -> None:
+    group, rank = dist.group.WORLD, dist.get_rank()
+    torch.manual_seed(rank)
+    rows = whole_numbers(counts[rank], dtype, shape)
+    check_transpose(lambda rows: all_gather_rows(rows, counts, group)(), rows, torch.cat(everywhere(rows)))
+
+    rows = whole_numbers(sum(counts), dtype, shape)
+    summed = torch.stack(everywhere(rows)).sum(0).split(counts)[rank]
+    check_transpose(lambda rows: reduce_scatter_rows(rows, counts, group)(), rows, summed)
+
+    matrix = matrix_of(counts)
+    send, receive = matrix[rank].tolist(), matrix[:, rank].tolist()
+    rows = whole_numbers(sum(send), dtype, shape)
+    parts = [rows.split(matrix[sender].tolist())[rank] for sender, rows in enumerate(everywhere(rows))]
+    check_transpose(lambda rows: ragged_all_to_all(rows, send, receive, group)(), rows, torch.cat(parts))
+
+
+def test_values_and_transposes() -> None:
+    def check() -> None:
+        for counts, dtype in itertools.product(COUNTS, DTYPES):
+            check_all(counts, dtype)
+        check_all(COUNTS[1], torch.float64, ())
+        check_all(COUNTS[1], torch.float64, (2, 3))
+        check_all(COUNTS[1], torch.float64, (0,))
+
+    run_ranks(check, 4)
+
+
+def test_integers_travel_too() -> None:
+    def check() -> None:
+        rank, counts = dist.get_rank(), (1, 0, 3)
+        for dtype in (torch.int32, torch.int64):
+            rows = torch.full((counts[rank], 2), rank, dtype=dtype)
+            gathered = all_gather_rows(rows, counts, dist.group.WORLD)()
+            assert gathered.dtype == dtype and gathered[:, 0].tolist() == [0, 2, 2, 2]
+
+    run_ranks(check, 3)
+
+
+def test_rows_of_any_strides() -> None:
+    def check() -> None:
+        rows = torch.arange(12.0).view(3, 4).t() + 100 * dist.get_rank()
+        gathered = all_gather_rows(rows, (4, 4), dist.group.WORLD)()
+        assert gathered.equal(torch.cat(everywhere(rows)))
+        exchanged = ragged_all_to_all(rows[::2], (1, 1), (1, 1), dist.group.WORLD)()
+        assert exchanged[:, 0].tolist() == [2.0 * dist.get_rank(), 100 + 2.0 * dist.get_rank()]
+
+    run_ranks(check, 2)
+
+
+class Between(torch.autograd.Function):
+    """Calls a function in the forward, and another in the backward."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, in_forward: Callable[[], None], in_backward: Callable[[], None]) -> Tensor:
+        context.in_backward = in_backward
+        in_forward()
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        context.in_backward()
+        return gradient, None, None
+
+
+@pytest.mark.parametrize("counts", [(2, 2), (3, 1)], ids=str)
+def test_a_rank_computes_while_its_rows_travel(counts: tuple[int, int]) -> None:
+    """Rank 1 starts only when rank 0 has done what it computes between start and wait, forward and backward."""
+
+    def check() -> None:
+        rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+
+        def computed(name: str) -> None:
+            if rank == 0:
+                store.set(name, "computed")
+
+        def await_rank_0(name: str) -> None:
+            if rank == 1:
+                store.wait([name], timedelta(seconds=10))
+
+        rows = torch.ones(counts[rank], 3, requires_grad=True)
+        await_rank_0("forward")
+        pending = all_gather_rows(rows, counts, dist.group.WORLD)
+        other = Between.apply(rows, lambda: computed("forward"), lambda: computed("backward"))
+        gathered = pending()
+        gathered.register_hook(lambda _: await_rank_0("backward"))
+        (gathered.sum() + other.sum()).backward()
+        assert rows.grad is not None and rows.grad.eq(3).all()
+
+    run_ranks(check, 2, timeout=10)
+
+
+def test_what_nobody_waits_for_is_freed() -> None:
+    """A recomputation of activation checkpointing stops when it has what the backward needs."""
+
+    def check() -> int:
+        before = alive()
+        pending = all_gather_rows(torch.ones(3, 7, requires_grad=True), (3, 3), dist.group.WORLD)
+        dist.barrier()
+        del pending
+        deadline = time.monotonic() + 10.0  # the thread of gloo may hold its tensors a moment longer
+        while (left := alive() - before) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return left
+
+    def alive() -> int:
+        gc.collect()
+        return sum(type(found) is Tensor and found.shape == (6, 7) for found in gc.get_objects())
+
+    assert run_ranks(check, 2) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("send", "receive", "message"),
+    [
+        ((1, 1), (1, 1, 0), "send and receive must have one count for each of 2 ranks, got 2 and 3"),
+        ((4,), (2, 2), "send and receive must have one count for each of 2 ranks, got 1 and 2"),
+        ((3, 2), (1, 1), "rows must have sum(send) = 5 rows, got 4"),
+    ],
+)
+def test_wrong_counts(send: tuple[int, ...], receive: tuple[int, ...], message: str) -> None:
+    with fake_rank(0, 2), pytest.raises(ValueError, match=f"^ragged_all_to_all: {re.escape(message)}$"):
+        ragged_all_to_all(torch.ones(4, 3), send, receive, dist.group.WORLD)

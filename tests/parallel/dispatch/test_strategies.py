@@ -1,0 +1,253 @@
+"""Every strategy on every kind of mesh against one process: families, loads, dtypes, ranks with few tokens and none."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from maxmoe import MoE, MoEConfig
+from maxmoe.parallel import parallelize, parameter_shardings, token_sharding
+from maxmoe.parallel.plan import dispatch_plan
+from maxmoe.parallel.plan.dispatch_plan import Dispatch
+from maxmoe.sharding import LogicalRules, Mesh
+from support.dispatched_layer import (
+    FAMILIES,
+    LOADS,
+    NUM_EXPERTS,
+    Batch,
+    Outcome,
+    check_part,
+    make_batch,
+    make_layer,
+    take_step,
+)
+from support.named import named
+from support.parallel_decoder import MeshRules
+from support.run_ranks import run_ranks
+
+STRATEGIES = tuple(dispatch_plan.STRATEGIES)
+# With the number of ranks that share the experts.
+LAYOUTS = [
+    (MeshRules("ep-tp", {"expert": 2}), 2),
+    (MeshRules("ep-as-cp", {"expert": 2}), 2),
+    (MeshRules("cp-as-ep", {"context": 2}), 2),
+    (MeshRules("ep-as-dp", {"fsdp": 2, "expert": 2}), 2),
+    (MeshRules("ep-as-dp", {"fsdp_transpose": 2, "expert": 2}), 2),
+    (MeshRules("ep-tp", {"expert": 4}), 4),
+    (MeshRules("ep-tp", {"data": 2, "expert": 2}), 2),
+    (MeshRules("ep-as-cp", {"fsdp": 2, "expert": 2}), 2),
+    (MeshRules("ep-as-cp", {"expert": 2, "fsdp": 2}), 2),
+    (MeshRules("cp-as-ep", {"context": 2, "expert": 2}), 4),
+    (MeshRules("cp-as-ep", {"expert": 2, "context": 2}), 4),
+    (MeshRules("shard-exp-on-fsdp", {"fsdp": 2, "expert": 2}), 2),
+    (MeshRules("default", {"expert": 2, "tensor": 2}), 2),
+    (MeshRules("default", {"tensor": 2, "expert": 2}), 2),
+    (MeshRules("default", {"context": 2, "expert": 2}), 2),
+    (MeshRules("ep-tp", {"data": 2, "expert": 4}), 4),
+    (MeshRules("cp-as-ep", {"context": 4, "expert": 2}), 8),
+    (MeshRules("cp-as-ep", {"expert": 2, "fsdp": 2, "context": 2}), 4),
+    (MeshRules("shard-exp-on-fsdp", {"fsdp": 2, "expert": 4}), 4),
+    (MeshRules("default", {"fsdp": 2, "expert": 2, "tensor": 2}), 2),
+]
+
+
+def spy(layer: MoE) -> list[int]:
+    """Return a list that gets the number of experts of every product."""
+    counts: list[int] = []
+    layer.experts.register_forward_pre_hook(lambda experts, _: counts.append(experts.up_proj.shape[0]))
+    return counts
+
+
+def check_steps(
+    layout: MeshRules,
+    num_experts: int,
+    config: MoEConfig,
+    dispatch: Dispatch,
+    cases: dict[str, tuple[Batch, Outcome]],
+    *,
+    num_chunks: int = 1,
+    tolerance: float = 1e-12,
+) -> None:
+    """Take steps with one layer, and compare this rank's part of all that comes of it."""
+    mesh, rules = Mesh(layout.sizes), LogicalRules.load(layout.rules)
+    layer = make_layer(config, next(iter(cases.values()))[0].x.dtype)
+    shardings = parameter_shardings(layer, mesh, rules)
+    parallelize(layer, mesh, rules, dispatch=dispatch, num_chunks=num_chunks)
+    counts = spy(layer)
+    for name, (batch, expected) in cases.items():
+        part = token_sharding(mesh, rules).slices(batch.x.shape[:2])
+        with named(name):
+            check_part(take_step(layer, batch.part(part)), expected, part, shardings, tolerance)
+            assert counts == [num_experts] * layer.runner.num_chunks, counts  # one where nothing travels
+        counts.clear()
+
+
+def cases_of(config: MoEConfig, loads: tuple[str, ...] = LOADS, dtype: torch.dtype = torch.float64) -> dict:
+    """Compute what one process computes."""
+    layer = make_layer(config, dtype)
+    batches = {load: make_batch(config, load, dtype=dtype) for load in loads}
+    return {load: (batch, take_step(layer, batch)) for load, batch in batches.items()}
+
+
+def cases_of_families(loads: Callable[[int], tuple[str, ...]]) -> dict[str, dict[str, tuple[Batch, Outcome]]]:
+    return {family: cases_of(config, loads(index)) for index, (family, config) in enumerate(FAMILIES.items())}
+
+
+def num_local_experts(dispatch: Dispatch, num_parts: int) -> int:
+    return NUM_EXPERTS if dispatch == "gather_weights" else NUM_EXPERTS // num_parts
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, pytest.param(8, marks=pytest.mark.sampled(0))])
+def test_every_strategy_family_and_load(num_ranks: int) -> None:
+    layout, cases = MeshRules("ep-as-dp", {"expert": num_ranks}), cases_of_families(lambda _: LOADS)
+
+    def check() -> None:
+        for dispatch, (family, config) in itertools.product(STRATEGIES[:2], FAMILIES.items()):
+            with named(dispatch, family):
+                check_steps(layout, num_local_experts(dispatch, num_ranks), config, dispatch, cases[family])
+
+    run_ranks(check, num_ranks)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.filterwarnings("ignore:no rule for the logical name")
+@pytest.mark.parametrize(("layout", "num_parts"), LAYOUTS, ids=str)
+def test_every_mesh(layout: MeshRules, num_parts: int) -> None:
+    """Other pairs of strategies, families and loads from mesh to mesh."""
+    turn, families = LAYOUTS.index((layout, num_parts)), list(FAMILIES)
+    steps = []
+    for index, dispatch in enumerate(("ring_of_experts", "ragged_all_to_all") * 2 + ("gather_weights",)):
+        config = FAMILIES[families[(index + turn) % len(families)]]
+        load = LOADS[(index + turn // len(families)) % len(LOADS)]
+        steps.append((dispatch, config, cases_of(config, (load,))))
+
+    def check() -> None:
+        for dispatch, config, cases in steps:
+            with named(dispatch, config):
+                check_steps(layout, num_local_experts(dispatch, num_parts), config, dispatch, cases)
+
+    run_ranks(check, layout.world_size)
+
+
+@pytest.mark.filterwarnings("ignore:no rule for the logical name")
+@pytest.mark.parametrize(("layout", "num_parts"), [LAYOUTS[2], LAYOUTS[5], LAYOUTS[8], LAYOUTS[11]], ids=str)
+def test_chunks_padding_and_dense_products(layout: MeshRules, num_parts: int) -> None:
+    """Numbers of chunks that do not divide the tokens, and more chunks than a rank has tokens."""
+    variants: list[tuple[MoEConfig, int]] = [
+        (FAMILIES["deepseek_v3"], 3),
+        (FAMILIES["llama4"], 9),
+        (replace(FAMILIES["gpt_oss"], implementation="dense"), 2),
+    ]
+    cases = [masked_cases_of(config) for config, _ in variants]
+
+    def check() -> None:
+        for dispatch in STRATEGIES[:2]:
+            for (config, num_chunks), masked in zip(variants, cases, strict=True):
+                with named(dispatch, config, num_chunks):
+                    num_experts = num_local_experts(dispatch, num_parts)
+                    check_steps(layout, num_experts, config, dispatch, masked, num_chunks=num_chunks)
+
+    run_ranks(check, layout.world_size)
+
+
+@pytest.mark.sampled(0)
+@pytest.mark.filterwarnings("ignore:no rule for the logical name")
+def test_experts_on_no_rank() -> None:
+    """Ids of zero, copy and constant experts, also where the ranks are not in the order of their experts."""
+    layouts = [LAYOUTS[index] for index in (5, 6, 7, 8, 9, 10, 11)]
+    cases = cases_of(FAMILIES["longcat_flash"], LOADS[:2])
+
+    def check() -> None:
+        for (layout, num_parts), dispatch in itertools.product(layouts, STRATEGIES):
+            with named(layout, dispatch):
+                num_experts = num_local_experts(dispatch, num_parts)
+                check_steps(layout, num_experts, FAMILIES["longcat_flash"], dispatch, cases)
+
+    run_ranks(check, 4)
+
+
+def masked_cases_of(config: MoEConfig) -> dict[str, tuple[Batch, Outcome]]:
+    """Padding of NaN at random places, and one sequence of nothing else."""
+    batch = make_batch(config, "of the router", (4, 4))
+    mask = torch.rand(batch.x.shape[:2], generator=torch.Generator().manual_seed(3)) < 0.7
+    mask[3] = False
+    batch = replace(batch, x=batch.x.masked_fill(~mask.unsqueeze(2), float("nan")), token_mask=mask)
+    return {"padded": (batch, take_step(make_layer(config), batch))}
+
+
+def test_capacity_of_whole_sequences() -> None:
+    """Slots fill an expert in the order of the tokens of a sequence, wherever the expert is."""
+    config = replace(FAMILIES["mixtral"], implementation="dense", capacity_factor=1.0)
+    layouts = [LAYOUTS[3], LAYOUTS[5], LAYOUTS[6]]
+    cases = cases_of(config)
+    assert all(outcome.stats.dropped > 0 for load, (_, outcome) in cases.items() if load != "even")
+
+    def check() -> None:
+        for layout, num_parts in layouts:
+            with named(layout):
+                check_steps(layout, NUM_EXPERTS // num_parts, config, "ring_of_experts", cases)
+
+    run_ranks(check, 4)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    "layout", [MeshRules("ep-as-dp", {"expert": 4}), MeshRules("ep-as-dp", {"fsdp": 2, "expert": 2})], ids=str
+)
+@pytest.mark.parametrize("sizes", [(0, 1, 2, 3), (4, 0, 0, 1), (0, 0, 0, 0)], ids=str)
+def test_ranks_with_other_numbers_of_sequences(layout: MeshRules, sizes: tuple[int, ...]) -> None:
+    cases = []
+    for (family, config), num_chunks in zip(FAMILIES.items(), (1, 2, 2, 1, 2, 3), strict=True):
+        batch = make_batch(config, "of the router", (sum(sizes), 3))
+        cases.append((family, config, num_chunks, batch, take_step(make_layer(config), batch)))
+
+    def check() -> None:
+        mesh, rules = Mesh(layout.sizes), LogicalRules.load(layout.rules)
+        first = sum(sizes[: dist.get_rank()])
+        part = (slice(first, first + sizes[dist.get_rank()]),)
+        for dispatch in STRATEGIES[:2]:
+            for family, config, num_chunks, batch, expected in cases:
+                layer = make_layer(config)
+                shardings = parameter_shardings(layer, mesh, rules)
+                parallelize(layer, mesh, rules, dispatch=dispatch, num_chunks=num_chunks)
+                counts = spy(layer)
+                with named(dispatch, family, num_chunks):
+                    check_part(take_step(layer, batch.part(part)), expected, part, shardings)
+                    assert counts == [NUM_EXPERTS // mesh.size("expert")] * num_chunks
+
+    run_ranks(check, 4)
+
+
+@pytest.mark.parametrize("intermediate_size", [8, 9])
+def test_shared_experts_in_parts_and_whole(intermediate_size: int) -> None:
+    """All ranks hold the same tokens: a shared expert of width 9 cannot be computed in two parts."""
+    layout = MeshRules("ep-tp", {"expert": 2})
+    config = replace(FAMILIES["deepseek_v3"], intermediate_size=intermediate_size, num_shared_experts=1)
+    cases = cases_of(config, LOADS[:1])
+
+    def check() -> None:
+        for dispatch in STRATEGIES:
+            with named(dispatch):
+                check_steps(layout, num_local_experts(dispatch, 2), config, dispatch, cases)
+
+    run_ranks(check, 2)
+
+
+def test_bfloat16_within_its_rounding() -> None:
+    """Rows are rounded once more on their way, and sums over ranks in another order."""
+    tolerance = 4 * torch.finfo(torch.bfloat16).eps
+    layouts = [LAYOUTS[index] for index in (3, 5, 9, 12)]
+    families = {family: FAMILIES[family] for family in ("deepseek_v3", "gpt_oss")}
+    cases = {family: cases_of(config, LOADS[:1], torch.bfloat16) for family, config in families.items()}
+
+    def check() -> None:
+        for (layout, num_parts), dispatch in itertools.product(layouts, STRATEGIES[:2]):
+            for family, config in families.items():
+                with named(layout, dispatch, family):
+                    num_experts = num_local_experts(dispatch, num_parts)
+                    check_steps(layout, num_experts, config, dispatch, cases[family], tolerance=tolerance)
+
+    run_ranks(check, 4)

@@ -1,0 +1,243 @@
+"""A rank that dies, hangs or raises: the others name it, in every strategy, in the forward and in the backward."""
+
+import itertools
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from maxmoe import MoE, MoEConfig, parallelize
+from maxmoe.parallel import RankError, watch_ranks
+from maxmoe.ranks.failures import STORE_IS_GONE, Records, Watch, first_line, is_lost_connection
+from maxmoe.sharding import Mesh
+from support.failing_ranks import (
+    ENOUGH,
+    FAILURES,
+    PATIENCE,
+    SLACK,
+    TIMEOUT,
+    check_rank_2_is_named,
+    complain,
+    hang,
+    outcomes,
+    patience_with,
+)
+from support.run_ranks import check_at_once, run_ranks
+
+STRATEGIES: dict[str, tuple[dict[str, int], str, Any]] = {
+    "ring_of_experts": ({"fsdp": 2, "expert": 2}, "ep-as-dp", "ring_of_experts"),
+    "ragged_all_to_all": ({"expert": 4}, "ep-as-dp", "ragged_all_to_all"),
+    "ep-tp": ({"data": 2, "expert": 2}, "ep-tp", "auto"),
+}
+
+
+def fail_in_forward(layer: MoE, fail: Callable[[], None]) -> None:
+    """Between the way of the tokens to the experts and the way back."""
+    layer.experts.register_forward_pre_hook(lambda *_: fail())
+
+
+def fail_in_backward(layer: MoE, fail: Callable[[], None]) -> None:
+    def hook(module: object, arguments: object, outputs: Tensor) -> None:
+        outputs.register_hook(lambda _: fail())
+
+    layer.experts.register_forward_hook(hook)
+
+
+@pytest.mark.parametrize(("fail", "delay", "message"), FAILURES, ids=["dies", "hangs", "raises"])
+def test_the_others_name_the_rank(tmp_path: Path, fail: Callable[[], None], delay: float, message: str) -> None:
+    def check(strategy: str, place: Callable[..., None]) -> None:
+        sizes, rules, dispatch = STRATEGIES[strategy]
+
+        def train() -> None:
+            mesh = Mesh(sizes, timeout=timedelta(seconds=TIMEOUT))
+            config = MoEConfig(hidden_size=8, intermediate_size=4, num_experts=4, top_k=2)
+            layer = parallelize(MoE(config), mesh, rules, dispatch=dispatch)
+            for step in range(3):
+                if step == 1 and dist.get_rank() == 2:
+                    place(layer, fail)
+                output = layer(torch.randn(1, 6, 8, requires_grad=True))
+                (output.hidden_states.sum() + output.aux_loss).backward()
+
+        folder = tmp_path / f"{strategy} {place.__name__}"
+        folder.mkdir()
+        check_rank_2_is_named(outcomes(folder, train, patience=patience_with(fail)), fail, delay, message)
+
+    check_at_once(check, itertools.product(STRATEGIES, [fail_in_forward, fail_in_backward]))
+
+
+def test_a_rank_that_stops_too_early(tmp_path: Path) -> None:
+    def train() -> None:
+        for _ in range(1 if dist.get_rank() == 1 else 2):
+            dist.all_reduce(torch.ones(2))
+
+    ((_, message),) = outcomes(tmp_path, train, 2, TIMEOUT).values()
+    assert message.startswith("RankError: rank 1 of 2 came to the end before the others (rank 0 saw: ")
+
+
+def test_ranks_that_wait_for_each_other() -> None:
+    def train() -> tuple[int, str]:
+        groups = [dist.new_group(timeout=timedelta(seconds=TIMEOUT)) for _ in range(2)]
+        try:
+            with watch_ranks(PATIENCE):
+                line = sys._getframe().f_lineno + 1
+                dist.all_reduce(torch.ones(2), group=groups[dist.get_rank()])
+        except RankError as error:
+            return line, str(error)
+        raise AssertionError("the collectives of two groups have met")
+
+    for line, message in run_ranks(train, 2, timeout=ENOUGH):
+        places = "; ".join(f"rank {rank} at {__file__}:{line} in train" for rank in range(2))
+        assert message.startswith(f"no rank of 2 failed first: all waited until the timeout. {places}. Did one skip a ")
+
+
+def wait() -> None:
+    dist.all_reduce(torch.ones(2))
+
+
+def finish() -> None:
+    pass
+
+
+def group_with_store_on_rank_0() -> int:
+    """Replace the default group of two ranks; return the process id of rank 0."""
+    files, is_host = dist.distributed_c10d._get_default_store(), dist.get_rank() == 0
+    if is_host:
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        files.set("host", f"{store.port} {os.getpid()}")
+    port, host = map(int, files.get("host").split())
+    if not is_host:
+        store = dist.TCPStore("localhost", port)
+    dist.destroy_process_group()
+    timeout = timedelta(seconds=TIMEOUT)
+    dist.init_process_group("gloo", store=store, rank=int(not is_host), world_size=2, timeout=timeout)
+    return host
+
+
+NO_ANSWER = r"RankError: the process with the store of torch\.distributed sends no heartbeat for 1\.5 s: rank 0 "
+
+
+LAST_CALLS = [
+    (wait, TIMEOUT, NO_ANSWER + r"\(rank 1 saw: .*\)"),
+    (complain, 0.0, "ValueError: no such token"),
+    (finish, 0.0, ""),
+]
+
+
+def test_the_process_with_the_store_is_stopped(tmp_path: Path) -> None:
+    """Its sockets stay open: the connections are not lost, but nobody answers."""
+
+    def check(last: Callable[[], None], delay: float, message: str, is_stopped_early: bool) -> None:
+        path = tmp_path / f"{last.__name__} {is_stopped_early}"
+
+        def train() -> None:
+            host, found = group_with_store_on_rank_0(), ""
+            dist.barrier()
+            if dist.get_rank() == 0:
+                with watch_ranks(PATIENCE):
+                    hang()
+            if is_stopped_early:
+                os.kill(host, signal.SIGSTOP)
+            begin = time.monotonic()
+            try:
+                with watch_ranks(PATIENCE):
+                    time.sleep(PATIENCE / 5)  # some heartbeats
+                    os.kill(host, signal.SIGSTOP)
+                    last()
+            except (RankError, ValueError) as error:
+                found = f"{type(error).__name__}: {error}"
+            path.write_text(f"{time.monotonic() - begin} {found}")
+            os.kill(host, signal.SIGKILL)
+
+        with pytest.raises(RuntimeError, match="rank 0 of 2 failed first:\nit died"):
+            run_ranks(train, 2, deadline=ENOUGH)
+        seconds, _, text = path.read_text().partition(" ")
+        assert re.fullmatch(message, text)
+        assert float(seconds) < delay + PATIENCE + SLACK
+
+    check_at_once(check, [(*last_call, early) for last_call in LAST_CALLS for early in (False, True)])
+
+
+def test_the_store_is_in_memory() -> None:
+    def find() -> str:
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        watch = Watch(Records(PATIENCE))
+        watch.start()
+        return watch.finish(partial(watch.records.find_failure, "here")).message
+
+    (message,) = run_ranks(find, 1)
+    assert message.startswith("no rank of 1 failed first: all waited until the timeout. rank 0 at here. ")
+
+
+def test_a_rank_at_work_ends_after_the_failure_of_another(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def train() -> None:
+        dist.barrier()
+        hang() if dist.get_rank() == 0 else complain()
+
+    assert outcomes(tmp_path, train, 2).keys() == {1}
+    assert capfd.readouterr().err == "RankError: rank 1 of 2 failed first: ValueError: no such token\n"
+
+
+def test_an_error_of_all_ranks_stays_what_it_is(tmp_path: Path) -> None:
+    assert {message for _, message in outcomes(tmp_path, complain).values()} == {"ValueError: no such token"}
+
+
+def test_nothing_happens_where_nothing_fails() -> None:
+    def watches() -> int:
+        return [thread.name for thread in threading.enumerate()].count("maxmoe.watch_ranks")
+
+    def train() -> int:
+        for _ in range(2):
+            with watch_ranks(PATIENCE):
+                dist.all_reduce(torch.ones(2))
+                assert watches() == 1
+        return watches()
+
+    assert run_ranks(train, 2) == [0, 0]
+    with watch_ranks():  # without torch.distributed
+        assert watches() == 0
+
+
+def test_what_is_a_lost_connection() -> None:
+    lost = RuntimeError("[/src/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:4")
+    wrapped = ValueError("cannot write the checkpoint")
+    wrapped.__cause__ = lost
+    assert (
+        is_lost_connection(lost) and is_lost_connection(wrapped) and is_lost_connection(dist.DistBackendError("NCCL"))
+    )
+    assert not is_lost_connection(RuntimeError("shapes cannot be multiplied")) and not is_lost_connection(KeyError("x"))
+    assert first_line(lost) == "Connection closed by peer [::1]:4"
+    assert (first_line(RuntimeError("[a] b\nc")), first_line(RuntimeError())) == ("[a] b", "RuntimeError")
+
+
+def test_the_process_with_the_store_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*arguments: object) -> None:
+        raise dist.DistNetworkError("Broken pipe")
+
+    def last_call(name: str, *arguments: Any) -> bool:
+        watch = Watch(Records(PATIENCE))
+        watch.start()
+        while watch.records.answered_at < 0:  # not connected
+            time.sleep(0.01)
+        for method in ("set", "check", "compare_set"):
+            monkeypatch.setattr(dist.PrefixStore, method, gone)
+        found = watch.finish(partial(getattr(watch.records, name), *arguments))
+        monkeypatch.undo()
+        return found == STORE_IS_GONE
+
+    def check() -> bool:
+        return last_call("leave") and last_call("find_failure", "here") and last_call("report", [0], "died")
+
+    assert run_ranks(check, 1) == [True]
