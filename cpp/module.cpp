@@ -9,7 +9,7 @@
 #include "kernels/isa/caches.h"
 #include "kernels/isa/isa.h"
 #include "ops/backend.h"
-#include "ops/huge_pages.h"
+#include "ops/memory.h"
 
 namespace py = pybind11;
 
@@ -54,7 +54,7 @@ PYBIND11_MODULE(_C, module) {
   }
   module.def("build_info", &build_info);
   module.def("force_aten", &maxmoe::ops::force_aten);
-  module.def("empty_cache", [] { maxmoe::ops::HugePages::instance().empty_cache(); });
-  module.def("memory_allocated", [] { return maxmoe::ops::HugePages::instance().bytes_allocated(); });
-  module.def("memory_reserved", [] { return maxmoe::ops::HugePages::instance().bytes_reserved(); });
+  module.def("empty_cache", &maxmoe::ops::empty_cache);
+  module.def("memory_allocated", &maxmoe::ops::bytes_allocated);
+  module.def("memory_reserved", &maxmoe::ops::bytes_reserved);
 }

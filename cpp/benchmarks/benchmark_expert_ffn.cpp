@@ -24,12 +24,13 @@ struct Problem {
         preactivations(plan.num_rows(), 2 * shape.intermediate_size),
         routed{plan.slots.data(), plan.rows.data(), plan.group_sizes.data(), num_experts, shape.top_k} {}
 
-  ExpertProjections<T> experts() const {
-    ExpertProjections<T> all{};  // without biases and factors
-    all.gate.weights = gate.read_stack(num_experts);
-    all.up.weights = up.read_stack(num_experts);
-    all.down.weights = down.read_stack(num_experts);
-    return all;
+  // Without biases and factors.
+  ExpertFfnCall<T> call() const {
+    ExpertFfnCall<T> ffn{x.read(), weights.data(), routed, {}, kKind, &gemm};
+    ffn.experts.gate.weights = gate.read_stack(num_experts);
+    ffn.experts.up.weights = up.read_stack(num_experts);
+    ffn.experts.down.weights = down.read_stack(num_experts);
+    return ffn;
   }
 
   Plan plan;
@@ -49,13 +50,7 @@ void benchmark_forward(Session& session, const Case& c, const ExpertsShape& shap
   const Problem<T> problem(shape);
   const Table<T> rows(problem.plan.num_rows(), shape.hidden_size);
   const Table<T> out(shape.num_tokens, shape.hidden_size);
-  ExpertFfn<T> ffn{};  // without biases
-  ffn.x = problem.x.read();
-  ffn.weights = problem.weights.data();
-  ffn.routed = problem.routed;
-  ffn.experts = problem.experts();
-  ffn.kind = kKind;
-  ffn.gemm = &problem.gemm;
+  ExpertFfn<T> ffn{problem.call()};
   ffn.preactivations = problem.preactivations.view();
   ffn.rows = rows.view();
   ffn.out = out.view();
@@ -70,13 +65,8 @@ void benchmark_backward_down(Session& session, const Case& c, const ExpertsShape
   const Table<T> preactivations(num_rows, 2 * shape.intermediate_size);
   const Table<T> activated(num_rows, shape.intermediate_size);
   const Problem<T> gradients(shape);
-  ExpertFfnBackwardDown<T> ffn{};  // without biases
+  ExpertFfnBackwardDown<T> ffn{problem.call()};
   ffn.grad_out = grad_out.read();
-  ffn.weights = problem.weights.data();
-  ffn.routed = problem.routed;
-  ffn.down = problem.experts().down;
-  ffn.kind = kKind;
-  ffn.gemm = &problem.gemm;
   ffn.preactivations = preactivations.view();
   ffn.activated = activated.view();
   ffn.grad_weights = gradients.weights.data();
@@ -95,13 +85,8 @@ void benchmark_backward_input(Session& session, const Case& c, const ExpertsShap
   const Problem<T> problem(shape);
   const Table<T> rows(problem.plan.num_rows(), shape.hidden_size);
   const Table<T> grad_x(shape.num_tokens, shape.hidden_size);
-  const ExpertProjections<T> experts = problem.experts();
-  ExpertFfnBackwardInput<T> ffn{};  // without factors
+  ExpertFfnBackwardInput<T> ffn{problem.call()};
   ffn.grad_preactivations = problem.preactivations.read();
-  ffn.routed = problem.routed;
-  ffn.gate = experts.gate;
-  ffn.up = experts.up;
-  ffn.gemm = &problem.gemm;
   ffn.rows = rows.view();
   ffn.grad_x = grad_x.view();
   time_products<T>(session, c, shape, /*count=*/2, [&] { expert_ffn_backward_input(ffn, session.threads()); });
@@ -111,12 +96,8 @@ template <class T>
 void benchmark_backward_up(Session& session, const Case& c, const ExpertsShape& shape) {
   const Problem<T> problem(shape);
   const Problem<T> gradients(shape);
-  ExpertFfnBackwardUp<T> ffn{};  // without biases
-  ffn.x = problem.x.read();
+  ExpertFfnBackwardUp<T> ffn{problem.call()};
   ffn.grad_preactivations = problem.preactivations.read();
-  ffn.gate_width = shape.intermediate_size;
-  ffn.routed = problem.routed;
-  ffn.gemm = &problem.gemm;
   ffn.gate.weights = gradients.gate.stack(shape.num_experts);
   ffn.up.weights = gradients.up.stack(shape.num_experts);
   time_products<T>(session, c, shape, /*count=*/2, [&] { expert_ffn_backward_up(ffn, session.threads()); });
@@ -132,13 +113,9 @@ void benchmark_backward_down_factors(Session& session, const Case& c, const Expe
   const Table<T> b(shape.num_experts * kRank, shape.hidden_size);
   const Table<T> grad_reduced(problem.plan.num_rows(), kRank);
   const Table<T> grad_a(shape.num_experts * shape.intermediate_size, kRank);
-  ExpertFfnBackwardDownFactors<T> ffn{};
+  ExpertFfnBackwardDownFactors<T> ffn{problem.call()};
   ffn.grad_out = grad_out.read();
-  ffn.weights = problem.weights.data();
-  ffn.routed = problem.routed;
-  ffn.factors = {a.read_stack(shape.num_experts), b.read_stack(shape.num_experts)};
-  ffn.kind = kKind;
-  ffn.gemm = &problem.gemm;
+  ffn.experts.down.factors = {a.read_stack(shape.num_experts), b.read_stack(shape.num_experts)};
   ffn.preactivations = problem.preactivations.read();
   ffn.grad_reduced = grad_reduced.view();
   ffn.grad_a = grad_a.stack(shape.num_experts);

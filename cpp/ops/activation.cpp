@@ -7,7 +7,6 @@
 #include <ATen/ops/relu.h>
 #include <ATen/ops/silu.h>
 #include <ATen/ops/silu_backward.h>
-#include <ATen/ops/stack.h>
 #include <ATen/ops/threshold_backward.h>
 
 #include <cmath>
@@ -20,17 +19,9 @@ namespace maxmoe::ops {
 namespace {
 
 struct Formulas {
-  Tensor (*value)(const Tensor& x);                                          // f(x)
-  Tensor (*gradient)(const Tensor& grad, const Tensor& x);                   // grad * f'(x)
-  void (*store_gradient)(Tensor& out, const Tensor& grad, const Tensor& x);  // the same; `out` may be x
+  Tensor (*value)(const Tensor& x);                                          // f(x), in new memory
+  void (*store_gradient)(Tensor& out, const Tensor& grad, const Tensor& x);  // grad * f'(x); `out` may be x
 };
-
-// at::silu_backward is one kernel but has no derivative, unlike gelu_backward and threshold_backward.
-Tensor silu_gradient(const Tensor& grad, const Tensor& x) {
-  if (!is_transformed(grad) && !has_tangent(x)) return at::silu_backward(grad, x);
-  const Tensor sigmoid = x.sigmoid();
-  return grad * (sigmoid * (1 + x * (1 - sigmoid)));
-}
 
 // a * b, in the memory of `a` unless autograd records the product.
 Tensor times(const Tensor& a, const Tensor& b) {
@@ -38,34 +29,28 @@ Tensor times(const Tensor& a, const Tensor& b) {
   return is_recorded(a) || is_recorded(b) ? a * b : a.mul_(b);
 }
 
-// value returns new memory. value and gradient can be differentiated any number of times.
 Formulas formulas_of(Activation activation) {
   static constexpr double kSteepness = 1.702;  // of swigluoai: x * sigmoid(1.702 * x)
   switch (activation) {
     case Activation::silu:
-      return {[](const Tensor& x) { return at::silu(x); }, &silu_gradient,
+      return {[](const Tensor& x) { return at::silu(x); },
               [](Tensor& out, const Tensor& grad, const Tensor& x) { at::silu_backward_out(out, grad, x); }};
     case Activation::swigluoai:
       // Its derivative at x equals the derivative of silu at 1.702 * x.
       return {
           [](const Tensor& x) { return times((x * kSteepness).sigmoid(), x); },
-          [](const Tensor& grad, const Tensor& x) { return silu_gradient(grad, x * kSteepness); },
           [](Tensor& out, const Tensor& grad, const Tensor& x) { at::silu_backward_out(out, grad, x * kSteepness); }};
     case Activation::gelu:
       return {[](const Tensor& x) { return at::gelu(x, "none"); },
-              [](const Tensor& grad, const Tensor& x) { return at::gelu_backward(grad, x, "none"); },
               [](Tensor& out, const Tensor& grad, const Tensor& x) { at::gelu_backward_out(out, grad, x, "none"); }};
     case Activation::gelu_tanh:
       return {[](const Tensor& x) { return at::gelu(x, "tanh"); },
-              [](const Tensor& grad, const Tensor& x) { return at::gelu_backward(grad, x, "tanh"); },
               [](Tensor& out, const Tensor& grad, const Tensor& x) { at::gelu_backward_out(out, grad, x, "tanh"); }};
     case Activation::relu:
       return {[](const Tensor& x) { return at::relu(x); },
-              [](const Tensor& grad, const Tensor& x) { return at::threshold_backward(grad, x, 0); },
               [](Tensor& out, const Tensor& grad, const Tensor& x) { at::threshold_backward_out(out, grad, x, 0); }};
     case Activation::relu2:
       return {[](const Tensor& x) { return at::relu(x).square(); },
-              [](const Tensor& grad, const Tensor& x) { return (at::relu(x) * grad).mul_(2); },
               [](Tensor& out, const Tensor& grad, const Tensor& x) { at::mul_out(out, at::relu(x).mul_(2), grad); }};
   }
   return {};
@@ -92,13 +77,13 @@ Tensor factor_of(const ActivationKind& kind, const Tensor& up, double limit) {
 }  // namespace
 
 Activation parse_activation(const char* op, std::string_view name) {
-  if (name == "silu") return Activation::silu;
-  if (name == "gelu") return Activation::gelu;
-  if (name == "gelu_tanh") return Activation::gelu_tanh;
-  if (name == "relu") return Activation::relu;
-  if (name == "relu2") return Activation::relu2;
-  if (name == "swigluoai") return Activation::swigluoai;
-  MAXMOE_CHECK(false, op, "activation must be silu, gelu, gelu_tanh, relu, relu2 or swigluoai, got ", name);
+  return parse<Activation>(op, "activation", name,
+                           {{"silu", Activation::silu},
+                            {"gelu", Activation::gelu},
+                            {"gelu_tanh", Activation::gelu_tanh},
+                            {"relu", Activation::relu},
+                            {"relu2", Activation::relu2},
+                            {"swigluoai", Activation::swigluoai}});
 }
 
 std::pair<Tensor, Tensor> gate_and_up(GateLayout layout, const Tensor& preactivations) {
@@ -111,11 +96,6 @@ std::pair<Tensor, Tensor> gate_and_up(GateLayout layout, const Tensor& preactiva
   return {part(columns.gate), part(columns.up)};
 }
 
-Tensor preactivations_of(GateLayout layout, const Tensor& gate, const Tensor& up) {
-  if (layout == GateLayout::none) return up;
-  return at::stack({gate, up}, layout == GateLayout::interleaved ? 2 : 1).reshape({up.size(0), 2 * up.size(1)});
-}
-
 Tensor activated_rows(const ActivationKind& kind, const Tensor& gate, const Tensor& up) {
   const Formulas f = formulas_of(kind.activation);
   if (kind.gate == GateLayout::none) return f.value(up);
@@ -123,21 +103,9 @@ Tensor activated_rows(const ActivationKind& kind, const Tensor& gate, const Tens
   return times(f.value(clipped_gate(gate, limit)), factor_of(kind, up, limit));
 }
 
-std::pair<Tensor, Tensor> activation_gradient(const ActivationKind& kind, const Tensor& grad, const Tensor& gate,
-                                              const Tensor& up) {
-  const Formulas f = formulas_of(kind.activation);
-  if (kind.gate == GateLayout::none) return {Tensor(), f.gradient(grad, up)};
-  const double limit = limit_of(kind, up);
-  const Tensor clipped = clipped_gate(gate, limit);
-  const Tensor grad_gate = f.gradient(grad * factor_of(kind, up, limit), clipped);
-  const Tensor grad_up = grad * f.value(clipped);
-  if (std::isinf(limit)) return {grad_gate, grad_up};
-  return {grad_gate.masked_fill(gate.gt(limit), 0), grad_up.masked_fill(up.abs().gt(limit), 0)};
-}
-
 // Every step frees or overwrites what no later step reads: beside gate, up and grad there are two tensors at a time.
-Tensor activation_gradient_in_place(const ActivationKind& kind, const Tensor& grad, Tensor gate, Tensor up,
-                                    bool wants_activated) {
+Tensor activation_gradient(const ActivationKind& kind, const Tensor& grad, Tensor gate, Tensor up,
+                           bool wants_activated) {
   const Formulas f = formulas_of(kind.activation);
   Tensor activated;
   if (kind.gate == GateLayout::none) {

@@ -15,18 +15,12 @@ Activation parse_activation(const char* op, std::string_view name);
 // Views of the gate and up columns of preactivations [R, 2F]. Without a gate the first one is undefined.
 std::pair<at::Tensor, at::Tensor> gate_and_up(GateLayout layout, const at::Tensor& preactivations);
 
-// The inverse: preactivations with these columns, in new memory.
-at::Tensor preactivations_of(GateLayout layout, const at::Tensor& gate, const at::Tensor& up);
-
 // f(gate) * up, or f(up) if gate is undefined.
 at::Tensor activated_rows(const ActivationKind& kind, const at::Tensor& gate, const at::Tensor& up);
 
-// The gradients of gate and up from `grad`, the gradient of activated_rows.
-std::pair<at::Tensor, at::Tensor> activation_gradient(const ActivationKind& kind, const at::Tensor& grad,
-                                                      const at::Tensor& gate, const at::Tensor& up);
-
-// The same, in the memory of gate and up. Returns the activated rows if they are wanted.
-at::Tensor activation_gradient_in_place(const ActivationKind& kind, const at::Tensor& grad, at::Tensor gate,
-                                        at::Tensor up, bool wants_activated);
+// Gate and up become their gradients, from `grad`, the gradient of activated_rows. Returns the activated rows if they
+// are wanted.
+at::Tensor activation_gradient(const ActivationKind& kind, const at::Tensor& grad, at::Tensor gate, at::Tensor up,
+                               bool wants_activated);
 
 }  // namespace maxmoe::ops

@@ -3,11 +3,13 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
 #include <array>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <tuple>
@@ -15,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "ops/checks.h"
 #include "ops/torch_internals.h"
 
 namespace maxmoe::ops {
@@ -66,30 +69,13 @@ T primal(const T& argument) {
   return argument;
 }
 
-// Conversion between the optional tensors of a schema and the undefined tensors that an autograd context saves.
-inline at::Tensor defined_or_empty(const std::optional<at::Tensor>& tensor) {
-  return tensor.value_or(at::Tensor());
-}
+// Autograd. torch::autograd::Function finds the tensors among its own parameters, and its context saves tensors apart
+// from other values.
 
-inline std::optional<at::Tensor> optional_tensor(const at::Tensor& tensor) {
-  return tensor.defined() ? std::optional<at::Tensor>(tensor) : std::nullopt;
-}
-
-// The tensors that forward saved, in the same order. Hooks (torch.autograd.graph.saved_tensors_hooks) may have replaced
-// them, so that the operators of backward passes check their arguments again; values on the CPU alone (OperatorCall).
-template <size_t count>
-std::array<at::Tensor, count> saved_tensors(const AutogradContext* ctx) {
-  const variable_list saved = ctx->get_saved_variables();
-  TORCH_INTERNAL_ASSERT(saved.size() == count);
-  std::array<at::Tensor, count> tensors;
-  std::copy_n(saved.begin(), count, tensors.begin());
-  return tensors;
-}
-
-// The arguments of an operator in an autograd context, whatever their number: tensors are saved after `kept`, all other
+// Saves the arguments of an operator in an autograd context, whatever their number: tensors after `kept`, all other
 // values as one tuple, which also owns the strings.
-template <class... T>
-void save_arguments(AutogradContext* ctx, const std::tuple<T&...>& arguments, variable_list kept = {}) {
+template <class Arguments>
+void save_arguments(AutogradContext* ctx, const Arguments& arguments, variable_list kept = {}) {
   std::vector<c10::IValue> values;
   const auto save = [&]<class Field>(const Field& field) {
     if constexpr (is_tensor<Field>) {
@@ -108,7 +94,9 @@ void save_arguments(AutogradContext* ctx, const std::tuple<T&...>& arguments, va
   ctx->saved_data["values"] = c10::ivalue::Tuple::create(std::move(values));
 }
 
-// Reads them back; returns the tensors of `kept`. Strings live as long as the context.
+// Reads them back; returns the tensors of `kept`. Strings live as long as the context. Hooks
+// (torch.autograd.graph.saved_tensors_hooks) may have replaced the tensors, so that the operators of backward passes
+// check their arguments again; values on the CPU alone (OperatorCall).
 template <class... T>
 variable_list load_arguments(AutogradContext* ctx, const std::tuple<T&...>& arguments) {
   variable_list saved = ctx->get_saved_variables();
@@ -127,21 +115,64 @@ variable_list load_arguments(AutogradContext* ctx, const std::tuple<T&...>& argu
   return saved;
 }
 
-// A backward pass computes the gradients that it is asked for: ctx->needs_input_grad(i), where i counts the tensor
-// arguments without optional tensors that were not given. What required a gradient in the forward pass does not say it:
-// torch.autograd.grad(loss, [x]) asks for no gradient of a weight, and a split backward pass (zero bubble schedules of
-// torch.distributed.pipelining) runs a node twice, first for its input and then for its weights.
-
-// Which gradients of `inputs` are wanted, the tensors that a node was applied to.
+// Which gradients of the arguments of a node are wanted, by position: false for what is not a tensor. A backward pass
+// computes the gradients that it is asked for: ctx->needs_input_grad(i), where i counts the tensors that were given.
+// What required a gradient in the forward pass does not say it: torch.autograd.grad(loss, [x]) asks for no gradient of
+// a weight, and a split backward pass (zero bubble schedules of torch.distributed.pipelining) runs a node twice, first
+// for its input and then for its weights.
 template <class... T>
-std::array<bool, sizeof...(T)> wanted_gradients(const AutogradContext* ctx, const std::tuple<T&...>& inputs) {
+std::array<bool, sizeof...(T)> wanted_gradients(const AutogradContext* ctx, const std::tuple<T&...>& arguments) {
   size_t num_given = 0;
-  const auto is_wanted = [&](const auto& input) {
-    return tensor_or_null(input) != nullptr && ctx->needs_input_grad(num_given++);
+  const auto is_wanted = [&](const auto& argument) {
+    return tensor_or_null(argument) != nullptr && ctx->needs_input_grad(num_given++);
   };
   // Braces, unlike parentheses, fix the order of the calls.
-  return std::apply([&](const auto&... input) { return std::array<bool, sizeof...(T)>{is_wanted(input)...}; }, inputs);
+  return std::apply([&](const auto&... field) { return std::array<bool, sizeof...(T)>{is_wanted(field)...}; },
+                    arguments);
 }
+
+// What is saved of a tensor that no gradient needs: its number of rows and its dtype.
+inline at::Tensor without_columns(const at::Tensor& tensor) {
+  return at::empty_symint({tensor.sym_size(0), 0}, tensor.options());
+}
+
+using WantedGradients = std::span<const bool>;
+
+// The gradient of an operator that is a product of its tensors, and whose backward pass consists of operators:
+// backward(wanted, grad, arguments...) returns the gradients in the order of the arguments; the last ones may be
+// missing.
+//
+// The gradient of a tensor of a product needs the other ones. Optional tensors (weights, biases) are small and always
+// saved.
+template <const auto& op, auto backward_function>
+class Recorded : public torch::autograd::Function<Recorded<op, backward_function>> {
+ public:
+  static at::Tensor forward(AutogradContext* ctx, const auto&... arguments) {
+    const at::Tensor out = op(arguments...);  // checks the arguments
+    const size_t num_trained = (size_t{requires_grad(arguments)} + ...);
+    const auto saved = [&]<class T>(const T& argument) {
+      if constexpr (std::is_same_v<T, at::Tensor>) {
+        const bool is_needed = !argument.is_floating_point() || num_trained > size_t{argument.requires_grad()};
+        if (!is_needed) return without_columns(argument);
+      }
+      return argument;
+    };
+    save_arguments(ctx, std::tuple(saved(arguments)...));
+    return out;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const OperatorCall running;
+    typename std::remove_cvref_t<decltype(op)>::Arguments arguments;
+    const auto fields = std::apply([](auto&... field) { return std::tie(field...); }, arguments);
+    load_arguments(ctx, fields);
+    const auto wanted = wanted_gradients(ctx, fields);
+    variable_list gradients =
+        std::apply([&](const auto&... field) { return backward_function(wanted, grads[0], field...); }, arguments);
+    gradients.resize(wanted.size());
+    return gradients;
+  }
+};
 
 // The gradient of weights, in their shape and dtype. ragged_dot returns it as a list in the accumulator's type.
 inline at::Tensor like_weights(const at::Tensor& products, const at::Tensor& weights) {

@@ -20,6 +20,13 @@ const Argument& Argument::has_size(int64_t dim, int64_t size, const char* meanin
   return *this;
 }
 
+const Argument& Argument::has_shape(const char* shape, std::initializer_list<Size> sizes) const {
+  has_dims(static_cast<int64_t>(sizes.size()), shape);
+  int64_t dim = 0;
+  for (const auto& [size, meaning] : sizes) has_size(dim++, size, meaning);
+  return *this;
+}
+
 const Argument& Argument::is_floating() const {
   check_floating(op_, name_, tensor_.scalar_type());
   return *this;
@@ -110,6 +117,10 @@ void check_group_sizes(const char* op, const Tensor& group_sizes, int64_t num_ro
   }
   MAXMOE_CHECK(sum == Sum::at_most || total == num_rows, op, "group_sizes must sum to the number of rows (", num_rows,
                "), got ", total);
+}
+
+void check_group_size(const char* op, int64_t group_size) {
+  MAXMOE_CHECK(group_size >= 1, op, "group_size must be at least 1, got ", group_size);
 }
 
 void check_weights(const char* op, const OptionalTensor& weights, int64_t num_slots) {

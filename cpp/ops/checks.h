@@ -7,6 +7,9 @@
 
 #include <initializer_list>
 #include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
 
 #define MAXMOE_CHECK(condition, op, ...) TORCH_CHECK_VALUE(condition, "maxmoe::", op, ": ", __VA_ARGS__)
 
@@ -30,6 +33,12 @@ class OperatorCall {
   inline static thread_local int depth_ = 0;
 };
 
+// A size that an argument must have, and its meaning in messages.
+struct Size {
+  int64_t size;
+  const char* meaning;
+};
+
 // One argument of one operator, checked on its own.
 class Argument {
  public:
@@ -38,6 +47,7 @@ class Argument {
   // The messages contain `shape` (such as "[T, D]") and `meaning` (such as "D of x").
   const Argument& has_dims(int64_t dims, const char* shape) const;
   const Argument& has_size(int64_t dim, int64_t size, const char* meaning) const;
+  const Argument& has_shape(const char* shape, std::initializer_list<Size> sizes) const;
   const Argument& is_floating() const;
   const Argument& is_int64() const;
   const Argument& is_bool() const;
@@ -55,6 +65,18 @@ class Argument {
 // argument of the schema, null for None and for an argument that is not a tensor.
 void check_tensors(const c10::FunctionSchema& schema, std::initializer_list<const Tensor*> tensors);
 
+// The value of an argument that names one of several. Raises if it names none of them.
+template <class Value>
+Value parse(const char* op, const char* argument, std::string_view name,
+            std::initializer_list<std::pair<const char*, Value>> values) {
+  for (const auto& [known, value] : values) {
+    if (name == known) return value;
+  }
+  std::string names;
+  for (const auto& [known, value] : values) names += (names.empty() ? "" : ", ") + std::string(known);
+  MAXMOE_CHECK(false, op, argument, " must be one of ", names, ", got ", name);
+}
+
 // Checks that kernels exist for the dtype.
 void check_floating(const char* op, const char* name, at::ScalarType type);
 
@@ -67,6 +89,9 @@ constexpr int64_t kLongestList = int64_t{1} << 60;
 // Checks group_sizes, int64 [G]: none negative, with a sum of at most, or of exactly, num_rows.
 enum class Sum { at_most, exactly };
 void check_group_sizes(const char* op, const Tensor& group_sizes, int64_t num_rows, Sum sum);
+
+// Checks that a group has at least one slot.
+void check_group_size(const char* op, int64_t group_size);
 
 // Checks the weights: floating, one for each of `num_slots` slots.
 void check_weights(const char* op, const OptionalTensor& weights, int64_t num_slots);

@@ -51,14 +51,14 @@ Tensor values_of_codes(const Weights& w) {
   const QuantizedMatrix m = quantized_view(w).first;
   if (!has_table(m.codes)) return {};
   const CodeTable& table = table_of(m.codes, m.zeros != nullptr);
-  const Tensor values = at::empty({16}, w.tensor.options().dtype(at::kFloat));
+  const Tensor values = at::empty({16}, w.tensor->options().dtype(at::kFloat));
   for (int64_t code = 0; code < 16; ++code) values.select(0, code).fill_(table.values[static_cast<size_t>(code)]);
   return values;
 }
 
 Tensor dequantize_aten(const Weights& w, at::ScalarType dtype, const Tensor& values) {
   const QuantizedMatrix m = quantized_view(w).first;
-  Tensor numbers = looked_up(m, w.tensor, values);
+  Tensor numbers = looked_up(m, *w.tensor, values);
   if (w.zeros.has_value()) numbers = numbers - of_elements(w.zeros->to(at::kFloat), m);
   Tensor scales = w.scales->to(at::kFloat);
   if (m.scale_type == ScaleType::e8m0) scales = (scales - 127).exp2();

@@ -76,7 +76,7 @@ Tensor aligned(const Tensor& t) {
 // One of the matrices [in, out]. values: values_of_codes(matrices)
 Tensor matrix_of(const Weights& matrices, int64_t group, at::ScalarType dtype, const Tensor& values) {
   const Weights one = matrices.matrix(group);
-  if (!one.is_quantized()) return one.tensor.squeeze(0);
+  if (!one.is_quantized()) return one.tensor->squeeze(0);
   const Tensor matrix = dequantize_aten(one, dtype, values).squeeze(0);
   return one.is_transposed ? matrix.t() : matrix;
 }
@@ -126,15 +126,14 @@ RowGroups row_groups(const Tensor& group_sizes, int64_t group_offset, int64_t nu
           first == 0 ? Tensor() : bounds.narrow(0, first, 1)};
 }
 
-Tensor multiply_rows(const Tensor& rows, const Weights& matrices, const RowGroups& groups,
-                     const std::optional<Tensor>& biases) {
+Tensor multiply_rows(const Tensor& rows, const Projection& matrices, const RowGroups& groups) {
   Tensor out;
   if (rows.numel() == 0 || matrices.count() == 0 || matrices.out_size() == 0) {
     out = at::zeros({rows.size(0), matrices.out_size()}, rows.options());
   } else if (!matrices.is_quantized() && is_legal(rows, groups)) {
     // grouped_mm takes only the ends of groups, so that rows before the first group count as its rows. Their results
     // may be undefined.
-    out = grouped_mm(aligned(rows), aligned(matrices.tensor), groups.ends).contiguous();
+    out = grouped_mm(aligned(rows), aligned(*matrices.tensor), groups.ends).contiguous();
   } else {
     out = at::empty({rows.size(0), matrices.out_size()}, rows.options());
     const Tensor values = values_of_codes(matrices);
@@ -144,7 +143,8 @@ Tensor multiply_rows(const Tensor& rows, const Weights& matrices, const RowGroup
       out.narrow(0, row, count).copy_(at::mm(left.narrow(0, row, count), matrix));
     });
   }
-  if (biases.has_value() && groups.size() > 0) out.add_(biases->index_select(0, groups.of_rows(rows.size(0))));
+  if (matrices.bias.has_value() && groups.size() > 0)
+    out.add_(matrices.bias->index_select(0, groups.of_rows(rows.size(0))));
   return out;
 }
 

@@ -4,9 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <optional>
-
-#include "ops/weights.h"
+#include "ops/projection.h"
 
 namespace maxmoe::ops {
 
@@ -28,10 +26,10 @@ struct RowGroups {
 // first or after the last of the G are empty.
 RowGroups row_groups(const at::Tensor& group_sizes, int64_t group_offset, int64_t num_local_groups);
 
-// [R, F]: rows [R, D] times the matrices [L, D, F] of their groups, plus the biases [L, F]. The values of rows of no
-// group are undefined. Quantized matrices are dequantized one by one, for which the host waits for the bounds.
-at::Tensor multiply_rows(const at::Tensor& rows, const Weights& matrices, const RowGroups& groups,
-                         const std::optional<at::Tensor>& biases);
+// [R, F]: rows [R, D] times the matrices [L, D, F] of their groups, plus the biases [L, F]; without low-rank factors.
+// The values of rows of no group are undefined. Quantized matrices are dequantized one by one, for which the host waits
+// for the bounds.
+at::Tensor multiply_rows(const at::Tensor& rows, const Projection& matrices, const RowGroups& groups);
 
 // [L, D, F]: for each group, its rows of lhs [R, D], transposed, times its rows of rhs [R, F].
 at::Tensor multiply_groups(const at::Tensor& lhs, const at::Tensor& rhs, const RowGroups& groups);

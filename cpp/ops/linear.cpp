@@ -11,18 +11,7 @@
 namespace maxmoe::ops {
 namespace {
 
-constexpr const char* kLinear = "linear";
-
 using OptionalType = std::optional<at::ScalarType>;
-
-void check_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, OptionalType out_dtype) {
-  Argument(kLinear, "x", x).has_dims(2, "[T, D]").is_floating();
-  Argument(kLinear, "weight", weight).has_dims(2, "[E, D]").is_floating().has_size(1, x.size(1), "D of x");
-  if (bias.has_value()) {
-    Argument(kLinear, "bias", *bias).has_dims(1, "[E]").is_floating().has_size(0, weight.size(0), "E of weight");
-  }
-  if (out_dtype.has_value()) check_floating(kLinear, "out_dtype", *out_dtype);
-}
 
 // The dtype of the sums: at least float32, which the router needs for 16-bit inputs.
 at::ScalarType sum_type(const Tensor& x, const Tensor& weight) {
@@ -58,53 +47,43 @@ AnyMatrix<Data> any_matrix(Data* data, const Tensor& m) {
 }
 
 Tensor linear_backend(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, OptionalType out_dtype) {
-  check_linear(x, weight, bias, out_dtype);
+  constexpr const char* kOp = "linear";
+  Argument(kOp, "x", x).has_dims(2, "[T, D]").is_floating();
+  Argument(kOp, "weight", weight).has_dims(2, "[E, D]").is_floating().has_size(1, x.size(1), "D of x");
+  if (bias.has_value()) {
+    Argument(kOp, "bias", *bias).has_dims(1, "[E]").is_floating().has_size(0, weight.size(0), "E of weight");
+  }
+  if (out_dtype.has_value()) check_floating(kOp, "out_dtype", *out_dtype);
   const at::ScalarType type = sum_type(x, weight);
   if (!uses_kernels(x)) return linear_aten(x, weight, bias, type).to(out_dtype.value_or(type));
   const Tensor out = empty({x.size(0), weight.size(0)}, x.options().dtype(out_dtype.value_or(type)));
   if (out.numel() == 0) return out;
   const Tensor left = gemm_operand(x);
   const Tensor right = gemm_operand(weight);
-  const auto offsets = bias.has_value() ? OptionalTensor(bias->to(type).contiguous()) : std::nullopt;
+  const List offsets(bias.has_value() ? OptionalTensor(bias->to(type)) : std::nullopt);
   // The kernel converts 16-bit operands in blocks, so that no float32 copy of x or weight is allocated.
-  const auto run = [&]<class T>() {
+  for_accumulator_type(type, [&]<class T>() {
     maxmoe::linear(Linear<T>{any_matrix(left.const_data_ptr(), left), any_matrix(right.const_data_ptr(), right),
-                             const_pointer<T>(offsets), &best_gemm<T>(), any_matrix(out.mutable_data_ptr(), out)},
+                             offsets, &best_gemm<T>(), any_matrix(out.mutable_data_ptr(), out)},
                    torch_executor());
-  };
-  type == at::kDouble ? run.operator()<double>() : run.operator()<float>();
+  });
   return out;
 }
 
-class LinearGradient : public torch::autograd::Function<LinearGradient> {
- public:
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
-                        OptionalType out_dtype) {
-    // The gradient of each factor needs the other one.
-    ctx->save_for_backward({weight.requires_grad() ? x : Tensor(), x.requires_grad() ? weight : Tensor()});
-    ctx->saved_data["x_dtype"] = x.scalar_type();
-    ctx->saved_data["weight_dtype"] = weight.scalar_type();
-    if (bias.has_value()) ctx->saved_data["bias_dtype"] = bias->scalar_type();
-    return linear(x, weight, bias, out_dtype);
+variable_list linear_backward(WantedGradients wanted, const Tensor& grad, const Tensor& x, const Tensor& weight,
+                              const OptionalTensor& bias, OptionalType /*out_dtype*/) {
+  variable_list gradients(3);
+  if (wanted[0]) gradients[0] = linear(grad, weight.t(), std::nullopt, x.scalar_type());
+  if (wanted[1]) gradients[1] = linear(grad.t(), x.t(), std::nullopt, weight.scalar_type());
+  if (wanted[2]) {
+    // The sum of the rows, as a product with a row of ones: in float32, and in the order of a product.
+    const Tensor ones = at::ones_symint({1, grad.sym_size(0)}, grad.options());
+    gradients[2] = linear(ones, grad.t(), std::nullopt, bias->scalar_type()).squeeze(0);
   }
+  return gradients;
+}
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const auto [x, weight] = saved_tensors<2>(ctx);
-    const Tensor& grad = grads[0];
-    const auto dtype = [&](const char* name) { return ctx->saved_data[name].toScalarType(); };
-    Tensor grad_x;
-    Tensor grad_weight;
-    Tensor grad_bias;
-    if (ctx->needs_input_grad(0)) grad_x = linear(grad, weight.t(), std::nullopt, dtype("x_dtype"));
-    if (ctx->needs_input_grad(1)) grad_weight = linear(grad.t(), x.t(), std::nullopt, dtype("weight_dtype"));
-    if (ctx->saved_data.count("bias_dtype") > 0 && ctx->needs_input_grad(2)) {
-      // The sum of the rows, as a product with a row of ones: in float32, and in the order of a product.
-      const Tensor ones = at::ones_symint({1, grad.sym_size(0)}, grad.options());
-      grad_bias = linear(ones, grad.t(), std::nullopt, dtype("bias_dtype")).squeeze(0);
-    }
-    return {grad_x, grad_weight, grad_bias, Tensor()};
-  }
-
+struct LinearGradient : Recorded<linear, linear_backward> {
   // With a bias the operator is not linear in x and weight. So the bias is written as a product with a column of ones.
   static Tensor with_tangents(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                               OptionalType out_dtype) {

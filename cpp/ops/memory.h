@@ -5,7 +5,13 @@
 
 namespace maxmoe::ops {
 
-// at::empty, except that large tensors on the CPU are allocated in huge pages, which are reused (ops/huge_pages.h).
+// at::empty, except that large tensors on the CPU are allocated in huge pages, which are reused.
 at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options);
+
+// Unmaps all freed pages.
+void empty_cache();
+
+size_t bytes_allocated();  // of all blocks
+size_t bytes_reserved();   // of all blocks and freed pages
 
 }  // namespace maxmoe::ops

@@ -2,10 +2,11 @@
 //
 // ops/operators.h declares an operator that others call, its source file registers it:
 //
-//     inline constexpr Operator<"gmm", Tensor(const Tensor& lhs, const Tensor& rhs)> gmm;
-//     gmm.define<gmm_backend, Gradient, Autocast::lower_precision>(library, "gmm(Tensor lhs, Tensor rhs) -> Tensor");
+//     inline constexpr Operator<"tgmm", Tensor(const Tensor& lhs, const Tensor& rhs)> tgmm;
+//     tgmm.define<tgmm_backend, Recorded<tgmm, tgmm_backward>, Autocast::lower_precision>(library, "tgmm(Tensor lhs,
+//     ...");
 //
-// A call gmm(lhs, rhs) goes through the dispatcher of torch, as a call from Python does.
+// A call tgmm(lhs, rhs) goes through the dispatcher of torch, as a call from Python does.
 #pragma once
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -20,7 +21,6 @@
 #include <vector>
 
 #include "ops/autograd.h"
-#include "ops/checks.h"
 
 namespace maxmoe::ops {
 
@@ -54,12 +54,15 @@ auto concrete(const T& argument) {
 template <class T>
 using Concrete = std::conditional_t<std::is_reference_v<T>, T, decltype(concrete(std::declval<T>()))>;
 
-template <Name name, class Signature>
+template <Name kName, class Signature>
 class Operator;
 
-template <Name name, class Return, class... Args>
-class Operator<name, Return(Args...)> {
+template <Name kName, class Return, class... Args>
+class Operator<kName, Return(Args...)> {
  public:
+  static constexpr const char* name = kName.text;
+  using Arguments = std::tuple<std::decay_t<Args>...>;
+
   Return operator()(Args... args) const {
     // Once per operator, because the lookup hashes the name.
     static const auto typed = handle().template typed<Return(Args...)>();
@@ -74,21 +77,21 @@ class Operator<name, Return(Args...)> {
     library.def(schema.c_str());
     // One function for all devices: it chooses between kernel and ATen itself (uses_kernels). Fake tensors and meta
     // tensors do not come here: maxmoe/ops registers fake kernels for them.
-    library.impl(name.text, c10::DispatchKey::CompositeExplicitAutograd, &backend<kernel>);
+    library.impl(name, c10::DispatchKey::CompositeExplicitAutograd, &backend<kernel>);
     if constexpr (std::is_same_v<Gradient, NotDifferentiable>) {
-      library.impl(name.text, c10::DispatchKey::Autograd, torch::autograd::autogradNotImplementedFallback());
+      library.impl(name, c10::DispatchKey::Autograd, torch::autograd::autogradNotImplementedFallback());
     } else {
-      library.impl(name.text, c10::DispatchKey::Autograd, &autograd<Gradient>);
+      library.impl(name, c10::DispatchKey::Autograd, &autograd<Gradient>);
     }
     if constexpr (rule == Autocast::lower_precision) {
-      library.impl(name.text, c10::DispatchKey::AutocastCPU, &autocast<c10::kCPU>);
-      library.impl(name.text, c10::DispatchKey::AutocastCUDA, &autocast<c10::kCUDA>);
+      library.impl(name, c10::DispatchKey::AutocastCPU, &autocast<c10::kCPU>);
+      library.impl(name, c10::DispatchKey::AutocastCUDA, &autocast<c10::kCUDA>);
     }
   }
 
  private:
   static c10::OperatorHandle handle() {
-    return c10::Dispatcher::singleton().findSchemaOrThrow(std::string("maxmoe::").append(name.text).c_str(), "");
+    return c10::Dispatcher::singleton().findSchemaOrThrow(std::string("maxmoe::").append(name).c_str(), "");
   }
 
   static void check(const Args&... args) {
@@ -118,7 +121,7 @@ class Operator<name, Return(Args...)> {
     check(args...);  // first: the gradients read the shapes of the arguments
     if ((has_tangent(args) || ...)) return with_tangents<Gradient>(args...);
     const bool is_recorded = at::GradMode::is_enabled() && (requires_grad(args) || ...);
-    if (is_recorded) check_no_function_transform(name.text);
+    if (is_recorded) check_no_function_transform(name);
     // Below, no call is recorded: Gradient::apply has created the only node of the graph.
     const at::AutoDispatchBelowADInplaceOrView guard;
     if (is_recorded) return Gradient::apply(args...);

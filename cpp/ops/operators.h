@@ -25,19 +25,27 @@ inline constexpr Operator<"ragged_plan", std::tuple<Tensor, Tensor, Tensor, Tens
                                              std::optional<c10::SymInt> max_rows, std::optional<c10::SymInt> num_rows)>
     ragged_plan;
 
-// The product, and the reduced rows of low-rank factors.
-inline constexpr Operator<
-    "gmm", Signature<std::tuple<Tensor, Tensor>, Types<const Tensor&, const Tensor&>, ProjectionTypes, Types<int64_t>>>
-    gmm_operator;
+struct GmmArguments {
+  Tensor lhs;
+  Tensor group_sizes;
+  Projection rhs;
+  int64_t group_offset = 0;
+  OptionalTensor reduced = {};  // [R, r]: lhs times rhs.a, which has no gradient of its own
 
-inline std::tuple<Tensor, Tensor> gmm_and_reduced(const Tensor& lhs, const Projection& rhs, const Tensor& group_sizes,
-                                                  int64_t group_offset) {
-  return std::apply([&](const auto&... fields) { return gmm_operator(lhs, group_sizes, fields..., group_offset); },
-                    Projection::fields(rhs));
-}
+  template <class Self>
+  static auto fields(Self& a) {
+    return std::tuple_cat(std::tie(a.lhs, a.group_sizes), Projection::fields(a.rhs),
+                          std::tie(a.group_offset, a.reduced));
+  }
+};
 
-inline Tensor gmm(const Tensor& lhs, const Projection& rhs, const Tensor& group_sizes, int64_t group_offset) {
-  return std::get<0>(gmm_and_reduced(lhs, rhs, group_sizes, group_offset));
+inline constexpr Operator<"gmm", Signature<Tensor, GmmArguments>> gmm_operator;
+
+inline Tensor gmm(const Tensor& lhs, const Projection& rhs, const Tensor& group_sizes, int64_t group_offset,
+                  const OptionalTensor& reduced = std::nullopt) {
+  return std::apply(
+      [&](const auto&... fields) { return gmm_operator(lhs, group_sizes, fields..., group_offset, reduced); },
+      Projection::fields(rhs));
 }
 
 inline constexpr Operator<"tgmm", Tensor(const Tensor& lhs, const Tensor& rhs, const Tensor& group_sizes,

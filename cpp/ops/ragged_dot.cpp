@@ -12,20 +12,6 @@
 namespace maxmoe::ops {
 namespace {
 
-constexpr const char* kRaggedDot = "ragged_dot";
-
-void check_ragged_dot(const Tensor& a, const Tensor& b, const Tensor& index, int64_t group_size) {
-  Argument(kRaggedDot, "a", a).has_dims(2, "[M / group_size, D]").is_floating();
-  Argument(kRaggedDot, "b", b).has_dims(2, "[N, D]").has_dtype_of("a", a);
-  Argument(kRaggedDot, "b", b).has_size(1, a.size(1), "D of a");
-  Argument(kRaggedDot, "index", index).has_dims(1, "[M]").is_int64();
-  MAXMOE_CHECK(group_size >= 1, kRaggedDot, "group_size must be at least 1, got ", group_size);
-  Argument(kRaggedDot, "index", index)
-      .has_size(0, checked_product(kRaggedDot, "group_size", a.size(0), group_size), "rows of a times group_size");
-  // The values are checked last, because that reads the whole index.
-  Argument(kRaggedDot, "index", index).has_values_in(-1, b.size(0), "-1 or a row of b");
-}
-
 // Some groups after the other, so that no tensor of [M, D] is allocated.
 Tensor ragged_dot_aten(const Tensor& a, const Tensor& b, const Tensor& index, int64_t group_size) {
   constexpr int64_t kMostProducts = int64_t{1} << 23;  // 32 MiB in float32
@@ -45,43 +31,34 @@ Tensor ragged_dot_aten(const Tensor& a, const Tensor& b, const Tensor& index, in
 }
 
 Tensor ragged_dot_backend(const Tensor& a, const Tensor& b, const Tensor& index, int64_t group_size) {
-  check_ragged_dot(a, b, index, group_size);
+  constexpr const char* kOp = "ragged_dot";
+  Argument(kOp, "a", a).has_dims(2, "[M / group_size, D]").is_floating();
+  Argument(kOp, "b", b).has_dims(2, "[N, D]").has_dtype_of("a", a).has_size(1, a.size(1), "D of a");
+  check_group_size(kOp, group_size);
+  // The values are checked last, because that reads the whole index.
+  Argument(kOp, "index", index)
+      .has_dims(1, "[M]")
+      .is_int64()
+      .has_size(0, checked_product(kOp, "group_size", a.size(0), group_size), "rows of a times group_size")
+      .has_values_in(-1, b.size(0), "-1 or a row of b");
   if (!uses_kernels(a)) return ragged_dot_aten(a, b, index, group_size);
   const Tensor out = at::empty({index.size(0)}, a.options().dtype(accumulator_type(a.scalar_type())));
-  const Tensor left = contiguous_rows(a);
-  const Tensor right = contiguous_rows(b);
-  const Tensor list = index.contiguous();
   for_dtype(a.scalar_type(), [&]<class T>() {
-    maxmoe::ragged_dot(RaggedDot<T>{const_view<T>(left), const_view<T>(right), const_pointer<int64_t>(list),
-                                    list.numel(), group_size, pointer<Accumulator<T>>(out)},
-                       torch_executor());
+    maxmoe::ragged_dot(
+        RaggedDot<T>{Rows(a), Rows(b), List(index), index.numel(), group_size, pointer<Accumulator<T>>(out)},
+        torch_executor());
   });
   return out;
 }
 
-class RaggedDotGradient : public torch::autograd::Function<RaggedDotGradient> {
- public:
-  static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b, const Tensor& index,
-                        int64_t group_size) {
-    ctx->save_for_backward({a, b, index});
-    ctx->saved_data["group_size"] = group_size;
-    return ragged_dot(a, b, index, group_size);
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const OperatorCall running;
-    const auto [a, b, index] = saved_tensors<3>(ctx);
-    const int64_t group_size = ctx->saved_data["group_size"].toInt();
-    Tensor grad_a;
-    Tensor grad_b;
-    if (ctx->needs_input_grad(0)) grad_a = ragged_gather_reduce(b, index, group_size, grads[0], std::nullopt);
-    if (ctx->needs_input_grad(1)) grad_b = ragged_scatter_add(a, index, b.sym_size(0), group_size, grads[0]);
-    return {grad_a, grad_b, Tensor(), Tensor()};
-  }
-};
+variable_list ragged_dot_backward(WantedGradients wanted, const Tensor& grad, const Tensor& a, const Tensor& b,
+                                  const Tensor& index, int64_t group_size) {
+  return {wanted[0] ? ragged_gather_reduce(b, index, group_size, grad, std::nullopt) : Tensor(),
+          wanted[1] ? ragged_scatter_add(a, index, b.sym_size(0), group_size, grad) : Tensor()};
+}
 
 TORCH_LIBRARY_FRAGMENT(maxmoe, library) {
-  ragged_dot.define<ragged_dot_backend, RaggedDotGradient>(
+  ragged_dot.define<ragged_dot_backend, Recorded<ragged_dot, ragged_dot_backward>>(
       library, "ragged_dot(Tensor a, Tensor b, Tensor index, int group_size=1) -> Tensor");
 }
 

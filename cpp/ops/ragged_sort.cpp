@@ -8,15 +8,6 @@
 namespace maxmoe::ops {
 namespace {
 
-constexpr const char* kRaggedSort = "ragged_sort";
-
-void check_ragged_sort(const Tensor& x, const Tensor& slots, const Tensor& rows, int64_t top_k,
-                       const OptionalTensor& weights) {
-  Argument(kRaggedSort, "x", x).has_dims(2, "[T, D]").is_floating();
-  check_weights(kRaggedSort, weights, rows.numel());
-  check_routed_rows(kRaggedSort, slots, rows, x.size(0), slots.numel(), top_k);
-}
-
 // Rows of no slot (-1) are zero.
 Tensor ragged_sort_aten(const Tensor& x, const Tensor& slots, int64_t top_k, const OptionalTensor& weights) {
   const Tensor is_absent = slots.lt(0).unsqueeze(1);
@@ -29,46 +20,27 @@ Tensor ragged_sort_aten(const Tensor& x, const Tensor& slots, int64_t top_k, con
 
 Tensor ragged_sort_backend(const Tensor& x, const Tensor& slots, const Tensor& rows, int64_t top_k,
                            const OptionalTensor& weights) {
-  check_ragged_sort(x, slots, rows, top_k, weights);
+  constexpr const char* kOp = "ragged_sort";
+  Argument(kOp, "x", x).has_dims(2, "[T, D]").is_floating();
+  check_weights(kOp, weights, rows.numel());
+  check_routed_rows(kOp, slots, rows, x.size(0), slots.numel(), top_k);
   if (!uses_kernels(x)) return ragged_sort_aten(x, slots, top_k, weights);
   const Tensor out = empty({slots.size(0), x.size(1)}, x.options());
-  const Tensor source = contiguous_rows(x);
-  const Tensor list = slots.contiguous();
-  const auto scale = accumulator_weights(weights, x.scalar_type());
+  const List factors(accumulator_weights(weights, x.scalar_type()));
   for_dtype(x.scalar_type(), [&]<class T>() {
-    maxmoe::ragged_sort(RaggedSort<T>{const_view<T>(source), const_pointer<int64_t>(list), top_k,
-                                      const_pointer<Accumulator<T>>(scale), view<T>(out)},
-                        torch_executor());
+    maxmoe::ragged_sort(RaggedSort<T>{Rows(x), List(slots), top_k, factors, view<T>(out)}, torch_executor());
   });
   return out;
 }
 
-class RaggedSortGradient : public torch::autograd::Function<RaggedSortGradient> {
- public:
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& slots, const Tensor& rows, int64_t top_k,
-                        const OptionalTensor& weights) {
-    // x is only needed for the gradient of weights, which is <grad, x>.
-    ctx->save_for_backward({requires_grad(weights) ? x : Tensor(), slots, rows, defined_or_empty(weights)});
-    ctx->saved_data["top_k"] = top_k;
-    return ragged_sort(x, slots, rows, top_k, weights);
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const OperatorCall running;
-    const auto [x, slots, rows, weights] = saved_tensors<4>(ctx);
-    const int64_t top_k = ctx->saved_data["top_k"].toInt();
-    Tensor grad_x;
-    Tensor grad_weights;
-    if (ctx->needs_input_grad(0)) grad_x = ragged_unsort(grads[0], slots, rows, top_k, optional_tensor(weights));
-    if (weights.defined() && ctx->needs_input_grad(3)) {
-      grad_weights = like_weights(ragged_dot(x, grads[0], rows, top_k), weights);
-    }
-    return {grad_x, Tensor(), Tensor(), Tensor(), grad_weights};
-  }
-};
+variable_list ragged_sort_backward(WantedGradients wanted, const Tensor& grad, const Tensor& x, const Tensor& slots,
+                                   const Tensor& rows, int64_t top_k, const OptionalTensor& weights) {
+  return {wanted[0] ? ragged_unsort(grad, slots, rows, top_k, weights) : Tensor(), Tensor(), Tensor(), Tensor(),
+          wanted[4] ? like_weights(ragged_dot(x, grad, rows, top_k), *weights) : Tensor()};
+}
 
 TORCH_LIBRARY_FRAGMENT(maxmoe, library) {
-  ragged_sort.define<ragged_sort_backend, RaggedSortGradient>(
+  ragged_sort.define<ragged_sort_backend, Recorded<ragged_sort, ragged_sort_backward>>(
       library, "ragged_sort(Tensor x, Tensor slots, Tensor rows, int top_k, Tensor? weights=None) -> Tensor");
 }
 

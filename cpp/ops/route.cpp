@@ -1,17 +1,178 @@
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/softmax.h>
+#include <ATen/ops/softplus.h>
+#include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 
+#include <algorithm>
+#include <limits>
 #include <string_view>
 #include <tuple>
 
 #include "kernels/routing/route.h"
 #include "ops/backend.h"
 #include "ops/operators.h"
-#include "ops/route_aten.h"
+#include "ops/torch_internals.h"
 #include "ops/views.h"
 
 namespace maxmoe::ops {
 namespace {
+
+// weights [T, K], experts [T, K], probabilities [T, E]
+using Routing = std::tuple<Tensor, Tensor, Tensor>;
+
+// Through ATen: for other devices, and differentiable any number of times.
+
+constexpr double kSumEpsilon = 1e-20;
+
+// sqrt(softplus(x)). Where softplus underflows to 0, the derivative is set to 0, because the derivative of the square
+// root is infinite there and would give NaN.
+Tensor sqrt_softplus(const Tensor& logits) {
+  constexpr double threshold = 40;  // softplus(x) = x from here on, in float64
+  const Tensor softplus = at::softplus(logits, /*beta=*/1, threshold);
+  const Tensor is_zero = softplus.eq(0);
+  const Tensor zero = at::zeros({}, logits.options());
+  return at::where(is_zero, zero, at::where(is_zero, zero + 1, softplus).sqrt());
+}
+
+Tensor score(const Tensor& logits, ScoreFunction function) {
+  switch (function) {
+    case ScoreFunction::softmax:
+      return at::softmax(logits, 1);
+    case ScoreFunction::sigmoid:
+      return logits.sigmoid();
+    case ScoreFunction::sqrtsoftplus:
+      return sqrt_softplus(logits);
+    case ScoreFunction::identity:
+      return logits;
+  }
+  return logits;
+}
+
+// Normalizes the selected scores [T, K]. Slots without an expert are left out; `is_absent` is undefined without any.
+Tensor normalize(const Tensor& selected, const Tensor& is_absent, Normalization normalization) {
+  const auto present = [&](double left_out) {
+    return is_absent.defined() ? selected.masked_fill(is_absent, left_out) : selected;
+  };
+  if (normalization == Normalization::sum) {
+    const Tensor scores = present(0);
+    return scores / (scores.sum(1, true) + kSumEpsilon);
+  }
+  // Not minus infinity, because the softmax of a token without any expert would be NaN.
+  if (normalization == Normalization::softmax) return at::softmax(present(std::numeric_limits<float>::lowest()), 1);
+  return selected;
+}
+
+Tensor scaled(const Tensor& weights, const RoutingRule& rule) {
+  return rule.scale == 1 ? weights : weights * rule.scale;
+}
+
+Tensor weigh(const Tensor& scores, const Tensor& experts, const RoutingRule& rule) {
+  const Tensor is_absent = experts.lt(0);
+  const Tensor selected = scores.gather(1, experts.clamp_min(0));
+  return scaled(normalize(selected, is_absent, rule.normalization), rule).masked_fill(is_absent, 0);
+}
+
+// Indices in descending order of the keys. Stable: among equal keys the lowest index comes first.
+Tensor order_of(const Tensor& keys) {
+  return keys.argsort(/*stable=*/true, 1, /*descending=*/true);
+}
+
+// Experts in descending order of the biased score. Experts outside of the best groups come last.
+Tensor expert_order(const Tensor& biased, const RoutingRule& rule) {
+  const Tensor order = order_of(biased);
+  if (rule.num_groups == 1) return order;
+  const int64_t group_size = biased.size(1) / rule.num_groups;
+  const Tensor by_group = biased.view({-1, rule.num_groups, group_size});
+  const int64_t counted = rule.group_score == GroupScore::top2 ? 2 : 1;
+  const Tensor group_scores = std::get<0>(by_group.topk(std::min<int64_t>(counted, group_size), 2)).sum(2);
+  const Tensor groups = order_of(group_scores).narrow(1, 0, rule.top_k_groups);
+  const Tensor is_open = at::zeros_like(group_scores).scatter(1, groups, 1).repeat_interleave(group_size, 1);
+  return order.gather(1, order_of(is_open.gather(1, order)));
+}
+
+// The derivative of the elementwise score functions; 0 where the score underflows to 0.
+Tensor score_slope(const Tensor& logits, const Tensor& scores, ScoreFunction function) {
+  if (function == ScoreFunction::sigmoid) return scores * (1 - scores);
+  const Tensor zero = at::zeros({}, scores.options());
+  const Tensor is_positive = scores.gt(0);
+  return at::where(is_positive, logits.sigmoid() / (2 * at::where(is_positive, scores, zero + 1)), zero);
+}
+
+// The scores of all experts, divided by their sum; for identity the softmax of the logits.
+Tensor probabilities_of(const Tensor& logits, const Tensor& scores, ScoreFunction function) {
+  if (function == ScoreFunction::softmax) return scores;
+  if (function == ScoreFunction::identity) return at::softmax(logits, 1);
+  return scores / (scores.sum(1, true) + kSumEpsilon);
+}
+
+// The weights of given experts [T, K]: scale * normalization(score(logits[t])[experts[t]]), 0 for a negative expert.
+Tensor routing_weights_aten(const Tensor& logits, const Tensor& experts, const RoutingRule& rule) {
+  return weigh(score(logits, rule.score_function), experts, rule);
+}
+
+// [T, E]: the scores of all experts, divided by their sum. For identity, the softmax of the logits.
+Tensor probabilities_aten(const Tensor& logits, ScoreFunction function) {
+  return probabilities_of(logits, score(logits, function), function);
+}
+
+// The experts of a token are kNotANumber if one of its scores is NaN.
+Routing route_aten(const Tensor& logits, int64_t top_k, const OptionalTensor& correction_bias,
+                   const OptionalTensor& given, const RoutingRule& rule) {
+  const Tensor scores = score(logits, rule.score_function);
+  const Tensor biased = correction_bias.has_value() ? scores + *correction_bias : scores;
+  const Tensor chosen = given.has_value() ? *given : expert_order(biased, rule).narrow(1, 0, top_k);
+  const Tensor is_nan = biased.isnan().any(1, true);
+  const Tensor experts = chosen.masked_fill(is_nan, kNotANumber);
+  const Tensor weights = given.has_value()
+                             ? weigh(scores, experts, rule)
+                             : scaled(normalize(scores.gather(1, chosen), Tensor(), rule.normalization), rule);
+  return {weights, experts, probabilities_of(logits, scores, rule.score_function)};
+}
+
+Tensor route_backward_aten(const Tensor& grad_weights, const OptionalTensor& grad_probabilities, const Tensor& logits,
+                           const Tensor& experts, const RoutingRule& rule) {
+  const Tensor scores = score(logits, rule.score_function);
+  const Tensor is_absent = experts.lt(0);
+  const Tensor index = experts.clamp_min(0);
+  const Tensor selected = scores.gather(1, index).masked_fill(is_absent, 0);
+  Tensor grad = scaled(grad_weights.masked_fill(is_absent, 0), rule);
+  if (rule.normalization == Normalization::sum) {
+    const Tensor total = selected.sum(1, true) + kSumEpsilon;
+    // The gradient of the largest score is subtracted first, see kernels/route.cpp. Scores other than logits are
+    // positive.
+    const Tensor size = rule.score_function == ScoreFunction::identity ? selected.abs() : selected;
+    const Tensor common = grad.gather(1, size.argmax(1, true));
+    grad = grad - common;
+    grad = (grad - (grad * selected).sum(1, true).sub(common, kSumEpsilon) / total) / total;
+  } else if (rule.normalization == Normalization::softmax) {
+    const Tensor softmax = normalize(selected, is_absent, rule.normalization);
+    grad = softmax * (grad - (grad * softmax).sum(1, true));
+  }
+  grad = grad.masked_fill(is_absent, 0);
+  Tensor grad_scores = at::zeros_like(scores).scatter_add(1, index, grad);
+  Tensor through_softmax;  // the part of the gradient that does not pass through the scores, for softmax and identity
+  if (grad_probabilities.has_value()) {
+    const Tensor probabilities = probabilities_of(logits, scores, rule.score_function);
+    const Tensor centered = *grad_probabilities - (*grad_probabilities * probabilities).sum(1, true);
+    if (rule.score_function == ScoreFunction::softmax || rule.score_function == ScoreFunction::identity) {
+      through_softmax = probabilities * centered;
+    } else {
+      grad_scores = grad_scores + centered / (scores.sum(1, true) + kSumEpsilon);
+    }
+  }
+  Tensor grad_logits = grad_scores;
+  if (rule.score_function == ScoreFunction::softmax) {
+    grad_logits = torch_internals::softmax_backward(grad_scores, scores);
+  } else if (rule.score_function != ScoreFunction::identity) {
+    grad_logits = grad_scores * score_slope(logits, scores, rule.score_function);
+  }
+  return through_softmax.defined() ? grad_logits + through_softmax : grad_logits;
+}
+
+// The operators.
 
 constexpr const char* kRoute = "route";
 constexpr const char* kRouteBackward = "route_backward";
@@ -36,56 +197,58 @@ struct Options {
 };
 
 ScoreFunction parse_score_function(const char* op, std::string_view name) {
-  if (name == "softmax") return ScoreFunction::softmax;
-  if (name == "sigmoid") return ScoreFunction::sigmoid;
-  if (name == "sqrtsoftplus") return ScoreFunction::sqrtsoftplus;
-  if (name == "identity") return ScoreFunction::identity;
-  MAXMOE_CHECK(false, op, "score_function must be softmax, sigmoid, sqrtsoftplus or identity, got ", name);
-}
-
-GroupScore parse_group_score(std::string_view name) {
-  if (name == "top2") return GroupScore::top2;
-  if (name == "max") return GroupScore::max;
-  MAXMOE_CHECK(false, kRoute, "group_score must be top2 or max, got ", name);
+  return parse<ScoreFunction>(op, "score_function", name,
+                              {{"softmax", ScoreFunction::softmax},
+                               {"sigmoid", ScoreFunction::sigmoid},
+                               {"sqrtsoftplus", ScoreFunction::sqrtsoftplus},
+                               {"identity", ScoreFunction::identity}});
 }
 
 Normalization parse_normalization(const char* op, std::string_view name) {
-  if (name == "none") return Normalization::none;
-  if (name == "sum") return Normalization::sum;
-  if (name == "softmax") return Normalization::softmax;
-  MAXMOE_CHECK(false, op, "normalization must be none, sum or softmax, got ", name);
+  return parse<Normalization>(
+      op, "normalization", name,
+      {{"none", Normalization::none}, {"sum", Normalization::sum}, {"softmax", Normalization::softmax}});
 }
 
 RoutingRule rule_of(const Options& o) {
+  const auto group_score =
+      parse<GroupScore>(kRoute, "group_score", o.group_score, {{"top2", GroupScore::top2}, {"max", GroupScore::max}});
   return {parse_score_function(kRoute, o.score_function),
           parse_normalization(kRoute, o.normalization),
           o.scale,
           o.num_groups,
           o.top_k_groups,
-          parse_group_score(o.group_score)};
+          group_score};
 }
 
-void check_route(const Tensor& logits, const Options& options) {
-  const auto& [top_k, score_function, correction_bias, num_groups, top_k_groups, group_score, normalization, scale,
-               experts] = options;
+// The rule as far as the weights of given experts depend on it.
+RoutingRule rule_of_weights(std::string_view score_function, std::string_view normalization, double scale) {
+  return {parse_score_function(kRouteBackward, score_function), parse_normalization(kRouteBackward, normalization),
+          scale, 1, 1};
+}
+
+void check_route(const Tensor& logits, const Options& o) {
   Argument(kRoute, "logits", logits).has_dims(2, "[T, E]").is_floating();
   const int64_t num_experts = logits.size(1);
-  MAXMOE_CHECK(1 <= top_k && top_k <= num_experts, kRoute, "top_k must be in [1, num_experts (", num_experts,
-               ")], got ", top_k);
-  MAXMOE_CHECK(num_groups >= 1 && num_experts % num_groups == 0, kRoute, "num_groups must divide num_experts (",
-               num_experts, "), got ", num_groups);
-  MAXMOE_CHECK(1 <= top_k_groups && top_k_groups <= num_groups, kRoute, "top_k_groups must be in [1, num_groups (",
-               num_groups, ")], got ", top_k_groups);
-  MAXMOE_CHECK(top_k <= num_experts / num_groups * top_k_groups, kRoute, "top_k must not exceed the ",
-               num_experts / num_groups * top_k_groups, " experts of top_k_groups (", top_k_groups, ") groups, got ",
-               top_k);
-  if (correction_bias.has_value()) {
-    Argument(kRoute, "correction_bias", *correction_bias).has_dims(1, "[E]").is_floating();
-    Argument(kRoute, "correction_bias", *correction_bias).has_size(0, num_experts, "E of logits");
+  MAXMOE_CHECK(1 <= o.top_k && o.top_k <= num_experts, kRoute, "top_k must be in [1, num_experts (", num_experts,
+               ")], got ", o.top_k);
+  MAXMOE_CHECK(o.num_groups >= 1 && num_experts % o.num_groups == 0, kRoute, "num_groups must divide num_experts (",
+               num_experts, "), got ", o.num_groups);
+  MAXMOE_CHECK(1 <= o.top_k_groups && o.top_k_groups <= o.num_groups, kRoute,
+               "top_k_groups must be in [1, num_groups (", o.num_groups, ")], got ", o.top_k_groups);
+  const int64_t num_open = num_experts / o.num_groups * o.top_k_groups;
+  MAXMOE_CHECK(o.top_k <= num_open, kRoute, "top_k must not exceed the ", num_open, " experts of top_k_groups (",
+               o.top_k_groups, ") groups, got ", o.top_k);
+  if (o.correction_bias.has_value()) {
+    Argument(kRoute, "correction_bias", *o.correction_bias)
+        .has_shape("[E]", {{num_experts, "E of logits"}})
+        .is_floating();
   }
-  if (experts.has_value()) {
-    Argument(kRoute, "experts", *experts).has_dims(2, "[T, K]").is_int64().has_size(0, logits.size(0), "T of logits");
-    Argument(kRoute, "experts", *experts).has_size(1, top_k, "top_k").has_values_in(-1, num_experts, "-1 or one of E");
+  if (o.experts.has_value()) {
+    Argument(kRoute, "experts", *o.experts)
+        .is_int64()
+        .has_shape("[T, K]", {{logits.size(0), "T of logits"}, {o.top_k, "top_k"}})
+        .has_values_in(-1, num_experts, "-1 or one of E");
   }
 }
 
@@ -93,16 +256,13 @@ Routing route_kernel(const Tensor& logits, int64_t top_k, const OptionalTensor& 
                      const OptionalTensor& given, const RoutingRule& rule) {
   const Tensor weights = at::empty({logits.size(0), top_k}, logits.options());
   const Tensor probabilities = at::empty(logits.sizes(), logits.options());
-  const OptionalTensor given_rows = given.has_value() ? OptionalTensor(given->contiguous()) : std::nullopt;
   const Tensor experts = at::empty({logits.size(0), top_k}, logits.options().dtype(at::kLong));
   // Only float32 and float64: the scores of 16-bit logits are computed in float32.
-  const Tensor source = contiguous_rows(logits);
-  const auto run = [&]<class T>() {
-    maxmoe::route(Route<T>{const_view<T>(source), const_pointer<T>(correction_bias), const_pointer<int64_t>(given_rows),
-                           rule, view<T>(weights), view<int64_t>(experts), view<T>(probabilities)},
+  for_accumulator_type(logits.scalar_type(), [&]<class T>() {
+    maxmoe::route(Route<T>{Rows(logits), List(correction_bias), List(given), rule, view<T>(weights),
+                           view<int64_t>(experts), view<T>(probabilities)},
                   torch_executor());
-  };
-  logits.scalar_type() == at::kDouble ? run.operator()<double>() : run.operator()<float>();
+  });
   return {weights, experts, probabilities};
 }
 
@@ -113,8 +273,7 @@ Routing route_backend(const Tensor& logits, OptionTypes... options) {
   check_route(logits, o);
   const auto type = accumulator_type(logits.scalar_type());
   const Tensor wide = logits.to(type);
-  const auto bias =
-      o.correction_bias.has_value() ? OptionalTensor(o.correction_bias->to(type).contiguous()) : std::nullopt;
+  const auto bias = o.correction_bias.has_value() ? OptionalTensor(o.correction_bias->to(type)) : std::nullopt;
   const Routing routing = uses_kernels(logits) ? route_kernel(wide, o.top_k, bias, o.experts, rule)
                                                : route_aten(wide, o.top_k, bias, o.experts, rule);
   // A token whose scores are NaN is marked instead of raising an error at once, because other devices cannot raise.
@@ -136,44 +295,37 @@ Routing route_backend(const Tensor& logits, OptionTypes... options) {
   return routing;
 }
 
-void check_backward(const Tensor& grad_weights, const OptionalTensor& grad_probabilities, const Tensor& logits,
-                    const Tensor& experts) {
-  Argument(kRouteBackward, "logits", logits).has_dims(2, "[T, E]").is_floating();
-  Argument(kRouteBackward, "experts", experts)
-      .has_dims(2, "[T, K]")
-      .is_int64()
-      .has_size(0, logits.size(0), "T of logits");
-  Argument(kRouteBackward, "grad_weights", grad_weights).has_dims(2, "[T, K]").is_floating();
-  Argument(kRouteBackward, "grad_weights", grad_weights).has_size(0, logits.size(0), "T of logits");
-  Argument(kRouteBackward, "grad_weights", grad_weights).has_size(1, experts.size(1), "K of experts");
-  Argument(kRouteBackward, "experts", experts).has_values_in(-1, logits.size(1), "-1 or one of E experts");
-  if (!grad_probabilities.has_value()) return;
-  Argument(kRouteBackward, "grad_probabilities", *grad_probabilities).has_dims(2, "[T, E]").is_floating();
-  Argument(kRouteBackward, "grad_probabilities", *grad_probabilities).has_size(0, logits.size(0), "T of logits");
-  Argument(kRouteBackward, "grad_probabilities", *grad_probabilities).has_size(1, logits.size(1), "E of logits");
-}
-
 Tensor route_backward_backend(const Tensor& grad_weights, const OptionalTensor& grad_probabilities,
                               const Tensor& logits, const Tensor& experts, std::string_view score_function,
                               std::string_view normalization, double scale) {
-  const RoutingRule rule{parse_score_function(kRouteBackward, score_function),
-                         parse_normalization(kRouteBackward, normalization), scale, 1, 1};
-  check_backward(grad_weights, grad_probabilities, logits, experts);
+  constexpr const char* kOp = kRouteBackward;
+  const RoutingRule rule = rule_of_weights(score_function, normalization, scale);
+  Argument(kOp, "logits", logits).has_dims(2, "[T, E]").is_floating();
+  const Size num_tokens{logits.size(0), "T of logits"};
+  Argument(kOp, "experts", experts).has_dims(2, "[T, K]").is_int64().has_size(0, num_tokens.size, num_tokens.meaning);
+  Argument(kOp, "grad_weights", grad_weights)
+      .has_shape("[T, K]", {num_tokens, {experts.size(1), "K of experts"}})
+      .is_floating();
+  Argument(kOp, "experts", experts).has_values_in(-1, logits.size(1), "-1 or one of E experts");
   const auto type = accumulator_type(logits.scalar_type());
+  OptionalTensor grad_all;
+  if (grad_probabilities.has_value()) {
+    Argument(kOp, "grad_probabilities", *grad_probabilities)
+        .has_shape("[T, E]", {num_tokens, {logits.size(1), "E of logits"}})
+        .is_floating();
+    grad_all = grad_probabilities->to(type).contiguous();
+  }
   const Tensor wide = logits.to(type).contiguous();
-  const Tensor grad = grad_weights.to(type).contiguous();
-  const OptionalTensor grad_all =
-      grad_probabilities.has_value() ? OptionalTensor(grad_probabilities->to(type).contiguous()) : std::nullopt;
+  const Tensor grad = grad_weights.to(type);
   if (!uses_kernels(logits)) return route_backward_aten(grad, grad_all, wide, experts, rule).to(logits.scalar_type());
   const Tensor ids = experts.contiguous();
   const Tensor out = at::empty_like(wide);
-  const auto run = [&]<class T>() {
+  for_accumulator_type(type, [&]<class T>() {
     maxmoe::route_backward(
-        RouteBackward<T>{const_view<T>(grad), grad_all.has_value() ? const_view<T>(*grad_all) : ConstMatrixView<T>{},
+        RouteBackward<T>{Rows(grad), grad_all.has_value() ? const_view<T>(*grad_all) : ConstMatrixView<T>{},
                          const_view<T>(wide), const_view<int64_t>(ids), rule, view<T>(out)},
         torch_executor());
-  };
-  type == at::kDouble ? run.operator()<double>() : run.operator()<float>();
+  });
   return out.to(logits.scalar_type());
 }
 
@@ -184,33 +336,30 @@ class RouteNode : public torch::autograd::Function<RouteNode> {
         route(logits, o.top_k, o.score_function, o.correction_bias, o.num_groups, o.top_k_groups, o.group_score,
               o.normalization, o.scale, o.experts);
     ctx->set_materialize_grads(false);  // no zeros of the size of the probabilities if no loss reads them
-    ctx->save_for_backward({logits, experts});
-    ctx->saved_data["score_function"] = std::string(o.score_function);
-    ctx->saved_data["normalization"] = std::string(o.normalization);
-    ctx->saved_data["scale"] = o.scale;
+    save_arguments(ctx, std::tie(logits, experts, o.score_function, o.normalization, o.scale));
     return {weights, experts, probabilities};
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const OperatorCall running;
-    const auto [logits, experts] = saved_tensors<2>(ctx);
-    const Tensor no_gradient;
-    if (!grads[0].defined() && !grads[2].defined()) return {no_gradient, no_gradient};
+    if (!grads[0].defined() && !grads[2].defined()) return variable_list(2);
+    Tensor logits;
+    Tensor experts;
+    std::string_view score_function;
+    std::string_view normalization;
+    double scale = 1;
+    load_arguments(ctx, std::tie(logits, experts, score_function, normalization, scale));
     const Tensor grad_weights = grads[0].defined() ? grads[0] : at::zeros(experts.sizes(), grads[2].options());
-    const OptionalTensor grad_probabilities = optional_tensor(grads[2]);
-    const std::string_view score_function = ctx->saved_data["score_function"].toStringRef();
-    const std::string_view normalization = ctx->saved_data["normalization"].toStringRef();
-    const double scale = ctx->saved_data["scale"].toDouble();
+    const OptionalTensor grad_probabilities = grads[2].defined() ? OptionalTensor(grads[2]) : std::nullopt;
     // The kernel has no gradient of its own, so that a second derivative is computed with ATen.
-    if (!is_transformed(grad_weights) && !(grad_probabilities.has_value() && is_transformed(*grad_probabilities))) {
-      return {route_backward(grad_weights, grad_probabilities, logits, experts, score_function, normalization, scale),
-              no_gradient};
+    if (is_transformed(grad_weights) || (grads[2].defined() && is_transformed(grads[2]))) {
+      const Tensor wide = logits.to(accumulator_type(logits.scalar_type()));
+      const RoutingRule rule = rule_of_weights(score_function, normalization, scale);
+      return {route_backward_aten(grad_weights, grad_probabilities, wide, experts, rule).to(logits.scalar_type()),
+              Tensor()};
     }
-    const RoutingRule rule{parse_score_function(kRouteBackward, score_function),
-                           parse_normalization(kRouteBackward, normalization), scale, 1, 1};
-    const Tensor wide = logits.to(accumulator_type(logits.scalar_type()));
-    return {route_backward_aten(grad_weights, grad_probabilities, wide, experts, rule).to(logits.scalar_type()),
-            no_gradient};
+    return {route_backward(grad_weights, grad_probabilities, logits, experts, score_function, normalization, scale),
+            Tensor()};
   }
 };
 

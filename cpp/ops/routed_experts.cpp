@@ -27,9 +27,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> routed_experts(
   a.rows = rows;
   a.group_sizes = group_sizes;
   a.top_k = top_k;
-  a.gate = {gate, gate_bias};
-  a.up = {up, up_bias};
-  a.down = {down, down_bias};
+  a.gate = {{gate}, gate_bias};
+  a.up = {{up}, up_bias};
+  a.down = {{down}, down_bias};
   a.activation = activation;
   a.limit = limit;
   a.recompute = recompute;

@@ -33,6 +33,12 @@ void for_dtype(at::ScalarType type, const Body& body) {
   }
 }
 
+// The same for accumulator types alone.
+template <class Body>
+void for_accumulator_type(at::ScalarType type, const Body& body) {
+  type == at::kDouble ? body.template operator()<double>() : body.template operator()<float>();
+}
+
 template <class T>
 const T* const_pointer(const at::Tensor& tensor) {
   return static_cast<const T*>(tensor.const_data_ptr());
@@ -93,7 +99,7 @@ MatrixStack<T> stack(const at::Tensor& t) {
   return {view<T>(t), t.size(0), t.stride(0)};
 }
 
-// The weights as kernels read them: a contiguous list in the accumulator's type of `type`, the dtype of the rows.
+// The weights in the accumulator's type of `type`, the dtype of the rows, in which kernels read them.
 inline std::optional<at::Tensor> accumulator_weights(const std::optional<at::Tensor>& weights, at::ScalarType type) {
   if (!weights.has_value()) return std::nullopt;
   return weights->reshape(-1).to(accumulator_type(type)).contiguous();
@@ -103,5 +109,42 @@ template <class T>
 const T* const_pointer(const std::optional<at::Tensor>& tensor) {
   return tensor.has_value() ? const_pointer<T>(*tensor) : nullptr;
 }
+
+// Arguments of kernels in the layout that they read. An argument owns the memory and converts to what a kernel takes;
+// as a temporary it lives until the kernel returns.
+
+// A list; null for None.
+struct List {
+  std::optional<at::Tensor> tensor;
+
+  explicit List(const std::optional<at::Tensor>& list)
+      : tensor(list.has_value() ? std::optional(list->contiguous()) : std::nullopt) {}
+  template <class T>
+  operator const T*() const {  // NOLINT(google-explicit-constructor)
+    return const_pointer<T>(tensor);
+  }
+};
+
+// A matrix with contiguous rows.
+struct Rows {
+  at::Tensor tensor;
+
+  explicit Rows(const at::Tensor& matrix) : tensor(contiguous_rows(matrix)) {}
+  template <class T>
+  operator MatrixView<const T>() const {  // NOLINT(google-explicit-constructor)
+    return const_view<T>(tensor);
+  }
+};
+
+// A matrix of a product, row-major or transposed.
+struct Operand {
+  at::Tensor tensor;
+
+  explicit Operand(const at::Tensor& matrix) : tensor(gemm_operand(matrix)) {}
+  template <class T>
+  operator MatrixView<const T>() const {  // NOLINT(google-explicit-constructor)
+    return const_view<T>(tensor);
+  }
+};
 
 }  // namespace maxmoe::ops

@@ -68,7 +68,7 @@ void check_scales(const char* op, const std::string& prefix, const Format& forma
       is_exponent ? type == at::kByte : type == at::kFloat || type == at::kBFloat16 || type == at::kHalf;
   MAXMOE_CHECK(is_legal, op, prefix, "scales must be ", is_exponent ? "uint8" : "float32, bfloat16 or float16",
                " for the format ", format.name, ", got ", type);
-  const int64_t rows = blocks_of(w.tensor.size(1), format.rows_per_scale);
+  const int64_t rows = blocks_of(w.tensor->size(1), format.rows_per_scale);
   int64_t columns = w.columns > 0 ? 1 : 0;
   if (format.columns_per_scale > 0) columns = blocks_of(w.columns, format.columns_per_scale);
   if (format.columns_per_scale == kAnyGroup && scales.dim() == 3 && scales.size(2) > 0) {
@@ -76,7 +76,7 @@ void check_scales(const char* op, const std::string& prefix, const Format& forma
   }
   MAXMOE_CHECK(scales.dim() == 3 && scales.size(0) == w.count() && scales.size(1) == rows && scales.size(2) == columns,
                op, prefix, "scales must have shape [", w.count(), ", ", rows, ", ", columns, "] for the format ",
-               format.name, " of ", w.tensor.size(1), " x ", w.columns, " matrices, got ", scales.sizes());
+               format.name, " of ", w.tensor->size(1), " x ", w.columns, " matrices, got ", scales.sizes());
 }
 
 }  // namespace
@@ -86,32 +86,32 @@ Weights Weights::transposed() const {
   if (is_quantized()) {
     result.is_transposed = !is_transposed;
   } else {
-    result.tensor = tensor.transpose(1, 2);
+    result.tensor = tensor->transpose(1, 2);
   }
   return result;
 }
 
 Tensor Weights::dequantized(at::ScalarType dtype) const {
-  if (!is_quantized()) return tensor;
-  const Tensor matrices = dequantize(tensor, *scales, zeros, *format, columns, dtype);
+  if (!is_quantized()) return *tensor;
+  const Tensor matrices = dequantize(*tensor, *scales, zeros, *format, columns, dtype);
   return is_transposed ? matrices.transpose(1, 2) : matrices;
 }
 
 Weights Weights::matrix(int64_t index) const {
   Weights one = *this;
-  one.tensor = tensor.narrow(0, index, 1);
-  if (scales.has_value()) one.scales = scales->narrow(0, index, 1);
-  if (zeros.has_value()) one.zeros = zeros->narrow(0, index, 1);
+  for (OptionalTensor* part : {&one.tensor, &one.scales, &one.zeros}) {
+    if (part->has_value()) *part = (*part)->narrow(0, index, 1);
+  }
   return one;
 }
 
 Weights Weights::in_kernel_layout() const {
   Weights result = *this;
   if (!is_quantized()) {
-    result.tensor = gemm_operand(tensor);
+    result.tensor = gemm_operand(*tensor);
     return result;
   }
-  if (tensor.size(2) > 1 && tensor.stride(2) != 1) result.tensor = tensor.contiguous();
+  if (tensor->size(2) > 1 && tensor->stride(2) != 1) result.tensor = tensor->contiguous();
   result.scales = scales->contiguous();
   if (zeros.has_value()) result.zeros = zeros->contiguous();
   return result;
@@ -122,7 +122,7 @@ void check_weights(const char* op, const char* name, const char* shape, const We
   // The operator dequantize has the arguments codes, scales and so on, others rhs, rhs_scales and so on.
   const std::string prefix = argument == "codes" ? "" : argument + "_";
   if (!w.is_quantized()) {
-    Argument(op, name, w.tensor).has_dims(3, shape);
+    Argument(op, name, *w.tensor).has_dims(3, shape);
     MAXMOE_CHECK(!w.scales.has_value() && !w.zeros.has_value(), op, prefix, w.scales.has_value() ? "scales" : "zeros",
                  " must be None without ", prefix, "format, got shape ",
                  (w.scales.has_value() ? w.scales : w.zeros)->sizes());
@@ -131,12 +131,12 @@ void check_weights(const char* op, const char* name, const char* shape, const We
   const Format* format = find_format(*w.format);
   MAXMOE_CHECK(format != nullptr, op, prefix, "format must be mxfp4, nf4, int4, int8, fp8_row or fp8_block, got ",
                *w.format);
-  Argument(op, name, w.tensor).has_dims(3, "[L, rows, bytes]");
-  MAXMOE_CHECK(w.tensor.scalar_type() == at::kByte, op, argument, " must be uint8 with the format ", *w.format,
-               ", got ", w.tensor.scalar_type());
+  Argument(op, name, *w.tensor).has_dims(3, "[L, rows, bytes]");
+  MAXMOE_CHECK(w.tensor->scalar_type() == at::kByte, op, argument, " must be uint8 with the format ", *w.format,
+               ", got ", w.tensor->scalar_type());
   const int64_t bytes = blocks_of(w.columns, 8 / bits_per_code(format->codes));
-  MAXMOE_CHECK(w.columns >= 0 && w.tensor.size(2) == bytes, op, argument, " must have ", bytes, " bytes per row for ",
-               w.columns, " columns in the format ", *w.format, ", got shape ", w.tensor.sizes());
+  MAXMOE_CHECK(w.columns >= 0 && w.tensor->size(2) == bytes, op, argument, " must have ", bytes, " bytes per row for ",
+               w.columns, " columns in the format ", *w.format, ", got shape ", w.tensor->sizes());
   MAXMOE_CHECK(w.scales.has_value(), op, prefix, "scales must be given with the format ", *w.format, ", got None");
   check_scales(op, prefix, *format, w);
   if (!w.zeros.has_value()) return;
@@ -160,9 +160,9 @@ QuantizedStack quantized_view(const Weights& w) {
   static const uint8_t nothing = 0;
   QuantizedMatrix& m = stack.first;
   m.codes = format.codes;
-  m.data = w.tensor.numel() > 0 ? const_pointer<uint8_t>(w.tensor) : &nothing;
-  m.row_bytes = w.tensor.stride(1);
-  m.rows = w.tensor.size(1);
+  m.data = w.tensor->numel() > 0 ? const_pointer<uint8_t>(*w.tensor) : &nothing;
+  m.row_bytes = w.tensor->stride(1);
+  m.rows = w.tensor->size(1);
   m.columns = w.columns;
   m.scale_type = scale_type(scales.scalar_type());
   m.scales = static_cast<const std::byte*>(scales.const_data_ptr());
@@ -174,7 +174,7 @@ QuantizedStack quantized_view(const Weights& w) {
       format.columns_per_scale == kWholeRow ? 62 : log2(columns_per_scale(format, w.columns, scales.size(2)));
   stack.is_transposed = w.is_transposed;
   stack.count = w.count();
-  stack.stride = w.tensor.stride(0);
+  stack.stride = w.tensor->stride(0);
   stack.scales_stride = scales.size(1) * scales.size(2);
   return stack;
 }

@@ -13,17 +13,21 @@ namespace maxmoe::ops {
 // read as the stack [L, rows, columns] or, if it is transposed, [L, columns, rows]. maxmoe.quantization describes the
 // formats.
 struct Weights {
-  Tensor tensor;  // [L, in, out], or the codes
+  OptionalTensor tensor = {};  // [L, in, out], or the codes; none without matrices
   OptionalTensor scales = {};
   OptionalTensor zeros = {};
   std::optional<std::string_view> format = {};  // none for a tensor
   int64_t columns = 0;                          // of the codes
   bool is_transposed = false;
 
+  bool is_given() const { return tensor.has_value(); }
   bool is_quantized() const { return format.has_value(); }
-  int64_t count() const { return tensor.size(0); }
-  int64_t in_size() const { return is_quantized() ? (is_transposed ? columns : tensor.size(1)) : tensor.size(1); }
-  int64_t out_size() const { return is_quantized() ? (is_transposed ? tensor.size(1) : columns) : tensor.size(2); }
+  int64_t count() const { return tensor->size(0); }
+  int64_t in_size() const { return is_quantized() && is_transposed ? columns : tensor->size(1); }
+  int64_t out_size() const {
+    if (!is_quantized()) return tensor->size(2);
+    return is_transposed ? tensor->size(1) : columns;
+  }
   Weights transposed() const;
   // The stack as a tensor [L, in, out].
   Tensor dequantized(at::ScalarType dtype) const;
@@ -47,7 +51,7 @@ QuantizedStack quantized_view(const Weights& weights);
 template <class T>
 WeightStack<T> weight_view(const Weights& weights) {
   if (weights.is_quantized()) return WeightStack<T>(quantized_view(weights));
-  return const_stack<T>(weights.tensor);
+  return const_stack<T>(*weights.tensor);
 }
 
 }  // namespace maxmoe::ops

@@ -180,15 +180,10 @@ class FfnBackward {
 
   // The arguments of the backward pass through down, without the gradients.
   ExpertFfnBackwardDown<T> down_arguments() {
-    ExpertFfnBackwardDown<T> a{};
+    ExpertFfnBackwardDown<T> a{call()};
     a.grad_out = grad_out_.view();
-    a.weights = variant_.weighted ? tensors_.weights.view().data : nullptr;
-    a.routed = routed_rows(shape_.routing);
-    a.down = experts_.down;
     a.grad_reduced = rows_of(grad_reduced_).down.as_const();
     a.weighted_reduced = weighted_reduced_.view().as_const();
-    a.kind = variant_.kind;
-    a.gemm = &test_gemm<T>();
     a.preactivations = preactivations_.view();
     return a;
   }
@@ -196,17 +191,20 @@ class FfnBackward {
   const Matrix<T>& preactivations() const { return preactivations_; }
 
  private:
+  ExpertFfnCall<T> call() const {
+    return {tensors_.x.view(),
+            variant_.weighted ? tensors_.weights.view().data : nullptr,
+            routed_rows(shape_.routing),
+            experts_,
+            variant_.kind,
+            &test_gemm<T>()};
+  }
   ReducedRows<T> rows_of(Matrix<T>& rows) const { return factors_.split(rows.view()); }
   int64_t gate_width() const { return experts_.gate.columns(); }
 
   void down_factors() {
-    ExpertFfnBackwardDownFactors<T> a{};
+    ExpertFfnBackwardDownFactors<T> a{call()};
     a.grad_out = grad_out_.view();
-    a.weights = variant_.weighted ? tensors_.weights.view().data : nullptr;
-    a.routed = routed_rows(shape_.routing);
-    a.factors = experts_.down.factors;
-    a.kind = variant_.kind;
-    a.gemm = &test_gemm<T>();
     a.preactivations = preactivations_.view().as_const();
     a.reduced = rows_of(reduced_).down.as_const();
     a.grad_reduced = rows_of(grad_reduced_).down;
@@ -228,12 +226,8 @@ class FfnBackward {
 
   void input() {
     Matrix<T> grad_rows(shape_.routing.num_rows(), shape_.hidden_size);
-    ExpertFfnBackwardInput<T> a{};
+    ExpertFfnBackwardInput<T> a{call()};
     a.grad_preactivations = preactivations_.view().as_const();
-    a.routed = routed_rows(shape_.routing);
-    a.gate = experts_.gate;
-    a.up = experts_.up;
-    a.gemm = &test_gemm<T>();
     a.rows = grad_rows.view();
     a.grad_reduced = rows_of(grad_reduced_);
     a.grad_x = grads_.tensors.x.view();
@@ -242,12 +236,8 @@ class FfnBackward {
 
   void up() {
     Projections<T> grad_projections(variant_.kind.gate, grads_.tensors, shape_.routing.num_experts);
-    ExpertFfnBackwardUp<T> a{};
-    a.x = tensors_.x.view();
+    ExpertFfnBackwardUp<T> a{call()};
     a.grad_preactivations = preactivations_.view().as_const();
-    a.gate_width = gate_width();
-    a.routed = routed_rows(shape_.routing);
-    a.gemm = &test_gemm<T>();
     a.gate.reduced = rows_of(grad_reduced_).gate.as_const();
     a.up.reduced = rows_of(grad_reduced_).up.as_const();
     if (factors_.gate.rank() > 0) a.gate.a = grads_.factors.gate.a.view();

@@ -79,10 +79,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "expert_ffn": lambda x, **_: x.new_empty(x.shape),
     "expert_ffn_forward": _expert_ffn_forward,
     "expert_ffn_backward": _expert_ffn_backward,
-    "gmm": lambda lhs, **others: (
-        lhs.new_empty(lhs.shape[0], _columns("rhs", others)),
-        lhs.new_empty(lhs.shape[0], _rank(others, "rhs")),
-    ),
+    "gmm": lambda lhs, **others: lhs.new_empty(lhs.shape[0], _columns("rhs", others)),
     "linear": lambda x, weight, out_dtype=None, **_: x.new_empty(
         x.shape[0], weight.shape[0], dtype=out_dtype or _wide(x, weight)
     ),

@@ -222,9 +222,10 @@ def test_factors_alone_need_products_with_r_columns(trained: str) -> None:
     call = with_factors(ffn_call(SKEWED, bias=False, weights=None)).trainable()
     for name, tensor in call.floats().items():
         tensor.requires_grad_(name.startswith(f"{trained}_factors"))
-    out = call()[0]
-    with ops.force_aten(True), profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
-        out.sum().backward()
+    with ops.force_aten(True):
+        out = call()[0]
+        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+            out.sum().backward()
     shapes = [event.input_shapes for event in profiler.events() if event.name == "aten::mm"]
     sizes = {(left[1], right[1]) for left, right, *_ in shapes}
     hidden_size, width = SKEWED.hidden_size, SKEWED.intermediate_size

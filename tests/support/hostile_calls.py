@@ -135,6 +135,9 @@ def hostile_tensors(tensor: Tensor) -> Iterator[Tensor]:
     yield from (tensor.to(dtype) for dtype in DTYPES if dtype != tensor.dtype)
     yield from (tensor.unsqueeze(0), tensor.flatten(), tensor[0], tensor.new_zeros(()))
     for dim in range(tensor.dim()):
+        if tensor.shape[dim] == 0:
+            yield tensor.new_zeros([3 if other == dim else size for other, size in enumerate(tensor.shape)])
+            continue
         yield tensor.narrow(dim, 0, tensor.shape[dim] - 1)
         yield tensor.narrow(dim, 0, 0)
         yield torch.cat([tensor, tensor.narrow(dim, 0, 1)], dim)

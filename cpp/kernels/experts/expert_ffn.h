@@ -39,17 +39,22 @@ struct RoutedRows {
   int64_t top_k;
 };
 
-// Forward pass. For row r let x_r be its token, Z = x_r [gate | up] + biases (interleaved if the weights are), A =
-// activation(Z) and y_r = A down + bias. The result is out[t] = sum_k weights[t, k] * y[row of slot (t, k)]. With
-// low-rank factors, gate, up and down stand for gate + a b and so on.
+// What the kernels of expert_ffn read; each says what it leaves unread.
 template <class T>
-struct ExpertFfn {
+struct ExpertFfnCall {
   ConstMatrixView<T> x;           // [T, D]
   const Accumulator<T>* weights;  // [T * K] or null for ones
   RoutedRows routed;
   ExpertProjections<T> experts;
   ActivationKind kind;
   const Gemm<T>* gemm;
+};
+
+// Forward pass. For row r let x_r be its token, Z = x_r [gate | up] + biases (interleaved if the weights are), A =
+// activation(Z) and y_r = A down + bias. The result is out[t] = sum_k weights[t, k] * y[row of slot (t, k)]. With
+// low-rank factors, gate, up and down stand for gate + a b and so on.
+template <class T>
+struct ExpertFfn : ExpertFfnCall<T> {
   MatrixView<T> preactivations;  // Z [R, 2F], [R, F] without a gate; or empty: not stored
   ReducedRows<T> reduced;        // x a and A a; or empty: not stored
   MatrixView<T> rows;            // y [R, D], work space
@@ -68,15 +73,10 @@ struct ExpertFfn {
 // From dO and Z to the gradients of the reduced rows of down and of its factor `a`. It runs first, while Z is
 // still there: A is computed again, in blocks of columns, so that no tensor of shape [R, F] is needed.
 template <class T>
-struct ExpertFfnBackwardDownFactors {
-  ConstMatrixView<T> grad_out;    // dO [T, D]
-  const Accumulator<T>* weights;  // [T * K] or null for ones
-  RoutedRows routed;
-  LowRankFactors<T> factors;
-  ActivationKind kind;
-  const Gemm<T>* gemm;
-  ConstMatrixView<T> preactivations;  // Z
-  ConstMatrixView<T> reduced;         // A a [R, r]; read for weighted_reduced
+struct ExpertFfnBackwardDownFactors : ExpertFfnCall<T> {  // x, gate and up are not read
+  ConstMatrixView<T> grad_out;                            // dO [T, D]
+  ConstMatrixView<T> preactivations;                      // Z
+  ConstMatrixView<T> reduced;                             // A a [R, r]; read for weighted_reduced
 
   MatrixView<T> grad_reduced;      // dO b^T [R, r], without weights
   MatrixView<T> weighted_reduced;  // weights * (A a) [R, r]
@@ -86,18 +86,13 @@ struct ExpertFfnBackwardDownFactors {
 // From dO to the gradients of weights and down. The preactivations Z become dZ = weights * dA * activation'(Z) in
 // place, which saves memory of shape [R, 2F]. The gradients of down and its bias need neither dA nor dZ.
 template <class T>
-struct ExpertFfnBackwardDown {
-  ConstMatrixView<T> grad_out;    // dO [T, D]
-  const Accumulator<T>* weights;  // [T * K] or null for ones
-  RoutedRows routed;
-  Projection<T> down;                   // [L, F, D]
-  ConstMatrixView<T> grad_reduced;      // as computed by ExpertFfnBackwardDownFactors; read for dA
-  ConstMatrixView<T> weighted_reduced;  // the same; read for grad_b
-  ActivationKind kind;
-  const Gemm<T>* gemm;
-  MatrixView<T> preactivations;  // Z, overwritten with dZ
-  bool keeps_preactivations;     // computes neither dA nor dZ; grad_weights must be null
-  MatrixView<T> activated;       // weights * A [R, F], work space; empty when grad_down is
+struct ExpertFfnBackwardDown : ExpertFfnCall<T> {  // x, gate and up are not read
+  ConstMatrixView<T> grad_out;                     // dO [T, D]
+  ConstMatrixView<T> grad_reduced;                 // as computed by ExpertFfnBackwardDownFactors; read for dA
+  ConstMatrixView<T> weighted_reduced;             // the same; read for grad_b
+  MatrixView<T> preactivations;                    // Z, overwritten with dZ
+  bool keeps_preactivations;                       // computes neither dA nor dZ; grad_weights must be null
+  MatrixView<T> activated;                         // weights * A [R, F], work space; empty when grad_down is
 
   Accumulator<T>* grad_weights;  // [T * K]; not written for a slot without a row
   MatrixStack<T> grad_down;
@@ -107,13 +102,9 @@ struct ExpertFfnBackwardDown {
 
 // From dZ to the gradients of x and of the reduced rows of gate and up.
 template <class T>
-struct ExpertFfnBackwardInput {
-  ConstMatrixView<T> grad_preactivations;  // dZ [R, 2F]
-  RoutedRows routed;
-  Projection<T> gate;  // empty unless separate
-  Projection<T> up;
-  const Gemm<T>* gemm;
-  MatrixView<T> rows;  // dZ [gate | up]^T [R, D], work space; empty when grad_x is
+struct ExpertFfnBackwardInput : ExpertFfnCall<T> {  // x, weights and down are not read
+  ConstMatrixView<T> grad_preactivations;           // dZ [R, 2F]
+  MatrixView<T> rows;                               // dZ [gate | up]^T [R, D], work space; empty when grad_x is
 
   ReducedRows<T> grad_reduced;  // of gate and up, with factors; `down` is not read
   MatrixView<T> grad_x;         // [T, D]
@@ -131,13 +122,8 @@ struct TokenProjectionGradients {
 // From dZ to the gradients of gate and up, except for their factors `b`: those are products of the reduced rows and dZ
 // (tgmm.h).
 template <class T>
-struct ExpertFfnBackwardUp {
-  ConstMatrixView<T> x;                    // [T, D]
-  ConstMatrixView<T> grad_preactivations;  // dZ [R, 2F]
-  int64_t gate_width;                      // columns of dZ that belong to a separate gate; the others belong to up
-  RoutedRows routed;
-  const Gemm<T>* gemm;
-
+struct ExpertFfnBackwardUp : ExpertFfnCall<T> {  // weights and down are not read
+  ConstMatrixView<T> grad_preactivations;        // dZ [R, 2F]: the columns of a separate gate, then those of up
   TokenProjectionGradients<T> gate;
   TokenProjectionGradients<T> up;
 };

@@ -42,7 +42,7 @@ template <class T>
 Accumulator<T> activate_backward_row(const ExpertFfnBackwardDown<T>& a, int64_t row, Accumulator<T> weight,
                                      const T* grad_activated) {
   using S = Accumulator<T>;
-  const int64_t width = a.down.rows();
+  const int64_t width = a.experts.down.rows();
   T* preactivations = a.preactivations.row(row);
   S grad_weight = 0;
   for (int64_t begin = 0; begin < width; begin += kColumnBlock) {
@@ -68,8 +68,9 @@ Accumulator<T> activate_backward_row(const ExpertFfnBackwardDown<T>& a, int64_t 
 template <class T>
 void grad_reduced_tile(const ExpertFfnBackwardDownFactors<T>& a, const GroupTile& tile) {
   if (a.grad_reduced.data != nullptr) {
-    a.gemm->multiply(tokens_of(a.grad_out, a.routed, tile.begin, tile.end),
-                     {a.factors.b[tile.group].transposed(), a.grad_reduced.row_range(tile.begin, tile.end), false});
+    a.gemm->multiply(
+        tokens_of(a.grad_out, a.routed, tile.begin, tile.end),
+        {a.experts.down.factors.b[tile.group].transposed(), a.grad_reduced.row_range(tile.begin, tile.end), false});
   }
   for (int64_t r = tile.begin; r < tile.end && a.weighted_reduced.data != nullptr; ++r) {
     scale_row(a.reduced.row(r), weight_of_slot(a, a.routed.slots[r]), a.weighted_reduced.row(r), a.reduced.columns);
@@ -99,16 +100,16 @@ void grad_a_of_down_rows(const ExpertFfnBackwardDownFactors<T>& a, const GroupTi
 template <class T>
 void grad_preactivations_tile(const ExpertFfnBackwardDown<T>& a, const GroupTile& tile, int64_t next_group) {
   const int64_t height = tile.end - tile.begin;
-  const int64_t width = a.down.rows();
+  const int64_t width = a.experts.down.rows();
   const GemmOperand<T> grad_out = tokens_of(a.grad_out, a.routed, tile.begin, tile.end);
   MatrixView<T> grad_activated;
   if (!a.keeps_preactivations) {
     grad_activated = {scratch<T>(kGradActivatedScratch, height * width), height, width, width};
-    Product<T> product{a.down.weights[tile.group].transposed(), grad_activated};
-    product.next_b = a.down.weights[next_group].transposed();
-    if (!a.down.factors.empty()) {
+    Product<T> product{a.experts.down.weights[tile.group].transposed(), grad_activated};
+    product.next_b = a.experts.down.weights[next_group].transposed();
+    if (!a.experts.down.factors.empty()) {
       product.reduced = a.grad_reduced.row_range(tile.begin, tile.end);
-      product.expand = a.down.factors.a[tile.group].transposed();
+      product.expand = a.experts.down.factors.a[tile.group].transposed();
     }
     a.gemm->multiply(grad_out, product);
   }
@@ -117,8 +118,8 @@ void grad_preactivations_tile(const ExpertFfnBackwardDown<T>& a, const GroupTile
     auto grad_weight = activate_backward_row(a, tile.begin + r, weight_of_slot(a, slot), grad_activated.row(r));
     if (a.grad_weights == nullptr) continue;
     // The output of the expert is A down + bias: the bias is a second term of the gradient of its weight.
-    if (a.down.has_bias()) {
-      grad_weight += dot_rows<T>(grad_out.memory_row(r), a.down.bias.row(tile.group), a.grad_out.columns);
+    if (a.experts.down.has_bias()) {
+      grad_weight += dot_rows<T>(grad_out.memory_row(r), a.experts.down.bias.row(tile.group), a.grad_out.columns);
     }
     a.grad_weights[slot] = grad_weight;
   }
@@ -147,16 +148,16 @@ void grad_rows_tile(const ExpertFfnBackwardInput<T>& a, const GroupTile& tile, i
   const ConstMatrixView<T> grad = a.grad_preactivations.row_range(tile.begin, tile.end);
   const MatrixView<T> rows = a.rows.row_range(tile.begin, tile.end);
   const ReducedRows<T> reduced = a.grad_reduced.row_range(tile.begin, tile.end);
-  const int64_t gate_width = a.gate.columns();
-  const GemmOperand<T> next_up = a.up.weights[next_group].transposed();
-  const GemmOperand<T> gate = a.gate.empty() ? next_up : a.gate.weights[tile.group].transposed();
-  Product<T> of_up{a.up.weights[tile.group].transposed(), rows};
+  const int64_t gate_width = a.experts.gate.columns();
+  const GemmOperand<T> next_up = a.experts.up.weights[next_group].transposed();
+  const GemmOperand<T> gate = a.experts.gate.empty() ? next_up : a.experts.gate.weights[tile.group].transposed();
+  Product<T> of_up{a.experts.up.weights[tile.group].transposed(), rows};
   of_up.next_b = gate;
-  add_grad_rows<T>(*a.gemm, up_columns(grad, gate_width), of_up, a.up, tile.group, reduced.up);
-  if (a.gate.empty()) return;
+  add_grad_rows<T>(*a.gemm, up_columns(grad, gate_width), of_up, a.experts.up, tile.group, reduced.up);
+  if (a.experts.gate.empty()) return;
   Product<T> of_gate{gate, rows, true};
   of_gate.next_b = next_up;
-  add_grad_rows<T>(*a.gemm, gate_columns(grad, gate_width), of_gate, a.gate, tile.group, reduced.gate);
+  add_grad_rows<T>(*a.gemm, gate_columns(grad, gate_width), of_gate, a.experts.gate, tile.group, reduced.gate);
 }
 
 // Gradients of down, of its factor `b` and of its bias for one expert, in columns [begin, end) of the hidden size.
@@ -196,8 +197,8 @@ void grad_up_rows(const ExpertFfnBackwardUp<T>& a, const GroupTile& rows, int64_
     if (out.column_stride != 1) return multiply_transposed<T>(*a.gemm, tokens, rhs, out, gradient);
     products[count++] = product_of_gradient<T>(rhs, out, gradient);
   };
-  add(a.gate.weights, gate_columns(grad, a.gate_width));
-  add(a.up.weights, up_columns(grad, a.gate_width));
+  add(a.gate.weights, gate_columns(grad, a.experts.gate.columns()));
+  add(a.up.weights, up_columns(grad, a.experts.gate.columns()));
   add(a.gate.a, a.gate.reduced.row_range(rows.begin, rows.end));
   add(a.up.a, a.up.reduced.row_range(rows.begin, rows.end));
   if (count > 0) a.gemm->multiply(tokens.transposed(), products, count);
@@ -210,10 +211,11 @@ void grad_up_biases(const ExpertFfnBackwardUp<T>& a, const GroupTile& rows) {
   const auto one = [](int64_t) { return Accumulator<T>(1); };
   const auto same = [](int64_t r) { return r; };
   if (a.up.bias.data != nullptr) {
-    sum_weighted_rows<T>(up_columns(grad, a.gate_width), grad.rows, same, one, a.up.bias.row(rows.group));
+    sum_weighted_rows<T>(up_columns(grad, a.experts.gate.columns()), grad.rows, same, one, a.up.bias.row(rows.group));
   }
   if (a.gate.bias.data != nullptr) {
-    sum_weighted_rows<T>(gate_columns(grad, a.gate_width), grad.rows, same, one, a.gate.bias.row(rows.group));
+    sum_weighted_rows<T>(gate_columns(grad, a.experts.gate.columns()), grad.rows, same, one,
+                         a.gate.bias.row(rows.group));
   }
 }
 
@@ -221,7 +223,7 @@ void grad_up_biases(const ExpertFfnBackwardUp<T>& a, const GroupTile& rows) {
 
 template <class T>
 void expert_ffn_backward_down_factors(const ExpertFfnBackwardDownFactors<T>& a, const Executor& executor) {
-  const int64_t rank = a.factors.rank();
+  const int64_t rank = a.experts.down.factors.rank();
   run_tiles(a, a.preactivations.rows, a.grad_out.columns, a.grad_out.columns * rank, executor,
             [&](const GroupTile& tile, int64_t /*next_group*/) { grad_reduced_tile(a, tile); });
   if (a.grad_a.empty()) return;
@@ -235,7 +237,7 @@ void expert_ffn_backward_down_factors(const ExpertFfnBackwardDownFactors<T>& a, 
 template <class T>
 void expert_ffn_backward_down(const ExpertFfnBackwardDown<T>& a, const Executor& executor) {
   const int64_t hidden_size = a.grad_out.columns;
-  const int64_t multiply_adds = hidden_size * a.down.rows();
+  const int64_t multiply_adds = hidden_size * a.experts.down.rows();
   run_tiles(a, a.preactivations.rows, hidden_size, multiply_adds, executor,
             [&](const GroupTile& tile, int64_t next_group) { grad_preactivations_tile(a, tile, next_group); });
   if (a.grad_down.empty() && a.grad_b.empty() && a.grad_bias.data == nullptr) return;
@@ -246,7 +248,7 @@ void expert_ffn_backward_down(const ExpertFfnBackwardDown<T>& a, const Executor&
 // The rows are summed without weights, because dZ contains them already.
 template <class T>
 void expert_ffn_backward_input(const ExpertFfnBackwardInput<T>& a, const Executor& executor) {
-  const int64_t multiply_adds = a.up.rows() * a.grad_preactivations.columns;
+  const int64_t multiply_adds = a.experts.up.rows() * a.grad_preactivations.columns;
   run_tiles(a, a.grad_preactivations.rows, a.grad_preactivations.columns, multiply_adds, executor,
             [&](const GroupTile& tile, int64_t next_group) { grad_rows_tile(a, tile, next_group); });
   if (a.grad_x.data == nullptr) return;

@@ -31,9 +31,9 @@ void check_gate(const char* op, const ExpertFfnArguments& a) {
 
 void check_intermediate(const char* name, const Tensor& rows, const char* shape, int64_t width, const char* meaning,
                         const ExpertFfnArguments& a) {
-  Argument(kExpertFfnBackward, name, rows).has_dims(2, shape).has_dtype_of("x", a.x);
-  Argument(kExpertFfnBackward, name, rows).has_size(0, a.num_kept_rows(), a.recompute ? "recompute" : "R of slots");
-  Argument(kExpertFfnBackward, name, rows).has_size(1, width, meaning);
+  Argument(kExpertFfnBackward, name, rows)
+      .has_shape(shape, {{a.num_kept_rows(), a.recompute ? "recompute" : "R of slots"}, {width, meaning}})
+      .has_dtype_of("x", a.x);
 }
 
 }  // namespace
@@ -67,29 +67,32 @@ void check_expert_ffn(const char* op, const ExpertFfnArguments& a) {
 void check_expert_ffn_backward(const Tensor& grad_out, const Intermediates& kept, const Wanted& wanted,
                                const ExpertFfnArguments& a) {
   check_expert_ffn(kExpertFfnBackward, a);
-  Argument(kExpertFfnBackward, "grad_out", grad_out).has_dims(2, "[T, D]").has_dtype_of("x", a.x);
   Argument(kExpertFfnBackward, "grad_out", grad_out)
-      .has_size(0, a.x.size(0), "T of x")
-      .has_size(1, a.x.size(1), "D of x");
+      .has_shape("[T, D]", {{a.x.size(0), "T of x"}, {a.x.size(1), "D of x"}})
+      .has_dtype_of("x", a.x);
   check_intermediate("preactivations", kept.preactivations, "[R, 2F] or [R, F]", a.preactivation_width(),
                      "width of gate and up", a);
   check_intermediate("reduced", kept.reduced, "[R, r]", a.reduced_width(), "r of gate, up and down", a);
-  const auto check_wanted = [](const char* name, bool is_wanted, bool is_given) {
-    MAXMOE_CHECK(!is_wanted || is_given, kExpertFfnBackward, "output_mask must be False for ", name,
-                 ", which is None, got True");
+  for (const auto& [name, projection, of] :
+       {std::tuple("gate", &a.gate, wanted.gate), std::tuple("up", &a.up, wanted.up),
+        std::tuple("down", &a.down, wanted.down)}) {
+    MAXMOE_CHECK(!of.weights || !projection->is_quantized(), kExpertFfnBackward, "output_mask must be False for ", name,
+                 ", which is quantized (", projection->format.value_or(""), "), got True");
+  }
+  constexpr const char* kNames[] = {"x",       "weights", "gate", "gate_bias", "gate_a",    "gate_b", "up",
+                                    "up_bias", "up_a",    "up_b", "down",      "down_bias", "down_a", "down_b"};
+  const char* const* name = kNames;
+  const auto check_wanted = [&](bool is_wanted, const auto& input) {
+    MAXMOE_CHECK(!is_wanted || tensor_or_null(input) != nullptr, kExpertFfnBackward, "output_mask must be False for ",
+                 *name, ", which is None, got True");
+    ++name;
   };
-  check_wanted("weights", wanted.weights, a.weights.has_value());
-  const auto check_projection = [&](const ProjectionNames& names, const Projection& p, const PerTensor<bool>& of) {
-    MAXMOE_CHECK(!of.weights || !p.format.has_value(), kExpertFfnBackward, "output_mask must be False for ",
-                 names.tensor, ", which is quantized (", p.format.value_or(""), "), got True");
-    check_wanted(names.tensor, of.weights, p.is_given());
-    check_wanted(names.bias, of.bias, p.bias.has_value());
-    check_wanted(names.a, of.a, p.a.has_value());
-    check_wanted(names.b, of.b, p.b.has_value());
-  };
-  check_projection(kGate, a.gate, wanted.gate);
-  check_projection(kUp, a.up, wanted.up);
-  check_projection(kDown, a.down, wanted.down);
+  std::apply(
+      [&](const auto&... is_wanted) {
+        std::apply([&](const auto&... input) { (check_wanted(is_wanted, input), ...); },
+                   ExpertFfnArguments::differentiable(a));
+      },
+      wanted.in_order());
 }
 
 }  // namespace maxmoe::ops

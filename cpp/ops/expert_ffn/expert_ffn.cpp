@@ -10,9 +10,11 @@
 // the passes would save the product, but hold half as much memory again as the preactivations of gated experts.
 #include "ops/expert_ffn/expert_ffn.h"
 
-#include <ATen/ops/empty.h>
+#include <torch/csrc/autograd/autograd.h>
 
 #include "ops/backend.h"
+#include "ops/operators.h"
+#include "ops/views.h"
 
 namespace maxmoe::ops {
 namespace {
@@ -27,24 +29,24 @@ const std::string kSchema = "Tensor x, Tensor? weights, Tensor slots, Tensor row
 
 using GradientTuple = decltype(std::tuple_cat(std::declval<Gradients>().in_order()));
 
-constexpr Operator<"expert_ffn_forward", ExpertFfnSignature<Outputs>> expert_ffn_forward;
+constexpr Operator<"expert_ffn_forward", Signature<Outputs, ExpertFfnArguments>> expert_ffn_forward;
 using OutputMask = std::array<bool, Wanted::kSize>;
-constexpr Operator<"expert_ffn_backward",
-                   ExpertFfnSignature<GradientTuple, const Tensor&, const Tensor&, const Tensor&, OutputMask>>
+constexpr Operator<"expert_ffn_backward", Signature<GradientTuple, ExpertFfnArguments, const Tensor&, const Tensor&,
+                                                    const Tensor&, OutputMask>>
     expert_ffn_backward;
 
 template <class... Arguments>
 Tensor expert_ffn_backend(Arguments... arguments) {
   const ExpertFfnArguments a{arguments...};
   check_expert_ffn(kExpertFfn, a);
-  return std::get<0>(uses_kernels(a.x) ? expert_ffn_kernel(a, false) : expert_ffn_aten(a, Differentiable::no, false));
+  return std::get<0>(uses_kernels(a.x) ? expert_ffn_kernel(a, false) : expert_ffn_aten(a, false));
 }
 
 template <class... Arguments>
 Outputs expert_ffn_forward_backend(Arguments... arguments) {
   const ExpertFfnArguments a{arguments...};
   check_expert_ffn(kExpertFfn, a);
-  return uses_kernels(a.x) ? expert_ffn_kernel(a, !a.recompute) : expert_ffn_aten(a, Differentiable::no, !a.recompute);
+  return uses_kernels(a.x) ? expert_ffn_kernel(a, !a.recompute) : expert_ffn_aten(a, !a.recompute);
 }
 
 template <class... Arguments>
@@ -55,25 +57,49 @@ GradientTuple expert_ffn_backward_backend(const Tensor& grad_out, const Tensor& 
   const Intermediates rows{preactivations, reduced};
   check_expert_ffn_backward(grad_out, rows, wanted, a);
   const auto kept = a.recompute ? std::nullopt : std::optional(rows);
-  const Gradients gradients = uses_kernels(a.x)
-                                  ? expert_ffn_backward_kernel(grad_out, kept, wanted, a)
-                                  : expert_ffn_backward_aten(grad_out, kept, wanted, a, Differentiable::no);
+  const Gradients gradients = uses_kernels(a.x) ? expert_ffn_backward_kernel(grad_out, kept, wanted, a)
+                                                : expert_ffn_backward_aten(grad_out, kept, wanted, a);
   return std::tuple_cat(gradients.in_order());
 }
 
-// The preactivations of a gate in matrices of its own, for the path that backward takes. Kernels store gate and up side
-// by side, ATen one after the other; force_aten may have been called since the forward pass.
-Tensor for_path(const Tensor& preactivations, bool from_kernels, bool to_kernels) {
-  if (from_kernels == to_kernels) return preactivations;
-  const int64_t num_rows = preactivations.size(0);
-  const int64_t width = preactivations.size(1) / 2;
-  const Tensor parts =
-      from_kernels ? preactivations.view({num_rows, 2, width}) : preactivations.view({2, num_rows, width});
-  return parts.transpose(0, 1).contiguous().view_as(preactivations);
+// The same as a composition of operators that are differentiable any number of times, for second derivatives and
+// forward-mode AD.
+Tensor compose_expert_ffn(const ExpertFfnArguments& a) {
+  // Wider than 16 bits, because rounding after every elementwise operation makes second derivatives inaccurate.
+  const auto type = accumulator_type(a.x.scalar_type());
+  const Tensor tokens = ragged_sort(a.x, a.slots, a.rows, a.top_k, std::nullopt);
+  const auto project = [&](const Projection& projection) { return gmm(tokens, projection, a.group_sizes, 0).to(type); };
+  const auto [gate, up] =
+      a.gate.is_given() ? std::pair(project(a.gate), project(a.up)) : gate_and_up(a.gate_layout(), project(a.up));
+  const Tensor activated = activated_rows(a.kind(), gate, up).to(a.x.scalar_type());
+  return ragged_gather_reduce(gmm(activated, a.down, a.group_sizes, 0), a.rows, a.top_k, a.weights, std::nullopt);
 }
 
-// `inputs` are the arguments that may have a gradient, in the order of PerInput: torch::autograd::Function finds only
-// the tensors that are its own parameters, not the tensors of a struct.
+// The gradients of the composition, in the order of PerInput, undefined where they are not wanted. If autograd is
+// enabled, they are differentiable.
+variable_list differentiate_composition(const Tensor& grad_out, ExpertFfnArguments a, const OutputMask& output_mask) {
+  const bool creates_graph = at::GradMode::is_enabled();
+  const at::AutoGradMode enabled(true);
+  variable_list inputs;
+  size_t position = 0;
+  // Gradients are taken of aliases, because an argument may have been computed from another one: the weights from x.
+  const auto replace = [&](auto& input) {
+    if (!output_mask[position++]) return;
+    inputs.push_back(tensor_or_null(input)->view_as(*tensor_or_null(input)));
+    input = inputs.back();
+  };
+  std::apply([&](auto&... fields) { (replace(fields), ...); }, ExpertFfnArguments::differentiable(a));
+  const variable_list wanted = torch::autograd::grad(
+      {compose_expert_ffn(a)}, inputs, {grad_out}, /*retain_graph=*/std::nullopt, creates_graph, /*allow_unused=*/true);
+  variable_list gradients(output_mask.size());
+  auto next = wanted.begin();
+  for (size_t input = 0; input < gradients.size(); ++input) {
+    if (output_mask[input]) gradients[input] = *next++;
+  }
+  return gradients;
+}
+
+// `inputs` are the arguments that may have a gradient, in the order of PerInput.
 class ExpertFfnNode : public torch::autograd::Function<ExpertFfnNode> {
  public:
   static Tensor forward(AutogradContext* ctx, const ExpertFfnArguments& a, const auto&... /*inputs*/) {
@@ -86,39 +112,35 @@ class ExpertFfnNode : public torch::autograd::Function<ExpertFfnNode> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const OperatorCall running;
     ExpertFfnArguments a;
-    const Intermediates kept = load(ctx, a);
-    const OutputMask output_mask = wanted_gradients(ctx, a.differentiable());
-    const Wanted wanted = Wanted::from(output_mask);
-    Gradients gradients;
-    if (is_transformed(grads[0])) {
-      gradients = expert_ffn_backward_aten(grads[0], std::nullopt, wanted, a, Differentiable::yes);
-    } else {
-      // expert_ffn_backward overwrites the preactivations, which another backward pass of this graph would read.
-      const bool is_copied = torch_internals::keeps_graph() && needs_grad_activated(wanted);
-      Tensor overwritten = is_copied ? kept.preactivations.clone() : kept.preactivations;
-      if (a.gate.is_given()) {
-        overwritten = for_path(overwritten, ctx->saved_data["uses_kernels"].toBool(), uses_kernels(a.x));
-      }
-      gradients =
-          Gradients::from(std::apply([](const auto&... gradient) { return std::array{gradient...}; },
-                                     call(expert_ffn_backward, a, grads[0], overwritten, kept.reduced, output_mask)));
+    const variable_list saved = load_arguments(ctx, ExpertFfnArguments::fields(a));
+    // Without factors no reduced rows are saved.
+    Intermediates kept{saved[0], saved[1].defined() ? saved[1] : without_columns(saved[0])};
+    // Kernels store gate and up side by side, ATen one after the other; force_aten may have been called since.
+    if (a.gate.is_given() && ctx->saved_data["uses_kernels"].toBool() != uses_kernels(a.x)) {
+      a.recompute = true;
+      kept = {kept.preactivations.narrow(0, 0, 0), kept.reduced.narrow(0, 0, 0)};
     }
-    if (wanted.weights) gradients.weights = like_weights(gradients.weights, *a.weights);
-    variable_list result{Tensor()};  // for `a`
-    const auto in_order = gradients.in_order();
-    for (size_t input = 0; input < in_order.size(); ++input) {
-      result.push_back(output_mask[input] ? in_order[input] : Tensor());
-    }
+    const OutputMask output_mask = wanted_gradients(ctx, ExpertFfnArguments::differentiable(a));
+    variable_list result = is_transformed(grads[0]) ? differentiate_composition(grads[0], a, output_mask)
+                                                    : run_backward(kept, grads[0], a, output_mask);
+    result.insert(result.begin(), Tensor());  // for `a`
     return result;
   }
 
  private:
-  static Intermediates load(AutogradContext* ctx, ExpertFfnArguments& a) {
-    const variable_list kept = load_arguments(ctx, ExpertFfnArguments::fields(a));
-    // Without factors no reduced rows are saved.
-    const Tensor& preactivations = kept[0];
-    if (kept[1].defined()) return {preactivations, kept[1]};
-    return {preactivations, at::empty_symint({preactivations.sym_size(0), 0}, preactivations.options())};
+  static variable_list run_backward(const Intermediates& kept, const Tensor& grad_out, const ExpertFfnArguments& a,
+                                    const OutputMask& output_mask) {
+    const Wanted wanted = Wanted::from(output_mask);
+    // expert_ffn_backward overwrites the preactivations, which another backward pass of this graph would read.
+    const bool is_copied = torch_internals::keeps_graph() && needs_grad_activated(wanted);
+    const Tensor overwritten = is_copied ? kept.preactivations.clone() : kept.preactivations;
+    const GradientTuple gradients = call(expert_ffn_backward, a, grad_out, overwritten, kept.reduced, output_mask);
+    variable_list result = std::apply([](const auto&... gradient) { return variable_list{gradient...}; }, gradients);
+    if (wanted.weights) result[1] = like_weights(result[1], *a.weights);
+    for (size_t input = 0; input < result.size(); ++input) {
+      if (!output_mask[input]) result[input] = Tensor();
+    }
+    return result;
   }
 };
 
@@ -126,14 +148,15 @@ struct ExpertFfnGradient {
   static Tensor apply(const auto&... arguments) {
     const ExpertFfnArguments a{arguments...};
     check_is_frozen(a);
-    return std::apply([&](const auto&... inputs) { return ExpertFfnNode::apply(a, inputs...); }, a.differentiable());
+    return std::apply([&](const auto&... inputs) { return ExpertFfnNode::apply(a, inputs...); },
+                      ExpertFfnArguments::differentiable(a));
   }
 
   static Tensor with_tangents(const auto&... arguments) {
     const ExpertFfnArguments a{arguments...};
     check_is_frozen(a);
     check_expert_ffn_shapes(kExpertFfn, a);
-    return std::get<0>(expert_ffn_aten(a, Differentiable::yes, false));
+    return compose_expert_ffn(a);
   }
 
  private:

@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "kernels/experts/activation_kind.h"
-#include "ops/activation.h"
 #include "ops/operator.h"
 #include "ops/projection.h"
 
@@ -38,8 +37,10 @@ struct ExpertFfnArguments {
                           std::tie(a.activation, a.limit, a.fused_gate, a.recompute));
   }
   // The tensors that may have a gradient, in the order of PerInput.
-  auto differentiable() const {
-    return std::tuple_cat(std::tie(x, weights), gate.differentiable(), up.differentiable(), down.differentiable());
+  template <class Self>
+  static auto differentiable(Self& a) {
+    return std::tuple_cat(std::tie(a.x, a.weights), Projection::differentiable(a.gate),
+                          Projection::differentiable(a.up), Projection::differentiable(a.down));
   }
 
   GateLayout gate_layout() const;
@@ -65,14 +66,7 @@ auto call(const Op& op, const ExpertFfnArguments& a, const Before&... before) {
   return std::apply([&](const auto&... fields) { return op(before..., fields...); }, ExpertFfnArguments::fields(a));
 }
 
-// The parameters of the schema after the parameters `Before` of a single operator.
-template <class Return, class... Before>
-using ExpertFfnSignature =
-    Signature<Return, Types<Before...>,
-              Types<const Tensor&, const OptionalTensor&, const Tensor&, const Tensor&, const Tensor&, int64_t>,
-              ProjectionTypes, ProjectionTypes, ProjectionTypes,
-              Types<std::string_view, std::optional<double>, std::optional<std::string_view>, bool>>;
-inline constexpr Operator<"expert_ffn", ExpertFfnSignature<Tensor>> expert_ffn;
+inline constexpr Operator<"expert_ffn", Signature<Tensor, ExpertFfnArguments>> expert_ffn;
 
 // One value for each tensor of a projection that may have a gradient.
 template <class T>
@@ -124,10 +118,9 @@ Outputs expert_ffn_kernel(const ExpertFfnArguments& a, bool keeps_intermediates)
 Gradients expert_ffn_backward_kernel(const Tensor& grad_out, const std::optional<Intermediates>& kept,
                                      const Wanted& wanted, const ExpertFfnArguments& a);
 
-// Through ATen, for devices without kernels, and on all devices when the result must be differentiable.
-enum class Differentiable { no, yes };
-Outputs expert_ffn_aten(const ExpertFfnArguments& a, Differentiable differentiable, bool keeps_intermediates);
+// The same through ATen, for devices without kernels.
+Outputs expert_ffn_aten(const ExpertFfnArguments& a, bool keeps_intermediates);
 Gradients expert_ffn_backward_aten(const Tensor& grad_out, const std::optional<Intermediates>& kept,
-                                   const Wanted& wanted, const ExpertFfnArguments& a, Differentiable differentiable);
+                                   const Wanted& wanted, const ExpertFfnArguments& a);
 
 }  // namespace maxmoe::ops

@@ -1,11 +1,68 @@
-// The backward pass of expert_ffn on the CPU: turns tensors into views of memory, and calls the kernels.
+// expert_ffn and its backward pass on the CPU: turns tensors into views of memory, and calls the kernels.
 #include <ATen/ops/zeros.h>
 
+#include "kernels/experts/expert_ffn.h"
 #include "kernels/experts/tgmm.h"
-#include "ops/expert_ffn/views.h"
+#include "ops/backend.h"
+#include "ops/expert_ffn/expert_ffn.h"
+#include "ops/memory.h"
+#include "ops/views.h"
 
 namespace maxmoe::ops {
 namespace {
+
+// Returns the arguments in the layout that the kernels read; they own the memory of the views below.
+ExpertFfnArguments kernel_layout(ExpertFfnArguments a) {
+  a.x = contiguous_rows(a.x);
+  a.weights = accumulator_weights(a.weights, a.x.scalar_type());
+  a.slots = a.slots.contiguous();
+  a.rows = a.rows.contiguous();
+  a.group_sizes = a.group_sizes.contiguous();
+  for (Projection* projection : {&a.gate, &a.up, &a.down}) *projection = projection->in_kernel_layout();
+  return a;
+}
+
+RoutedRows routed_rows(const ExpertFfnArguments& a) {
+  return {const_pointer<int64_t>(a.slots), const_pointer<int64_t>(a.rows), const_pointer<int64_t>(a.group_sizes),
+          a.group_sizes.numel(), a.top_k};
+}
+
+// The columns of gate, up and down in a tensor of reduced rows.
+template <class T>
+ReducedRows<T> reduced_rows(const Tensor& reduced, const ExpertFfnArguments& a) {
+  MatrixView<T> rest = view<T>(reduced);
+  const auto next_columns = [&](const Projection& projection) {
+    MatrixView<T> columns = rest;
+    columns.columns = projection.rank();
+    if (rest.data != nullptr) rest.data += projection.rank();  // null without rows
+    return columns;
+  };
+  // Braces fix the order of the calls.
+  return {next_columns(a.gate), next_columns(a.up), next_columns(a.down)};
+}
+
+template <class T>
+MatrixView<T> view_if(bool is_wanted, const Tensor& out) {
+  return is_wanted ? view<T>(out) : MatrixView<T>{};
+}
+
+template <class T>
+MatrixStack<T> stack_if(bool is_wanted, const Tensor& out) {
+  return is_wanted ? stack<T>(out) : MatrixStack<T>{};
+}
+
+Intermediates empty_intermediates(int64_t num_rows, const ExpertFfnArguments& a) {
+  return {empty({num_rows, a.preactivation_width()}, a.x.options()),
+          empty({num_rows, a.reduced_width()}, a.x.options())};
+}
+
+// The arguments that the kernels share.
+template <class T>
+ExpertFfnCall<T> kernel_call(const ExpertFfnArguments& a) {
+  return {const_view<T>(a.x), const_pointer<Accumulator<T>>(a.weights),
+          routed_rows(a),     {projection_view<T>(a.gate), projection_view<T>(a.up), projection_view<T>(a.down)},
+          a.kind(),           &best_gemm<T>()};
+}
 
 // Allocates the gradient of `argument`, with no elements if it is not wanted.
 Tensor empty_gradient(bool is_wanted, const OptionalTensor& argument, const at::TensorOptions& options) {
@@ -23,7 +80,7 @@ Tensor empty_matrices(bool is_wanted, const OptionalTensor& matrices, const at::
 template <class T>
 Intermediates recomputed(const ExpertFfnArguments& a) {
   const Intermediates results = empty_intermediates(a.slots.size(0), a);
-  ExpertFfn<T> arguments = forward_arguments<T>(a);
+  ExpertFfn<T> arguments{kernel_call<T>(a)};
   arguments.preactivations = view<T>(results.preactivations);
   arguments.reduced = reduced_rows<T>(results.reduced, a);
   maxmoe::expert_ffn(arguments, torch_executor());
@@ -48,13 +105,8 @@ DownFactors backward_down_factors(const Tensor& grad_out, const Intermediates& k
   const DownFactors results{work_space(needs_grad_reduced), work_space(wanted.down.b)};
   grads.down.a = empty_matrices(wanted.down.a, a.down.a, a.x.options());
   if (rank == 0) return results;
-  ExpertFfnBackwardDownFactors<T> arguments{};
+  ExpertFfnBackwardDownFactors<T> arguments{kernel_call<T>(a)};
   arguments.grad_out = const_view<T>(grad_out);
-  arguments.weights = const_pointer<Accumulator<T>>(a.weights);
-  arguments.routed = routed_rows(a);
-  arguments.factors = projection_view<T>(a.down).factors;
-  arguments.kind = a.kind();
-  arguments.gemm = &best_gemm<T>();
   arguments.preactivations = const_view<T>(kept.preactivations);
   arguments.reduced = reduced_rows<T>(kept.reduced, a).down.as_const();
   arguments.grad_reduced = view_if<T>(needs_grad_reduced, results.grad_reduced);
@@ -75,15 +127,10 @@ void backward_down(const Tensor& grad_out, const Tensor& preactivations, const D
   grads.down.weights = empty_matrices(wanted.down.weights, a.down.tensor, options);
   grads.down.b = empty_matrices(wanted.down.b, a.down.b, options);
   grads.down.bias = empty_gradient(wanted.down.bias, a.down.bias, options);
-  ExpertFfnBackwardDown<T> arguments{};
+  ExpertFfnBackwardDown<T> arguments{kernel_call<T>(a)};
   arguments.grad_out = const_view<T>(grad_out);
-  arguments.weights = const_pointer<Accumulator<T>>(a.weights);
-  arguments.routed = routed_rows(a);
-  arguments.down = projection_view<T>(a.down);
   arguments.grad_reduced = const_view<T>(factors.grad_reduced);
   arguments.weighted_reduced = const_view<T>(factors.weighted_reduced);
-  arguments.kind = a.kind();
-  arguments.gemm = &best_gemm<T>();
   arguments.preactivations = view<T>(preactivations);
   arguments.keeps_preactivations = !needs_grad_activated(wanted);
   arguments.activated = view_if<T>(wanted.down.weights, activated);
@@ -104,12 +151,8 @@ Tensor backward_input(const Tensor& grad_preactivations, const Wanted& wanted, c
   const Tensor grad_reduced = empty({needs_grad_reduced ? a.slots.size(0) : 0, a.reduced_width()}, options);
   if (!needs_grad_reduced) return grad_reduced;
   const Tensor rows = empty({wanted.x ? a.slots.size(0) : 0, a.x.size(1)}, options);
-  ExpertFfnBackwardInput<T> arguments{};
+  ExpertFfnBackwardInput<T> arguments{kernel_call<T>(a)};
   arguments.grad_preactivations = const_view<T>(grad_preactivations);
-  arguments.routed = routed_rows(a);
-  arguments.gate = projection_view<T>(a.gate);
-  arguments.up = projection_view<T>(a.up);
-  arguments.gemm = &best_gemm<T>();
   arguments.rows = view_if<T>(wanted.x, rows);
   arguments.grad_reduced = reduced_rows<T>(grad_reduced, a);
   arguments.grad_x = view_if<T>(wanted.x, grads.x);
@@ -158,20 +201,34 @@ void backward_up(const Tensor& grad_preactivations, const Tensor& reduced, const
   grads.up.b =
       gradient_of_b<T>(wanted.up.b, rows.up.as_const(), grad.column_range(gate_width, grad.columns), a.up.b, a);
   const ReducedRows<T> grad_rows = reduced_rows<T>(grad_reduced, a);
-  ExpertFfnBackwardUp<T> arguments{};
+  ExpertFfnBackwardUp<T> arguments{kernel_call<T>(a)};
   arguments.gate = empty_gradients<T>(a.gate, wanted.gate, grad_rows.gate, options, grads.gate);
   arguments.up = empty_gradients<T>(a.up, wanted.up, grad_rows.up, options, grads.up);
   const auto is_any = [](const PerTensor<bool>& of) { return of.weights || of.a || of.bias; };
   if (!is_any(wanted.gate) && !is_any(wanted.up)) return;
-  arguments.x = const_view<T>(a.x);
   arguments.grad_preactivations = grad;
-  arguments.gate_width = gate_width;
-  arguments.routed = routed_rows(a);
-  arguments.gemm = &best_gemm<T>();
   expert_ffn_backward_up(arguments, torch_executor());
 }
 
 }  // namespace
+
+Outputs expert_ffn_kernel(const ExpertFfnArguments& a, bool keeps_intermediates) {
+  const ExpertFfnArguments k = kernel_layout(a);
+  const int64_t num_rows = a.slots.size(0);
+  const Tensor out = empty({a.x.size(0), a.x.size(1)}, a.x.options());
+  // The output of each row is work space. Summing rows into `out` at once would add them in the order of the threads.
+  const Tensor row_outputs = empty({num_rows, a.x.size(1)}, a.x.options());
+  const Intermediates kept = empty_intermediates(keeps_intermediates ? num_rows : 0, a);
+  for_dtype(a.x.scalar_type(), [&]<class T>() {
+    ExpertFfn<T> arguments{kernel_call<T>(k)};
+    arguments.preactivations = view_if<T>(keeps_intermediates, kept.preactivations);
+    if (keeps_intermediates) arguments.reduced = reduced_rows<T>(kept.reduced, k);
+    arguments.rows = view<T>(row_outputs);
+    arguments.out = view<T>(out);
+    maxmoe::expert_ffn(arguments, torch_executor());
+  });
+  return {out, kept.preactivations, kept.reduced};
+}
 
 Gradients expert_ffn_backward_kernel(const Tensor& grad_out, const std::optional<Intermediates>& kept,
                                      const Wanted& wanted, const ExpertFfnArguments& a) {
