@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from maxmoe import build_info
-from maxmoe.__main__ import main
+from maxmoe.cli.main import main
 from maxmoe.cli.waiting_threads import waiting_of_this_process
 from maxmoe.presets.published import PUBLISHED
 from support import programs

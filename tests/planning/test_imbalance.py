@@ -38,14 +38,14 @@ def skewed_batch(config: MoEConfig, imbalance: float, num_ranks: int) -> Batch:
 def exchanged_bytes(layer: MoE, batch: Batch) -> list[int]:
     """Bytes with other ranks in each all-to-all of the dispatch of a step: the larger of sent and received."""
     exchanged: list[int] = []
-    exchange = collectives._all_to_all
+    exchange = collectives.all_to_all
 
-    def count(output: Any, rows: Any, receive: Any, send: Any, group: Any) -> Any:
+    def count(output: Any, rows: Any, receive: Any, send: Any, what: str, *, group: Any) -> Any:
         most = max(sum(splits) - splits[group.rank()] for splits in (receive, send))
         exchanged.append(most * rows.itemsize * rows.shape[1:].numel())
-        return exchange(output, rows, receive, send, group)
+        return exchange(output, rows, receive, send, what, group=group)
 
-    with patch.object(collectives, "_all_to_all", count):
+    with patch.object(collectives, "all_to_all", count):
         take_step(layer, batch)
     return exchanged
 

@@ -74,7 +74,7 @@ def test_python_runs(code: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def check_command(arguments: list[str]) -> None:
-    from maxmoe.__main__ import parse_options
+    from maxmoe.cli.main import parse_options
 
     cheaper = {"explain": ["--num-layers", "4"], "plan": ["--rules", "ep-as-dp"]}
     options = parse_options([*arguments, *cheaper.get(arguments[0], [])])

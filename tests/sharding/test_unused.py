@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 import maxmoe
-from maxmoe.__main__ import parse_options as explain_options
+from maxmoe.cli.main import parse_options as explain_options
 from maxmoe.models import Decoder
 from maxmoe.nn import SavedTensor
 from maxmoe.parallel import Declaration, shard_parameters, token_group, token_sharding

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from maxmoe.__main__ import main
+from maxmoe.cli.main import main
 
 PAGE = (Path(__file__).parents[2] / "docs/how_to/compare_ranks.md").read_text()
 SOURCES = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)

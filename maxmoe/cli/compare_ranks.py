@@ -1,0 +1,33 @@
+"""The command `compare_ranks`, which needs no compiled operators."""
+
+import argparse
+import importlib
+
+from maxmoe import testing
+from maxmoe.cli.numbers import positive
+from maxmoe.testing import RankComparison
+
+TRAINING = ("build_model", "parallelize", "make_batch", "loss")
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Add the options of the comparison."""
+    command.add_argument("module", help="name of a module, importable from here, with the functions of the training")
+    command.add_argument("--num-ranks", type=positive, default=2, help="number of ranks, processes on the CPU")
+    command.add_argument("--timeout", type=positive, default=300, help="seconds for each start of processes")
+
+
+def compare_ranks(options: argparse.Namespace) -> RankComparison:
+    """Return the report of `compare_ranks`."""
+    try:
+        module = importlib.import_module(options.module)
+    except ModuleNotFoundError as error:
+        if error.name and options.module.startswith(error.name):
+            raise ValueError(f"there is no module {error.name!r} to import from this folder") from None
+        raise
+    functions = {name: getattr(module, name, None) for name in TRAINING}
+    missing = [name for name, function in functions.items() if function is None]
+    if missing:
+        raise ValueError(f"{options.module} must have the functions {', '.join(TRAINING)}, got no {', '.join(missing)}")
+    step = getattr(module, "step", None)
+    return testing.compare_ranks(**functions, num_ranks=options.num_ranks, step=step, timeout=options.timeout)  # type: ignore[arg-type]

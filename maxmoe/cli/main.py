@@ -1,0 +1,76 @@
+"""Plan a model on a mesh without a cluster, compare ranks with one process, or describe this installation.
+
+    python -m maxmoe plan --preset deepseek_v3 --world-size 2048 --device h100 --batch-size 4096
+    python -m maxmoe explain --preset deepseek_v3 --rules shard-exp-on-fsdp --mesh fsdp=16,expert=16
+    python -m maxmoe estimate my_models:build --rules ep-as-dp --mesh fsdp=2,expert=2 --batch-size 8
+    python -m maxmoe compare_ranks my_training --num-ranks 4
+    python -m maxmoe info
+
+`plan` searches for the fastest plans of a model that fit in memory.
+
+`explain` prints the sharding of every parameter and the dispatch of tokens to experts, both with the reasons, the
+memory per rank and the collectives per step; `estimate` the last two.
+
+The model is what a function of yours returns, `module:function`, or a `maxmoe.models.Decoder` with the sizes of a
+published one. It is made on the meta device: its parameters are not allocated.
+
+`compare_ranks` compares a training step on several ranks with one process, see `maxmoe.testing.compare_ranks`. It takes
+a module with the functions build_model, parallelize, make_batch and loss, and step if there is one. It exits with 0 if
+loss, outputs and gradients are equal, with 1 if they differ, and with 2 if they cannot be compared.
+
+`info` prints versions, build and processor, for bug reports, and how threads wait for each other.
+"""
+
+import argparse
+import importlib
+import sys
+import traceback
+from collections.abc import Sequence
+
+from maxmoe.ranks.failures import RankError
+
+# Modules of this package, each with functions `add_options` and one of the name of the command. What plans needs the
+# compiled operators, what compares does not: the module of the chosen command alone is imported.
+COMMANDS = {
+    "plan": ("plan", "search for the fastest plans of a model on a number of ranks"),
+    "explain": ("explain", "print the plan of a model"),
+    "estimate": ("explain", "print its memory and communication"),
+    "compare_ranks": ("compare_ranks", "compare training on several ranks with one process"),
+    "info": ("info", "print versions, build and processor"),
+}
+
+
+def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line; None for the arguments of the process."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = argparse.ArgumentParser(
+        prog="python -m maxmoe", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True, metavar="command", dest="command")
+    for name, (home, text) in COMMANDS.items():
+        command = commands.add_parser(name, help=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        if name in arguments[:1]:
+            module = importlib.import_module(f"maxmoe.cli.{home}")
+            module.add_options(command)
+            command.set_defaults(report=getattr(module, name))
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return the exit code: 1 for ranks that differ, 2 for invalid options and failed ranks."""
+    options = parse_options(arguments)
+    try:
+        report = options.report(options)
+        print(report)
+    except OSError as error:
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
+    except (ValueError, RankError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except Exception:
+        if options.command != "compare_ranks":
+            raise
+        traceback.print_exc()  # 1 says that the ranks differ
+        return 2
+    return int(options.command == "compare_ranks" and not report.equal)
