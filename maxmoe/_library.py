@@ -4,6 +4,7 @@ The core is one extension module for each minor release of torch that it was bui
 `_C_torch2_13.cpython-311-x86_64-linux-gnu.so`. The one of the running torch becomes `maxmoe._C`.
 """
 
+import os
 import re
 import sys
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -31,6 +32,8 @@ def _built_cores() -> dict[tuple[int, int], Path]:
 
 def _fitting_core() -> Path:
     """Return the extension module for the running torch; raise if there is none: another one would crash."""
+    if os.environ.get("MAXMOE_CORE") == "off":
+        raise ImportError("layers and operators of maxmoe need its C++ core, got MAXMOE_CORE=off in the environment")
     cores = _built_cores()
     major, minor = map(int, torch.__version__.split(".")[:2])
     if (major, minor) in cores:

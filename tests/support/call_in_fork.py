@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from maxmoe.parallel import RankError
+from maxmoe.ranks.failures import RankError
 from support import sent_functions
 from support.programs import HangError, Program, abort
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from maxmoe.parallel import RankError
+from maxmoe.ranks.failures import RankError
 from maxmoe.testing import compare_ranks
 from support.compared_models import Case, Model, alone, build, ddp, loss, make_batch, same_batch, whole_batch
 from support.forked_comparison import compare
