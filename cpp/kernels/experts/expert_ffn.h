@@ -39,7 +39,8 @@ struct RoutedRows {
   int64_t top_k;
 };
 
-// What the kernels of expert_ffn read; each says what it leaves unread.
+// What the kernels of expert_ffn read; each says what it leaves unread. Their results are empty unless a caller sets
+// them.
 template <class T>
 struct ExpertFfnCall {
   ConstMatrixView<T> x;           // [T, D]
@@ -55,10 +56,10 @@ struct ExpertFfnCall {
 // low-rank factors, gate, up and down stand for gate + a b and so on.
 template <class T>
 struct ExpertFfn : ExpertFfnCall<T> {
-  MatrixView<T> preactivations;  // Z [R, 2F], [R, F] without a gate; or empty: not stored
-  ReducedRows<T> reduced;        // x a and A a; or empty: not stored
-  MatrixView<T> rows;            // y [R, D], work space
-  MatrixView<T> out;  // [T, D]; if out and rows are empty, only Z and `reduced` are computed, with the same bits
+  MatrixView<T> preactivations{};  // Z [R, 2F], [R, F] without a gate; or empty: not stored
+  ReducedRows<T> reduced{};        // x a and A a; or empty: not stored
+  MatrixView<T> rows{};            // y [R, D], work space
+  MatrixView<T> out{};  // [T, D]; if out and rows are empty, only Z and `reduced` are computed, with the same bits
 };
 
 // Backward pass, with dO the gradient of out. It has three kernels, and one for the low-rank factors of down, so that
@@ -74,40 +75,40 @@ struct ExpertFfn : ExpertFfnCall<T> {
 // still there: A is computed again, in blocks of columns, so that no tensor of shape [R, F] is needed.
 template <class T>
 struct ExpertFfnBackwardDownFactors : ExpertFfnCall<T> {  // x, gate and up are not read
-  ConstMatrixView<T> grad_out;                            // dO [T, D]
-  ConstMatrixView<T> preactivations;                      // Z
-  ConstMatrixView<T> reduced;                             // A a [R, r]; read for weighted_reduced
+  ConstMatrixView<T> grad_out{};                          // dO [T, D]
+  ConstMatrixView<T> preactivations{};                    // Z
+  ConstMatrixView<T> reduced{};                           // A a [R, r]; read for weighted_reduced
 
-  MatrixView<T> grad_reduced;      // dO b^T [R, r], without weights
-  MatrixView<T> weighted_reduced;  // weights * (A a) [R, r]
-  MatrixStack<T> grad_a;           // [L, F, r]; needs grad_reduced
+  MatrixView<T> grad_reduced{};      // dO b^T [R, r], without weights
+  MatrixView<T> weighted_reduced{};  // weights * (A a) [R, r]
+  MatrixStack<T> grad_a{};           // [L, F, r]; needs grad_reduced
 };
 
 // From dO to the gradients of weights and down. The preactivations Z become dZ = weights * dA * activation'(Z) in
 // place, which saves memory of shape [R, 2F]. The gradients of down and its bias need neither dA nor dZ.
 template <class T>
 struct ExpertFfnBackwardDown : ExpertFfnCall<T> {  // x, gate and up are not read
-  ConstMatrixView<T> grad_out;                     // dO [T, D]
-  ConstMatrixView<T> grad_reduced;                 // as computed by ExpertFfnBackwardDownFactors; read for dA
-  ConstMatrixView<T> weighted_reduced;             // the same; read for grad_b
-  MatrixView<T> preactivations;                    // Z, overwritten with dZ
-  bool keeps_preactivations;                       // computes neither dA nor dZ; grad_weights must be null
-  MatrixView<T> activated;                         // weights * A [R, F], work space; empty when grad_down is
+  ConstMatrixView<T> grad_out{};                   // dO [T, D]
+  ConstMatrixView<T> grad_reduced{};               // as computed by ExpertFfnBackwardDownFactors; read for dA
+  ConstMatrixView<T> weighted_reduced{};           // the same; read for grad_b
+  MatrixView<T> preactivations{};                  // Z, overwritten with dZ
+  bool keeps_preactivations{};                     // computes neither dA nor dZ; grad_weights must be null
+  MatrixView<T> activated{};                       // weights * A [R, F], work space; empty when grad_down is
 
-  Accumulator<T>* grad_weights;  // [T * K]; not written for a slot without a row
-  MatrixStack<T> grad_down;
-  MatrixStack<T> grad_b;  // [L, r, D]
-  MatrixView<T> grad_bias;
+  Accumulator<T>* grad_weights{};  // [T * K]; not written for a slot without a row
+  MatrixStack<T> grad_down{};
+  MatrixStack<T> grad_b{};  // [L, r, D]
+  MatrixView<T> grad_bias{};
 };
 
 // From dZ to the gradients of x and of the reduced rows of gate and up.
 template <class T>
 struct ExpertFfnBackwardInput : ExpertFfnCall<T> {  // x, weights and down are not read
-  ConstMatrixView<T> grad_preactivations;           // dZ [R, 2F]
-  MatrixView<T> rows;                               // dZ [gate | up]^T [R, D], work space; empty when grad_x is
+  ConstMatrixView<T> grad_preactivations{};         // dZ [R, 2F]
+  MatrixView<T> rows{};                             // dZ [gate | up]^T [R, D], work space; empty when grad_x is
 
-  ReducedRows<T> grad_reduced;  // of gate and up, with factors; `down` is not read
-  MatrixView<T> grad_x;         // [T, D]
+  ReducedRows<T> grad_reduced{};  // of gate and up, with factors; `down` is not read
+  MatrixView<T> grad_x{};         // [T, D]
 };
 
 // The gradients of a projection of the tokens. Empty ones are not computed.
@@ -123,9 +124,9 @@ struct TokenProjectionGradients {
 // (tgmm.h).
 template <class T>
 struct ExpertFfnBackwardUp : ExpertFfnCall<T> {  // weights and down are not read
-  ConstMatrixView<T> grad_preactivations;        // dZ [R, 2F]: the columns of a separate gate, then those of up
-  TokenProjectionGradients<T> gate;
-  TokenProjectionGradients<T> up;
+  ConstMatrixView<T> grad_preactivations{};      // dZ [R, 2F]: the columns of a separate gate, then those of up
+  TokenProjectionGradients<T> gate{};
+  TokenProjectionGradients<T> up{};
 };
 
 }  // namespace maxmoe
