@@ -1,6 +1,5 @@
-"""Training on several ranks whose gradients are those of one process: with torch alone, by hand, and with maxmoe."""
+"""Training on several ranks whose gradients are those of one process: with torch alone, and by hand."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,10 +18,6 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
-import maxmoe
-from maxmoe.pipelining import Pipeline
-from maxmoe.sharding import LogicalRules, Mesh
-from support import parallel_decoder
 from support.compared_models import (
     MICRO_BATCHES,
     Case,
@@ -48,7 +43,6 @@ from support.parallel_by_hand import (
     reduced,
     share_of_dense_loss,
 )
-from support.parts import part_by_definition
 
 
 def hsdp(model: nn.Module) -> nn.Module:
@@ -160,48 +154,6 @@ def step_of_stages(stage: Any, batch: tuple[Tensor, Tensor]) -> Tensor | None:
     return torch.stack(losses).mean()
 
 
-def decoder_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Terms:
-    """The share of these tokens in the mean over all, and the auxiliary loss, which is that of the whole batch."""
-    output = model(batch[0])
-    token_losses = F.cross_entropy(output.logits.flatten(0, 1), batch[1].flatten(), reduction="sum")
-    return {"tokens": token_losses / (parallel_decoder.BATCH * parallel_decoder.LENGTH), "aux": output.aux_loss}
-
-
-def decoder_batch(sizes: dict[str, int], rules: str, rank: int, num_ranks: int) -> tuple[Tensor, ...]:
-    """The tokens of a rank by the rules."""
-    if num_ranks == 1:
-        return parallel_decoder.batch()
-    mesh = Mesh.planned(sizes)
-    spec = parallel_decoder.token_spec(mesh, LogicalRules.load(rules))
-    return tuple(part_by_definition(tokens, spec, mesh, rank) for tokens in parallel_decoder.batch())
-
-
-def by_maxmoe(sizes: dict[str, int], rules: str, dispatch: str, model: nn.Module) -> nn.Module:
-    return maxmoe.parallelize(model, Mesh(sizes), rules, dispatch=dispatch)  # type: ignore[arg-type]
-
-
-def decoder_case(rules: str, dispatch: str = "auto", **sizes: int) -> Case:
-    return Case(
-        partial(by_maxmoe, sizes, rules, dispatch),
-        Mesh.planned(sizes).num_ranks,
-        loss=decoder_loss,
-        make_batch=partial(decoder_batch, sizes, rules),
-        build=parallel_decoder.decoder,
-    )
-
-
-def stages_of_maxmoe(model: nn.Module) -> Pipeline:
-    def token_losses(output: Any, targets: Tensor) -> Tensor:
-        return decoder_loss(lambda _: output, (targets, targets))["tokens"]  # type: ignore[arg-type]
-
-    return maxmoe.pipeline(model, Mesh({"stage": 2}), loss=token_losses, num_micro_batches=4, aux_loss_scale=0.25)
-
-
-def step_of_pipeline(pipeline: Pipeline, batch: tuple[Tensor, Tensor]) -> Terms:
-    output = pipeline.step(*batch)
-    return {"tokens": output.loss, "aux": output.aux_loss}
-
-
 REPLICATED = ("first", "last", "norm", "router")
 RIGHT = {
     "DDP": Case(ddp),
@@ -235,20 +187,5 @@ RIGHT = {
     ),
     "stages of torch": Case(
         stages_of_torch, 2, loss=dense_loss, step=step_of_stages, make_batch=same_batch, build=build_dense
-    ),
-    "ring of experts": decoder_case("ep-as-dp", "ring_of_experts", expert=2),
-    "ragged all-to-all": decoder_case("ep-as-dp", "ragged_all_to_all", expert=2),
-    "gathered weights": decoder_case("ep-as-dp", "gather_weights", expert=2),
-    "experts and FSDP2": decoder_case("ep-as-dp", fsdp=2, expert=2),
-    "expert and tensor parallel": decoder_case("ep-tp", data=2, expert=2),
-    "context parallel": decoder_case("cp-as-ep", context=2),
-    "tensor parallel by rules": decoder_case("default", tensor=2),
-    "stages of maxmoe": Case(
-        stages_of_maxmoe,
-        2,
-        step=step_of_pipeline,
-        loss=decoder_loss,
-        make_batch=partial(decoder_batch, {"stage": 2}, "default"),
-        build=parallel_decoder.decoder,
     ),
 }

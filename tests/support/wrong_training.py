@@ -1,7 +1,6 @@
 """Mistakes in training on several ranks, and the first wrong gradient and the explanation that belong to each."""
 
-from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,12 +8,9 @@ import torch.distributed._functional_collectives as fc
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from maxmoe import MoEConfig, MoEFeedForward
 from support.compared_models import (
-    BATCH,
     LENGTH,
     MICRO_BATCHES,
-    WIDTH,
     Case,
     Model,
     Terms,
@@ -25,7 +21,6 @@ from support.compared_models import (
     expert_and_data_parallel,
     expert_parallel,
     loss,
-    micro_batches,
     other_lengths,
     reduce_gradients,
     same_batch,
@@ -183,36 +178,6 @@ def clipped_by_each_rank(model: nn.Module, batch: Any) -> Terms:
     return terms
 
 
-def build_feed_forward(scope: Literal["sequence", "batch"]) -> nn.Module:
-    """A layer whose backward adds the gradient of its auxiliary loss."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": WIDTH, "intermediate_size": 4, "num_experts": 4, "top_k": 2}
-    config = MoEConfig(**sizes, load_balance_loss_weight=0.1, load_balance_scope=scope)  # type: ignore[arg-type]
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), MoEFeedForward(config))
-
-
-def loss_of_tokens(model: nn.Module, batch: Any) -> Terms:
-    return {"loss": F.mse_loss(model(batch[0]), batch[1])}
-
-
-def share_of_tokens(model: nn.Module, batch: Any) -> Terms:
-    return scaled(loss_of_tokens(model, batch), all=len(batch[0]) / BATCH)
-
-
-def forgotten_scale(model: nn.Module, batch: Any) -> Terms:
-    """Micro-batches without `set_aux_loss_scale`."""
-    for micro_batch in micro_batches(batch):
-        terms = backward(scaled(loss_of_tokens(model, micro_batch), all=1 / MICRO_BATCHES))
-    return terms
-
-
-def summed_shares(model: nn.Module, batch: Any) -> Terms:
-    terms = backward(share_of_tokens(model, batch))
-    reduce_gradients(model)
-    return terms
-
-
-ADDED = "the auxiliary gradient added in the backward is {}, see set_aux_loss_scale"
 REDUCED = "missing reduction (sum) over all ranks: each rank has only its own gradient"
 WRONG = {
     "gradients summed instead of averaged": Case(alone, step=summed, explanation="4 times: number of ranks"),
@@ -279,38 +244,6 @@ WRONG = {
         step=clipped_by_each_rank,
         explanation="right on rank 0, 0.5 times on rank 1, 0.333333 times on rank 2, "
         "0.25 times: 1 / number of ranks on rank 3",
-    ),
-    "scale of the auxiliary loss forgotten": Case(
-        ddp,
-        loss=loss_of_tokens,
-        step=forgotten_scale,
-        build=partial(build_feed_forward, "sequence"),
-        first_wrong="1.router.weight",
-        explanation=ADDED.format("3 times: micro-batches"),
-    ),
-    "scale of an auxiliary loss over the batch forgotten": Case(
-        ddp,
-        loss=loss_of_tokens,
-        step=forgotten_scale,
-        build=partial(build_feed_forward, "batch"),
-        first_wrong="1.router.weight",
-        explanation="mean of the gradients of each rank's batch alone, not the gradient of the whole batch; "
-        + ADDED.format("3 times: micro-batches"),
-    ),
-    "auxiliary gradient of each rank summed": Case(
-        alone,
-        loss=share_of_tokens,
-        step=summed_shares,
-        build=partial(build_feed_forward, "sequence"),
-        first_wrong="1.router.weight",
-        explanation=ADDED.format("4 times: number of ranks"),
-    ),
-    "auxiliary loss of each rank's tokens": Case(
-        ddp,
-        loss=loss_of_tokens,
-        build=partial(build_feed_forward, "batch"),
-        first_wrong="1.router.weight",
-        explanation="mean of the gradients of each rank's batch alone, not the gradient of the whole batch",
     ),
     "ranks with different numbers of tokens": Case(
         ddp,

@@ -1,6 +1,7 @@
 """`compare_ranks` says "equal" of right training on several ranks, and finds mistakes by name and factor."""
 
 import math
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,7 +19,13 @@ from support.compared_models import WIDTH, Case, alone, ddp, expert_parallel, sa
 from support.forked_comparison import compare
 from support.parallel_by_hand import reduced
 from support.right_training import REPLICATED, RIGHT, build_equal
-from support.wrong_training import WRONG, build_feed_forward, share_of_tokens
+from support.wrong_training import WRONG
+
+if os.environ.get("MAXMOE_CORE") != "off":  # as in tests/package/test_without_core.py
+    from support import training_of_maxmoe
+
+    RIGHT |= training_of_maxmoe.RIGHT
+    WRONG |= training_of_maxmoe.WRONG
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")
 
@@ -47,7 +54,11 @@ def test_mistakes_are_found_by_name_and_factor(name: str) -> None:
 
 def test_a_mean_beside_an_auxiliary_gradient() -> None:
     """A gradient that the backward adds and that is right does not hide the factor of the loss."""
-    found = explained(Case(ddp, loss=share_of_tokens, build=partial(build_feed_forward, "sequence")))
+    training = pytest.importorskip(
+        "support.training_of_maxmoe", reason="MAXMOE_CORE=off: it needs a layer", exc_type=ImportError
+    )
+    build = partial(training.build_feed_forward, "sequence")
+    found = explained(Case(ddp, loss=training.share_of_tokens, build=build))
     assert explanations(found)["1.router.weight"] == "the loss is 0.25 times: 1 / number of ranks"
     assert explanations(found)["1.experts.up_proj"] == "0.25 times: 1 / number of ranks"
 

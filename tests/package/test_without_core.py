@@ -1,0 +1,23 @@
+"""`maxmoe.testing` needs no compiled operators: all of its tests run without them."""
+
+import os
+import sys
+from pathlib import Path
+
+from support import programs
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_comparison_of_ranks() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/testing"]
+    text = programs.printed(programs.run(command, cwd=ROOT, env=os.environ | {"MAXMOE_CORE": "off"}))
+    assert " passed" in text
+
+
+def test_a_layer_says_what_is_missing() -> None:
+    code = "import maxmoe; maxmoe.presets.mixtral(); maxmoe.sharding.LogicalRules.load('ep-tp'); maxmoe.MoE"
+    done = programs.python(code, env=os.environ | {"MAXMOE_CORE": "off"})
+    assert done.stderr.splitlines()[-1] == (
+        "ImportError: layers and operators of maxmoe need its C++ core, got MAXMOE_CORE=off in the environment"
+    )
