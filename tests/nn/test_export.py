@@ -15,7 +15,7 @@ from support.parallel_decoder import CONFIG
 LOAD = """
 import sys
 import torch
-import maxmoe
+import maxmoe.nn
 
 program, inputs, outputs = sys.argv[1:]
 layer = torch.export.load(program).module()

@@ -245,7 +245,8 @@ def test_ties_are_one_group_described_by_what_differs() -> None:
     ]
 
 
-def test_the_text_says_what_the_figures_are() -> None:
+def test_the_text_says_what_the_figures_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
     dtypes = StateDtypes(master=torch.float32)
     whole = Decoder(CONFIG, device="meta", dtype=torch.bfloat16)
     found = search(whole, 2, DEVICE, rules=["ep-as-dp"], state_dtypes=dtypes, **STEP)

@@ -73,10 +73,21 @@ def test_python_runs(code: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.count("\n") >= code.count("print(")
 
 
+MY_MODELS = """
+import torch
+import maxmoe
+
+def build():
+    config = maxmoe.MoEConfig(hidden_size=64, intermediate_size=32, num_experts=8, top_k=2)
+    return torch.nn.Sequential(torch.nn.Embedding(256, 64), maxmoe.MoEFeedForward(config), torch.nn.Linear(64, 256))
+"""
+
+
 def check_command(arguments: list[str]) -> None:
     from maxmoe.cli.main import parse_options
 
     cheaper = {"explain": ["--num-layers", "4"], "plan": ["--rules", "ep-as-dp"]}
+    Path("my_models.py").write_text(MY_MODELS)  # the reader's, in the folder of the test
     options = parse_options([*arguments, *cheaper.get(arguments[0], [])])
     if arguments[0] == "compare_ranks":  # the reader's module
         assert options.module == "my_training"

@@ -45,6 +45,7 @@ def test_the_modules_of_the_page(
 def test_the_page_for_other_frameworks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
     page = (Path(__file__).parents[2] / "docs/how_to/check_your_framework.md").read_text()
     training, test = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     (shown,) = re.findall(r"^```text\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
