@@ -108,7 +108,8 @@ class SearchResult:
             yield f"Interrupted: {self.num_left:,} of {self.num_considered:,} meshes with rules were not tried."
         elif not self.is_refined:
             yield "Interrupted: not all strategies, chunks and micro-batches were tried on the fastest meshes."
-        yield f"{self.num_considered:,} meshes with rules divide tokens and experts. Of these have no plan:"
+        tried = f"{self.num_considered:,} meshes with rules divide tokens and experts."
+        yield f"{tried} Of these have no plan:" if self.num_over_memory or self.refused else tried
         yield from _counts({f"need more than {readable_bytes(self.limit)}": self.num_over_memory})
         if self.refused:
             yield from _counts({f"are refused by parallelize, the first one is {self.refused[0]}": len(self.refused)})

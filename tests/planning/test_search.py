@@ -222,7 +222,7 @@ def raises(message: str) -> Any:
 
 def test_the_text_says_what_runs_and_what_is_excluded() -> None:
     text = str(search(model(), 4, DEVICE, rules=["ep-as-dp"], **STEP))
-    assert "To run plan 1:" in text and "maxmoe." in text
+    assert "To run plan 1:" in text and "maxmoe." in text and "divide tokens and experts.\n" in text
     assert "Not tried at all:" in text
 
 
