@@ -52,7 +52,7 @@ def hand_over(module: nn.Module, parameter: str, factors: LowRankFactors) -> Ite
     if not handed_over.is_taken:
         raise RuntimeError(
             f"the forward of {type(module).__name__} has computed without the adapter beside {parameter}: it must read "
-            "maxmoe.adapters.factors_of, as that of maxmoe.nn.Experts does"
+            "maxmoe.adapters.factors_of, as the forward of maxmoe.nn.Experts does"
         )
 
 

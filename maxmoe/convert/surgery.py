@@ -200,8 +200,8 @@ class _Replacement:
             for key, parameter in self.layer.get_submodule(name).named_parameters(recurse=False):
                 if parameter.grad is not None:
                     raise ValueError(
-                        f"{self.path}.{name}.{key} must have no gradient, because that of merged or duplicated experts "
-                        "is not known: call optimizer.step() before, and optimizer.zero_grad()"
+                        f"{self.path}.{name}.{key} must have no gradient, because the gradient of merged or "
+                        "duplicated experts is not known: call optimizer.step() before, and optimizer.zero_grad()"
                     )
 
     @torch.no_grad()

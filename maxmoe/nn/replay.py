@@ -68,7 +68,7 @@ class RoutingRecord:
             for layer, ids in calls.items()
         )
         if not is_record:
-            raise ValueError(f"{path} is no record of routing: lists of tensors by the paths of layers")
+            raise ValueError(f"{path} must be a record of routing: lists of tensors by the paths of layers")
         return cls(calls)
 
 

@@ -122,7 +122,7 @@ def choose(model: nn.Module, overrides: Mapping[str, Override]) -> list[Choice]:
     for pattern, value in overrides.items():
         if not any(fnmatchcase(name, pattern) for name in parameters):
             raise ValueError(
-                f"overrides has {pattern!r}, which is no parameter that is trained{nearest(pattern, parameters)}"
+                f"overrides has {pattern!r}, which matches no trained parameter{nearest(pattern, parameters)}"
             )
         if value != "adamw" and not isinstance(value, Matrix):
             raise ValueError(f"overrides must be 'adamw' or maxmoe.optim.Matrix, got {pattern!r}: {value!r}")

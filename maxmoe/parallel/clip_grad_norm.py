@@ -41,7 +41,7 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> T
         )
     if any(is_of_a_stage(parameter) for parameter in parameters):
         raise ValueError(
-            "parameters must not be those of a pipeline stage, because other stages may have none: call "
+            "parameters must not belong to a pipeline stage, because other stages may have none: call "
             "clip_grad_norm_ of the pipeline"
         )
     return clip(parameters, max_norm, squared_norm(parameters))

@@ -181,7 +181,7 @@ def _from_file(path: Path) -> Device:
         return _device(yaml.safe_load(path.read_text(encoding="utf-8")))
     except yaml.MarkedYAMLError as error:
         line = "" if error.problem_mark is None else f":{error.problem_mark.line + 1}"
-        raise ValueError(f"{path}{line}: this is no YAML: {str(error.problem)[:200]}") from None
+        raise ValueError(f"{path}{line}: this is not YAML: {str(error.problem)[:200]}") from None
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{path}: {str(error).splitlines()[0]}") from None
 

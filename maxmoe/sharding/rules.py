@@ -173,7 +173,7 @@ def mesh_axes(names: Sequence[str | None], rules: LogicalRules) -> PartitionSpec
     dims: dict[str, int] = {}
     for dim, name in enumerate(names):
         if name is not None and dims.setdefault(name, dim) != dim:
-            raise ValueError(f"logical name {name!r} is that of dim {dims[name]} and of dim {dim}: {tuple(names)}")
+            raise ValueError(f"dims {dims[name]} and {dim} have the same logical name {name!r}: {tuple(names)}")
     spec: dict[str | None, tuple[str, ...]] = {}
     taken: set[str] = set()
     for logical, axes in rules:

@@ -169,7 +169,9 @@ def test_gradients_follow_the_experts() -> None:
     prune_experts(layer, [1], optimizer=optimizer)
     for name, parameter in layer.named_parameters():
         assert parameter.grad is not None and parameter.grad.equal(before[name][kept]), name
-    with pytest.raises(ValueError, match=r"^moe.router.weight must have no gradient, because that of merged or"):
+    with pytest.raises(
+        ValueError, match=r"^moe.router.weight must have no gradient, because the gradient of merged or"
+    ):
         duplicate_experts(layer, [0], optimizer=optimizer)
     optimizer.step()
     optimizer.zero_grad()

@@ -140,7 +140,9 @@ def test_a_record_is_saved_and_loaded(tmp_path: Path) -> None:
     assert loaded.calls.keys() == record.calls.keys()
     assert all(torch.equal(loaded.calls[path][0], ids) for path, (ids,) in record.calls.items())
     torch.save({"layer": torch.zeros(3)}, tmp_path / "other.pt")
-    with pytest.raises(ValueError, match=r"other\.pt is no record of routing: lists of tensors by the paths of layers"):
+    with pytest.raises(
+        ValueError, match=r"other\.pt must be a record of routing: lists of tensors by the paths of layers"
+    ):
         RoutingRecord.load(tmp_path / "other.pt")
 
 

@@ -175,7 +175,7 @@ def test_more_dims_than_names_explain() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"experts.up_pro": "adamw"}, "'experts.up_pro', which is no parameter that is trained; the nearest are 'exp"),
+        ({"experts.up_pro": "adamw"}, "'experts.up_pro', which matches no trained parameter; the nearest are 'exp"),
         ({"*.up_proj": "sgd"}, r"must be 'adamw' or maxmoe.optim.Matrix, got '\*.up_proj': 'sgd'"),
         ({"*.up_proj": Matrix(0)}, r"input_dim must be one of \(-1, -2\), got 0"),
         ({"router.bias": Matrix()}, r"router.bias must be a matrix, got the shape \(6,\)"),

@@ -36,7 +36,7 @@ def test_parameters_that_this_instance_lacks_may_have_names() -> None:
 
 @pytest.mark.parametrize("name", ["firts.weight", "first.weights", "first.weight.data", "first"])
 def test_names_of_nothing_are_refused(name: str) -> None:
-    message = f"the logical_names of Outer have {name!r}, which is no parameter of it"
+    message = f"the logical_names of Outer have {name!r}, which is not among its parameters"
     assert error_of(logical_names, Outer(**{name: ("mlp", "embed")})) == message
 
 
@@ -90,5 +90,5 @@ def test_strict_wants_names_and_rules_for_them() -> None:
 
 
 def test_a_name_that_is_there_twice_is_refused_in_any_case() -> None:
-    message = "first.weight: logical name 'mlp' is that of dim 0 and of dim 1: ('mlp', 'mlp')"
+    message = "first.weight: dims 0 and 1 have the same logical name 'mlp': ('mlp', 'mlp')"
     assert error_of(parameter_shardings, Outer(**{"first.weight": ("mlp", "mlp")}), MESH, RULES) == message

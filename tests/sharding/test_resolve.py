@@ -93,7 +93,7 @@ def test_none_scalars_and_an_empty_table() -> None:
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_repeated_logical_name(strict: bool) -> None:
-    message = re.escape("logical name 'a' is that of dim 0 and of dim 2: ('a', None, 'a')")
+    message = re.escape("dims 0 and 2 have the same logical name 'a': ('a', None, 'a')")
     with pytest.raises(ValueError, match=f"^{message}$"):
         logical_to_mesh_axes(("a", None, "a"), LogicalRules([("a", "x")]), strict=strict)
 

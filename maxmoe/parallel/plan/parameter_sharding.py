@@ -89,7 +89,7 @@ def logical_names(module: nn.Module) -> dict[str, Names]:
                     collected.setdefault(part_name, part.names(tuple(names)))
             elif not _is_optional(owner, name):
                 raise ValueError(
-                    f"the logical_names of {type(owner).__name__} have {name!r}, which is no parameter of it"
+                    f"the logical_names of {type(owner).__name__} have {name!r}, which is not among its parameters"
                     f"{adapters_around(full_name, parameters)}"
                 )
     return collected
