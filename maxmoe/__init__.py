@@ -6,7 +6,6 @@ imports; configs, presets, rules, the reference and `maxmoe.testing` need none o
 
 import importlib
 import sys
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from maxmoe.config import MoEConfig
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
     from maxmoe.parallel.parallelize import parallelize
     from maxmoe.pipelining.pipeline import pipeline
 
-__version__ = version("maxmoe")
+__version__ = "0.2.0"
 
 __all__ = [
     "MoE",
