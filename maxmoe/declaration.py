@@ -75,7 +75,7 @@ class PipelineParts:
     Args:
         first: paths of the modules before the blocks, such as the embedding.
         blocks: path of the `nn.ModuleList` of blocks. The list has the same length in every stage, so that a forward
-            may number its blocks; those of other stages are replaced by `Absent`.
+            may number its blocks; the blocks of other stages are replaced by `Absent`.
         last: paths of the modules after the blocks, such as the last norm and the output projection.
         absent_block_output: function that makes what a block returns from its hidden states, if it returns more than a
             tensor, such as ``lambda x: (x, None)``; called in the place of blocks of other stages.
@@ -114,9 +114,9 @@ ExampleInputs: TypeAlias = Callable[[int, int], tuple[Any, ...] | dict[str, Any]
 class Declaration:
     """Properties of a module that `maxmoe.parallelize` and `maxmoe.planning` read from its attribute `declaration`.
 
-    A module without the attribute can be used as well. Its parameters are replicated, and listed by `explain`, unless
-    an outer module declares their names. They are gathered by the FSDP unit around the module, or by the module itself
-    if there is none::
+    Modules without a declaration work too. Their parameters are replicated, and listed by `explain`, unless an outer
+    module declares their names. They are gathered by the FSDP unit around the module, or by the module itself if there
+    is none::
 
         class FeedForward(nn.Module):
             @property
@@ -134,7 +134,7 @@ class Declaration:
         fused_gates: layout of gate and up in parameters of `input_dims` that fuse them, by path.
         fsdp_unit: whether the parameters of the module and its descendants, except other FSDP units, are gathered
             before the forward of the module and freed after it. If False, each module gathers its own parameters when
-            it runs, and those of children without a forward, such as a `nn.ParameterList`. A module that reads
+            it runs, and the parameters of children without a forward, such as a `nn.ParameterList`. A module that reads
             parameters of its other children outside of their forward must be a FSDP unit, as `nn.MultiheadAttention`
             is without a declaration. A `maxmoe.nn.Checkpointed` module always is one.
         tensor_parallel_dims: logical names of dims that may be computed in parts by the ranks along an axis, with the
@@ -152,8 +152,8 @@ class Declaration:
         residual_stream: children that read and write the residual stream.
         pipeline_parts: parts of the module by which `maxmoe.pipeline` cuts it; None for a module that cannot be cut.
         saved_tensors: function of the global batch size and sequence length that returns the tensors that the module
-            itself saves for the backward or recomputes, by name, its input included and those of its children excluded.
-            None to trace the forward of the model for what it saves.
+            itself saves for the backward or recomputes, by name: with its input, without the tensors that its children
+            save. None to trace the forward of the model for what it saves.
         example_inputs: function of the number of sequences and their length that returns the positional arguments of
             the forward as a tuple, or the keyword arguments as a dict. `maxmoe.planning` traces a model with tensors of
             these shapes and dtypes. Not needed if all required arguments are token ids ``(B, S)`` or hidden states
@@ -212,21 +212,22 @@ def declaration_of(module: nn.Module) -> Declaration:
 
 Finder: TypeAlias = Callable[[nn.Module], Mapping[str, bool]]
 
-# For modules of other libraries.
+# Functions that know the modules of other libraries.
 _finders: list[Finder] = []
 
 
 def finds_expert_matrices(finder: Finder) -> None:
-    """Register a function that answers `expert_matrices` for modules of another library, with nothing for others."""
+    """Register `expert_matrices` of modules of another library; it returns an empty mapping for all other modules."""
     _finders.append(finder)
 
 
 def expert_matrices(module: Any) -> Mapping[str, bool]:
-    """Return the stacks of a module by their names, and whether they are ``(L, in, out)``, else ``(L, out, in)``.
+    """Return True for each stack ``(L, in, out)`` of a module, False for each stack ``(L, out, in)``, by name.
 
-    A module of this library has a method `expert_matrices`.
+    Modules of this library have a method `expert_matrices`.
     """
-    if hasattr(type(module), "expert_matrices"):  # of the type: PEFT's wrappers have the attributes of what they wrap
+    # The type is asked, because PEFT's wrappers forward attributes to the module that they wrap.
+    if hasattr(type(module), "expert_matrices"):
         found: Mapping[str, bool] = module.expert_matrices()
         return found
     return next((matrices for finder in _finders if (matrices := finder(module))), {})

@@ -52,7 +52,7 @@ def assert_async(condition: Tensor, message: str) -> None:
 
 
 def reshaped(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return a contiguous tensor with another shape, which is not a view for autograd, unlike that of `torch.reshape`.
+    """Return a contiguous tensor with another shape, which is not a view for autograd, unlike with `torch.reshape`.
 
     An in-place operator on a view replaces the autograd history of the view, and with it the hooks registered on it.
     """
@@ -91,13 +91,13 @@ class WeakStorage:
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Return what tensors that share a storage have in common while it lives; a fake one has no address of data."""
+    """Return the id of a storage, unique while the storage lives. Fake tensors have one, but no data pointer."""
     identity: int = tensor.untyped_storage()._cdata
     return identity
 
 
 def base_of_view(tensor: Tensor) -> Tensor | None:
-    """Return the tensor of which another one is a view, and whose history becomes that of a view modified in place."""
+    """Return the base of a view, None for other tensors. Modifying a view in place changes the history of its base."""
     base: Tensor | None = tensor._base
     return base
 
@@ -117,7 +117,7 @@ def put_in_place(module: nn.Module, name: str, tensor: Tensor | None) -> None:
 
 
 def take_out(module: nn.Module, name: str) -> None:
-    """Remove what `put_in_place` has put under a name that the module has no parameter of."""
+    """Remove a tensor that `put_in_place` has added under a name that is not a parameter of the module."""
     del module._parameters[name]
 
 
@@ -146,7 +146,7 @@ class ConvertedModule(nn.Module):
         return lambda: None
 
     def conversion(self, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        """Return the function that converts each tensor, given the one of the conversion."""
+        """Return the function that converts each tensor, given the function that torch passes to `Module._apply`."""
         return function
 
 
@@ -226,9 +226,9 @@ def schedule_actions(
 ) -> list[list[tuple[str, int, int]]]:
     """Return letter, stage and micro-batch of each computation on each rank, in the order of a schedule of torch.
 
-    The letters are those of torch: F for a forward, B for a backward, I and W for the gradients of inputs and of
-    weights. The order is an undocumented attribute of the schedules, which they compute without process groups. `make`
-    is a class of a schedule with several stages per rank, `stages` are those of the first rank.
+    The letters are torch's: F for a forward, B for a backward, I and W for the gradients of inputs and of weights. The
+    order is an undocumented attribute of the schedules, which they compute without process groups. `make` is a class of
+    a schedule with several stages per rank, `stages` are the stages of the first rank.
     """
     sizes = {"num_stages": num_ranks * len(stages), "group_size": num_ranks, "group_rank": 0, "submod": nn.Identity()}
     schedule = make([SimpleNamespace(stage_index=stage, **sizes) for stage in stages], num_micro_batches)

@@ -1,7 +1,7 @@
 """Private names of autograd: backward passes, `torch.utils.checkpoint` and the function transforms (`torch.func`).
 
-They tell which backward pass runs, which forward a recomputation repeats, and whether a tensor is one of a transform.
-No public function does.
+They tell which backward pass runs, which forward a recomputation repeats, and whether a tensor belongs to a transform.
+torch has no public functions for this.
 """
 
 import inspect
@@ -98,7 +98,7 @@ def _frames_of(*functions: Callable[..., object]) -> Iterator[FrameType]:
 
 
 def is_batched(tensor: Tensor) -> bool:
-    """Return whether a tensor is one of `torch.func.vmap`, also inside of other transforms."""
+    """Return whether a tensor is a batched tensor of `torch.func.vmap`, also inside of other transforms."""
     if torch.compiler.is_compiling():
         return False
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):

@@ -15,7 +15,7 @@ runs_uncompiled: OfThisThread[bool] = OfThisThread()
 
 
 def call_uncompiled(module: nn.Module, *arguments: Any, **options: Any) -> Any:
-    """Call a module without the code that its method `compile` and those of its `Checkpointed` parts have compiled."""
+    """Call a module without compiled code of its method `compile` and of `compile` of its `Checkpointed` parts."""
     with runs_uncompiled.set(True):
         # A class with a `__call__` of its own reads `runs_uncompiled` in it.
         call = call_with_hooks if type(module).__call__ is nn.Module.__call__ else type(module).__call__

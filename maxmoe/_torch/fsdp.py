@@ -35,7 +35,7 @@ def shard_axes(device_mesh: DeviceMesh, shard: str, replicate: tuple[str, ...], 
 
 
 def sharded_dim(dim: int, axes: Any) -> Any:
-    """Return what `shard_placement_fn` says of a parameter: its dim, and the axes that `shard_axes` has returned."""
+    """Return a result of `shard_placement_fn`: the dim to shard, and the axes that `shard_axes` has returned."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
     from torch.distributed.tensor import Shard
 

@@ -1,4 +1,4 @@
-"""What a call hands to modules without an argument, for the calls of its thread."""
+"""Values that a caller sets for the modules that it calls, separately in each thread."""
 
 import threading
 from collections.abc import Iterator

@@ -30,6 +30,6 @@ def _refuse_replaced(optimizer: Optimizer, _args: object, _kwargs: object) -> No
             if (replaced := getattr(parameter, _REPLACED, None)) is not None:
                 name, after = replaced
                 raise RuntimeError(
-                    f"{type(optimizer).__name__} must be made after {after}: it holds {name} as it was before, "
-                    "which is trained no longer"
+                    f"{type(optimizer).__name__} must be made after {after}: it holds the replaced {name}, which is no "
+                    "longer trained"
                 )

@@ -1,4 +1,4 @@
-"""Check that tensors are whole: no DTensors, of which a process holds a shard."""
+"""Check that tensors are whole: not DTensors, of which each process holds a shard."""
 
 import sys
 from collections.abc import Mapping

@@ -104,7 +104,7 @@ class Decoder(nn.Module):
 
     def moe_layers(self) -> list[MoE]:
         """Return the Mixture-of-Experts layers in the order of `DecoderOutput.stats`."""
-        blocks = [block for block in self.blocks if isinstance(block, Block)]  # without those of other stages
+        blocks = [block for block in self.blocks if isinstance(block, Block)]  # not the absent blocks of other stages
         return [block.feed_forward for block in blocks if isinstance(block.feed_forward, MoE)]
 
     def forward(
@@ -256,7 +256,7 @@ def _sample(logits: Tensor, temperature: float, top_k: int | None) -> Tensor:
 class ContinuedSequences(LocalTokens):
     """Token group of a module that is called with one part of its sequences after the other, in a single process.
 
-    `all_gather_sequence` returns a part with those of all earlier calls, so that attention has a cache of keys and
+    `all_gather_sequence` returns a part after the parts of all earlier calls, so that attention has a cache of keys and
     values. A module gathers the same tensors, in the same order, after asking for the first position in every call.
 
     Args:

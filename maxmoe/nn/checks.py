@@ -60,7 +60,7 @@ def needs_gradient(layer: "MoE", output: Tensor, lost: str) -> bool:
 
 
 def _check_router_config(config: MoEConfig, router: nn.Module) -> None:
-    """Raise if a `Router` was made with another config than that of its layer, which says how it routes."""
+    """Raise if a `Router` was made with another config than its layer: the config says how tokens are routed."""
     of_router: Any = adapted_module(router).config
     for name in (field.name for field in dataclasses.fields(config)):
         if getattr(of_router, name) != getattr(config, name):

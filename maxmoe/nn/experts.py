@@ -179,7 +179,7 @@ class Experts(nn.Module):
         )
 
     def expert_matrices(self) -> dict[str, bool]:
-        """Name the stacks that may be quantized and adapted, see ``maxmoe/expert_matrices.py``."""
+        """Name the stacks that may be quantized and adapted; see `maxmoe.declaration.expert_matrices`."""
         return dict.fromkeys(("gate_proj", "up_proj", "down_proj")[not self.config.gated :], True)
 
     def _batched(self, inputs: Tensor) -> Tensor:

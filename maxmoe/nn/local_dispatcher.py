@@ -26,7 +26,7 @@ class LocalExperts:
         first: index of the first local expert.
         count: L, number of local experts.
         total: E, number of experts of the layer.
-        num_selectable: number of experts that the router selects from. Slots with an id from `total` on have no row.
+        num_selectable: number of experts that the router selects from. Slots with an id >= `total` have no row.
     """
 
     first: int
@@ -100,7 +100,7 @@ def _gathered(
     dropped: Tensor,
     sum_outputs: Callable[[Tensor], Tensor],
 ) -> Future[LocallyDispatched]:
-    """Gather the rows of x, sorted by expert, of which each expert computes as many as `group_sizes` says."""
+    """Gather the rows of x, sorted by expert. `group_sizes` has the number of rows of each expert."""
     rows = gather(x)
     dispatched = LocallyDispatched(
         x=rows,

@@ -213,7 +213,7 @@ class RoutingLosses:
         """Compute the sum ``()`` of the weighted losses and the statistics over the tokens of all processes.
 
         `routing` and `num_sequences` are of this rank, `dropped` ``()`` is of all processes. Without the counts of the
-        step, the balance loss of the scope "step" is the one of the scope "batch".
+        step, the scope "step" has the balance loss of the scope "batch".
         """
         counts = self._tokens_per_expert(routing, num_sequences)
         aux_loss = self._weighted_losses(routing, counts, tokens, step)

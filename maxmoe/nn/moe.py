@@ -39,7 +39,7 @@ class MoEOutput(NamedTuple):
     Attributes:
         hidden_states: ``(..., S, D)``, shape and dtype of the input.
         aux_loss: ``()``, float32 or wider, sum of the weighted auxiliary losses, to be added to the training loss. On a
-            mesh, it is over the tokens of all ranks; without gradients over those of this rank, without communication.
+            mesh, it is over the tokens of all ranks; without gradients over this rank's tokens, without communication.
         stats: routing statistics of the call, over the same tokens.
     """
 
@@ -57,7 +57,7 @@ class MoE(HookedModule):
 
     hidden_states[t] = sum_k weights[t, k] * expert[experts[t, k]](x[t]) + shared_experts(x[t])
 
-    Ids from `num_experts` on are those of `ZeroComputationExperts`. Latent experts lie between two `LatentProjection`.
+    Ids >= `num_experts` belong to `ZeroComputationExperts`. Latent experts lie between two `LatentProjection`.
 
     The forward does not change the state of the layer, so that a recomputation under activation checkpointing neither
     routes differently nor counts twice. The training loop calls `update_correction_bias` after the optimizer step.
@@ -213,7 +213,7 @@ class MoE(HookedModule):
         self.runner = runner
 
     def reset_parameters(self) -> None:
-        """Initialize all parameters; those of a custom router by its method `reset_parameters`, if it has one."""
+        """Initialize all parameters. A custom router is initialized by its method `reset_parameters`, if it has one."""
         for part in self.children():
             getattr(part, "reset_parameters", lambda: None)()
 
@@ -319,8 +319,8 @@ class MoE(HookedModule):
     def losses_and_stats(self, routing: Routing, dropped: Tensor, num_sequences: int) -> tuple[Tensor, MoEStats]:
         """Compute the auxiliary loss ``()`` and the statistics of a call over the tokens of all ranks.
 
-        Without a backward they are of this rank's tokens alone, and the balance loss of the scope "step" is the one of
-        the scope "batch", so that evaluation communicates for the hidden states only.
+        Without a backward they are over this rank's tokens alone, and the scope "step" has the balance loss of the
+        scope "batch", so that evaluation communicates for the hidden states only.
         """
         tokens, sums, step = self.token_group, self.metrics_accumulator, None
         if sums is not None and self.training and self.config.load_balance_scope == "step":

@@ -122,7 +122,7 @@ def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[None]:
     layers = _layers(model)
     missing, unknown = sorted(layers.keys() - record.calls.keys()), sorted(record.calls.keys() - layers.keys())
     if missing or unknown:
-        raise ValueError(f"the record must be one of the same layers: it lacks {missing} and has {unknown} besides")
+        raise ValueError(f"the record must have the layers of the model: missing {missing}, unexpected {unknown}")
     replays = {path: _Replay(path, layer, record.calls[path]) for path, layer in layers.items()}
     with ExitStack() as stack:
         for path, layer in layers.items():
@@ -136,7 +136,10 @@ def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[None]:
 
 
 class _Hook:
-    """What sees the calls of a layer's router in the thread that makes it; leading dims are those of the input."""
+    """Observer of the calls of a layer's router in the thread that creates the observer.
+
+    Leading dims are the leading dims of the layer's input.
+    """
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
@@ -235,8 +238,8 @@ class _Replay(_Hook):
         if frames or is_reentrant_checkpoint():
             return None
         raise ValueError(
-            f"{self.path} is recomputed, and it is not known which of its calls: recompute with torch.utils.checkpoint "
-            "and use_reentrant=False"
+            f"{self.path} is recomputed, but the recorded call is not known: recompute with torch.utils.checkpoint and "
+            "use_reentrant=False"
         )
 
 

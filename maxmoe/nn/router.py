@@ -204,7 +204,7 @@ def _widen_correction_bias(router: Router, _keys: object) -> None:
 
 
 def is_custom_router(router: nn.Module) -> bool:
-    """Return whether a router, with or without adapters, routes by another forward than that of `Router`."""
+    """Return whether a router, with or without adapters, has a forward of its own instead of `Router.forward`."""
     return type(router) is not Router and type(adapted_module(router)).forward is not Router.forward
 
 

@@ -65,8 +65,8 @@ class Routing(NamedTuple):
     ) -> "Routing":
         """Make the result of a custom router.
 
-        The leading dims ``(...)`` are those of the input of the router, usually ``(B, S)``. Padding is removed: its
-        slots become -1, its weights, probabilities and losses 0.
+        The leading dims ``(...)`` are the leading dims of the router's input, usually ``(B, S)``. Padding is removed:
+        its slots become -1, its weights, probabilities and losses 0.
 
         Args:
             experts: ``(..., K)``, int64, the `top_k` expert ids of each token in any order; -1 for an unused slot.
@@ -146,7 +146,8 @@ def checked_routing(
 def _check_routing(routing: object, config: MoEConfig, x: Tensor, token_mask: Tensor | None, router: nn.Module) -> None:
     """Raise for a result of a custom router that does not fit the layer or the mask with which it was called.
 
-    On devices other than the CPU, and in compiled code, an assertion of the device finds wrong values, without them.
+    On devices other than the CPU, and in compiled code, wrong values fail an assertion of the device, whose message
+    does not contain the values.
     """
     name = type(router).__name__
     if not isinstance(routing, Routing):
@@ -185,19 +186,18 @@ def _check_values(routing: Routing, config: MoEConfig, name: str) -> None:
     """Raise for ids out of range and values that are not finite."""
     experts, num_experts = routing.experts, config.num_selectable_experts
     is_known = (experts >= -1) & (experts < num_experts)
-    if _fails(is_known, f"expert ids of router {name} must be in [-1, number of experts ({num_experts}))"):
-        raise ValueError(
-            f"expert ids of router {name} must be in [-1, number of experts ({num_experts})), "
-            f"got {int(experts[~is_known][0])}"
-        )
-    if routing.is_unpadded and _fails(experts >= 0, f"router {name} must set is_unpadded=False for ids of -1"):
-        raise ValueError(f"router {name} must set is_unpadded=False for ids of -1, as Routing.of does, got True")
+    wanted = f"expert ids of router {name} must be in [-1, number of experts ({num_experts}))"
+    if _fails(is_known, wanted):
+        raise ValueError(f"{wanted}, got {int(experts[~is_known][0])}")
+    wanted = f"router {name} must set is_unpadded=False for ids of -1"
+    if routing.is_unpadded and _fails(experts >= 0, wanted):
+        raise ValueError(f"{wanted}, as Routing.of does, got True")
     for field in ("weights", "probabilities", "token_losses"):
-        values = getattr(routing, field)
+        values, wanted = getattr(routing, field), f"{field} of router {name} must be finite"
         # One pass over the values; a sum is not finite if a summand is not.
-        if values is not None and _fails(values.detach().sum().isfinite(), f"{field} of router {name} must be finite"):
+        if values is not None and _fails(values.detach().sum().isfinite(), wanted):
             token = int((~values.detach().isfinite()).nonzero()[0, 0])
-            raise ValueError(f"{field} of router {name} must be finite, got {values[token].tolist()} for token {token}")
+            raise ValueError(f"{wanted}, got {values[token].tolist()} for token {token}")
 
 
 def _check_is_replayed(routing: Routing, given: Tensor, name: str) -> None:
@@ -205,16 +205,14 @@ def _check_is_replayed(routing: Routing, given: Tensor, name: str) -> None:
     is_same = (routing.experts.sort(1).values == given.sort(1).values).all(1)
     if routing.token_mask is not None:
         is_same = is_same | ~routing.token_mask
-    if _fails(is_same, f"router {name} must route to the experts that it gets in a replay"):
+    wanted = f"router {name} must route to the experts that it gets in a replay"
+    if _fails(is_same, wanted):
         token = int((~is_same).nonzero()[0])
-        raise ValueError(
-            f"router {name} must route to the experts that it gets in a replay, {given[token].tolist()} for token "
-            f"{token}, got {routing.experts[token].tolist()}"
-        )
+        raise ValueError(f"{wanted}, {given[token].tolist()} for token {token}, got {routing.experts[token].tolist()}")
 
 
 def _fails(holds: Tensor, message: str) -> bool:
-    """Return whether a condition fails; in compiled code and off the CPU, leave it to an assertion of the device."""
+    """Return whether a condition fails; in compiled code and off the CPU, assert it on the device and return False."""
     if holds.device.type != "cpu" or torch.compiler.is_compiling():
         assert_async(holds.all(), message)
         return False

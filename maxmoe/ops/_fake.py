@@ -23,16 +23,11 @@ def _columns(name: str, arguments: dict[str, Any]) -> int:
     return tensor.shape[1] if arguments.get(f"{name}_is_transposed") else int(arguments.get(f"{name}_columns", 0))
 
 
-def _rank(arguments: dict[str, Any], *names: str) -> int:
-    """Return the sum of the ranks of the low-rank factors of projections."""
-    factors = (arguments.get(f"{name}_a") for name in names)
-    return sum(a.shape[2] for a in factors if a is not None)
-
-
 def _expert_ffn_forward(x: Tensor, slots: Tensor, recompute: bool = False, **others: Any) -> tuple[Tensor, ...]:
     width = _columns("up", others) * (1 if others.get("gate") is None else 2)
     num_rows = 0 if recompute else slots.shape[0]
-    rank = _rank(others, "gate", "up", "down")
+    factors = [others.get(f"{name}_a") for name in ("gate", "up", "down")]
+    rank = sum(a.shape[2] for a in factors if a is not None)
     return x.new_empty(x.shape), x.new_empty(num_rows, width), x.new_empty(num_rows, rank)
 
 
@@ -73,7 +68,7 @@ def _route(logits: Tensor, top_k: int, **_: object) -> tuple[Tensor, ...]:
     return logits.new_empty(shape, dtype=wide), chosen, logits.new_empty(logits.shape, dtype=wide)
 
 
-# Called with the arguments by their names; those that have the default value of the schema may be left out.
+# Called with keyword arguments. The dispatcher may leave out arguments with the default value of the schema.
 _FAKES: dict[str, Callable[..., Any]] = {
     "dequantize": lambda codes, columns, dtype, **_: codes.new_empty((*codes.shape[:2], columns), dtype=dtype),
     "expert_ffn": lambda x, **_: x.new_empty(x.shape),

@@ -74,7 +74,7 @@ def expert_ffn(
 
     Raises:
         TypeError: if the function returns no tensor.
-        ValueError: if it returns another shape or dtype than that of up, or is given with a limit.
+        ValueError: if it returns another shape or dtype than up has, or is given with a limit.
 
     Source: SonicMoE (arXiv:2512.14080) for the choice of saved tensors.
     """

@@ -134,7 +134,7 @@ def ragged_unsort(rows: Tensor, plan: RaggedPlan, weights: Tensor | None = None)
     allocated. The gradient of the weights is <d out[t], rows[row]>.
 
     Args:
-        rows: ``(R, D)``, floating, rows sorted by expert; rows after those of the plan are not read.
+        rows: ``(R, D)``, floating, rows sorted by expert; rows after the rows of the plan are not read.
         plan: plan from `ragged_plan`.
         weights: ``(T, K)``, floating, routing weights; None for ones.
 

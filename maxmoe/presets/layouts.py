@@ -22,8 +22,8 @@ class Entry:
 
     Args:
         key: name of the tensor in the layer. If it contains "{expert}", there is one tensor per expert.
-        names: names of the maxmoe parameters: one, or those of gate and up.
-        transposed: whether the last two dims are [out, in], as in `torch.nn.Linear`; those of maxmoe are [in, out].
+        names: names of the maxmoe parameters: one name, or the names of gate and up.
+        transposed: whether the last two dims are [out, in], as in `torch.nn.Linear`; maxmoe has [in, out].
         interleaved: whether gate and up alternate along F; otherwise the whole gate comes first.
         unsqueezed: whether the published tensor has an additional first dim of size one.
         has_unused_matrices: whether the stack of a block in memory has further matrices at its end, which the block
@@ -130,7 +130,7 @@ class Layout:
 
 
 def check_tensors(where: str, found: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[int]]) -> None:
-    """Raise unless the shapes `found`, by name, are those `expected`; `where` begins the message."""
+    """Raise unless the shapes `found`, by name, equal the shapes `expected`; `where` begins the message."""
     missing = [key for key in expected if key not in found]
     extra = [key for key in found if key not in expected]
     if missing or extra:

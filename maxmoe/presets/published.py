@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from maxmoe.config import MoEConfig
 
 Preset: TypeAlias = Callable[..., MoEConfig]
-_LATENT = "plain attention with as many heads of 128 instead of latent attention"
+_LATENT = "plain attention with the same number of heads, of size 128, instead of latent attention"
 _NORMED_HEADS = "no norms of queries and keys"
 
 

@@ -126,7 +126,9 @@ def test_an_optimizer_that_was_not_given_raises() -> None:
     optimizer = torch.optim.AdamW(layer.parameters())
     prune_experts(layer, [0])
     layer(tokens(layer)).hidden_states.sum().backward()
-    message = "AdamW must be made after maxmoe.convert.surgery, or be given to it: it holds moe.router.weight as it was"
+    message = (
+        "AdamW must be made after maxmoe.convert.surgery, or be given to it: it holds the replaced moe.router.weight,"
+    )
     with pytest.raises(RuntimeError, match=message):
         optimizer.step()
 

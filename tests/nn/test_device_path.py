@@ -38,7 +38,7 @@ def train(layer: Any, x: Tensor, token_mask: Tensor | None) -> dict[str, Any]:
 @pytest.mark.parametrize("padding", [False, True], ids=["", "padding"])
 @pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
 def test_nothing_waits_for_the_device(options: dict[str, Any], padding: bool) -> None:
-    """From the input to the last gradient; the results are those of the kernels."""
+    """From the input to the last gradient, with the results of the kernels."""
     layer = make(torch.float32, **options)
     x = tokens(layer)
     token_mask = torch.rand(x.shape[:-1]) < 0.6 if padding else None

@@ -186,7 +186,7 @@ def test_other_ids_are_refused(change: Callable[[Tensor], Tensor], message: str)
 def test_other_layers_and_other_numbers_of_calls_are_refused() -> None:
     layer, x = make(), tokens(make())
     record = recorded(layer, x)
-    message = "the record must be one of the same layers: it lacks ['0'] and has [''] besides"
+    message = "the record must have the layers of the model: missing ['0'], unexpected ['']"
     with (
         pytest.raises(ValueError, match=f"^{re.escape(message)}$"),
         maxmoe.replay_routing(torch.nn.Sequential(layer), record),

@@ -50,7 +50,7 @@ def logits_call(shape: Shape) -> Call:
 
 
 def mixed(call: Call, *dtypes: torch.dtype) -> Call:
-    """With x and weight in these dtypes, and the bias in that of the weight."""
+    """Return the call with x and weight in these dtypes, and the bias in the dtype of the weight."""
     of_x, of_weight = dtypes
     given = call.arguments
     return call.replace(x=given["x"].to(of_x), weight=given["weight"].to(of_weight), bias=given["bias"].to(of_weight))
@@ -188,7 +188,7 @@ def test_mixed_dtypes_under_transforms(path: str) -> None:
 
 
 def test_second_derivative_of_mixed_dtypes(path: str) -> None:
-    """The gradient of x is grad @ weight; along u, that of the weight from it is grad^T @ u."""
+    """The gradient of x is grad @ weight; the gradient of <grad_x, u> with respect to the weight is grad^T @ u."""
     call = mixed(logits_call(TINY), torch.float32, torch.bfloat16).trainable()
     out, (grad,) = call()[0], cotangents_of(call())
     (grad_x,) = torch.autograd.grad(out, call.arguments["x"], grad, create_graph=True)

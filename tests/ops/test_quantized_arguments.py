@@ -145,7 +145,7 @@ REFUSED_OF_OPERANDS: list[tuple[dict[str, Any], tuple[Any, ...]]] = [
 
 
 def named_for(name: str, texts: Any) -> Any:
-    """The names of arguments and words of a message for the stack of this name; none for those of dequantize."""
+    """Return argument names and words of a message for a stack; an empty name stands for the argument of dequantize."""
     if isinstance(texts, dict):
         return {named_for(name, text): value for text, value in texts.items()}
     if isinstance(texts, tuple):

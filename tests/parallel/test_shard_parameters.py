@@ -153,7 +153,7 @@ def test_an_optimizer_from_before_is_refused() -> None:
         other.step()
         assert not rest.weight.equal(before)
         first = next(name for name, _ in model.named_parameters())
-        message = f"AdamW must be made after parallelize: it holds {first} as it was before, which is trained no longer"
+        message = f"AdamW must be made after parallelize: it holds the replaced {first}, which is no longer trained"
         with pytest.raises(RuntimeError) as caught:
             early.step()
         assert str(caught.value) == message
