@@ -113,7 +113,7 @@ cuda-tests: $(CUDA_OBJECTS) $(CUDA_TESTS) build/cuda/managed_memory.o
 	@$(CXX) $^ -L"$(CUDA_HOME)/lib" -lgtest_main -lgtest -static-libstdc++ -static-libgcc -lcudart_static -ldl -lrt -lpthread \
 	  -o build/cuda/maxmoe_cuda_tests
 
-build/cuda/test_%.o: cpp/cuda/tests/test_%.cpp $(wildcard cpp/cuda/*.h cpp/cuda/tests/*.h cpp/tests/*.h)
+build/cuda/test_%.o: cpp/cuda/tests/test_%.cpp $(wildcard cpp/cuda/*.h cpp/cuda/tests/*.h cpp/tests/*.h) $(filter %.h,$(KERNELS))
 	@mkdir -p build/cuda
 	$(CXX) -std=c++20 -O1 -Icpp -Icpp/tests -Icpp/cuda/tests -c $< -o $@
 

@@ -15,6 +15,9 @@
 namespace maxmoe {
 
 using Values = std::vector<double>;
+using RouteDtypes = testing::Types<double, float>;
+constexpr ScoreFunction kScoreFunctions[] = {ScoreFunction::softmax, ScoreFunction::sigmoid,
+                                             ScoreFunction::sqrtsoftplus, ScoreFunction::identity};
 
 inline Values softmax(Values values) {
   const double largest = *std::max_element(values.begin(), values.end());
@@ -157,8 +160,7 @@ inline const std::vector<RouteCase> kRouteCases = {{1, 1, 1, 1},  {3, 3, 1, 1}, 
 
 template <class Check>
 void for_every_rule(const RouteCase& c, const Check& check) {
-  for (const ScoreFunction function :
-       {ScoreFunction::softmax, ScoreFunction::sigmoid, ScoreFunction::sqrtsoftplus, ScoreFunction::identity}) {
+  for (const ScoreFunction function : kScoreFunctions) {
     for (const Normalization normalization : {Normalization::none, Normalization::sum, Normalization::softmax}) {
       // Identity scores may be negative: their sum may be close to 0.
       if (function == ScoreFunction::identity && normalization == Normalization::sum) continue;
@@ -167,6 +169,25 @@ void for_every_rule(const RouteCase& c, const Check& check) {
                                       << ", score function " << static_cast<int>(function) << ", normalization "
                                       << static_cast<int>(normalization));
       check(RoutingRule{function, normalization, 2.5, c.num_groups, c.top_k_groups, c.group_score});
+    }
+  }
+}
+
+// Checks that large logits have finite weights and probabilities; route(rule, logits, top_k) returns them.
+template <class T, class Run>
+void expect_no_overflow(const Run& route) {
+  Matrix<T> logits(2, 3);
+  for (int64_t e = 0; e < 3; ++e) {
+    logits.element(0, e) = static_cast<T>(1e4) * static_cast<T>(e - 1);
+    logits.element(1, e) = static_cast<T>(-1e4) - static_cast<T>(e);
+  }
+  for (const ScoreFunction function : kScoreFunctions) {
+    const Routed<T> got = route(RoutingRule{function, Normalization::none, 1.0, 1, 1}, logits, 3);
+    for (int64_t t = 0; t < 2; ++t) {
+      for (int64_t k = 0; k < 3; ++k) {
+        EXPECT_TRUE(std::isfinite(got.weights(t, k)) && std::isfinite(got.probabilities(t, k)))
+            << static_cast<int>(function);
+      }
     }
   }
 }

@@ -60,7 +60,8 @@ def main() -> int:
     folder = Path(sys.argv[1])
     found = []
     for log in sorted(folder.glob("*.log")):
-        kernels, text = compiled(log.read_text()), log.read_text()
+        text = log.read_text()
+        kernels = compiled(text)
         found += log_complaints(log.stem, text)
         print(f"{log.stem}: {len(kernels)} kernels, at most {max((k[3] for k in kernels), default=0)} registers")
     library = folder / "libmaxmoe_cuda.so"

@@ -8,7 +8,6 @@ nothing, with the address and undefined-behaviour sanitizers. They must pass wit
 all mistakes are found. Only the kernel is compiled again, not the operators, unlike by planted_mistakes.py.
 """
 
-import argparse
 import os
 import re
 import subprocess
@@ -21,6 +20,11 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).parents[2]
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT / "tests"))
+
+from repository.planted_mistakes import Replacement, argument_parser, choose, misplaced  # noqa: E402
+
 FOLDER = ROOT / "cpp/cuda"
 TABLE = Path(__file__).with_suffix(".yaml")
 SANITIZERS = {"plain": [], "sanitized": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]}
@@ -28,21 +32,13 @@ MAX_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
-class Mistake:
-    """A mistake.
+class Mistake(Replacement):
+    """A mistake in a file of cpp/cuda.
 
     Args:
-        name: what is wrong.
-        file: file in cpp/cuda.
-        right: text that is in the file once.
-        wrong: text in its place.
         kernel: kernel whose tests should find it.
     """
 
-    name: str
-    file: str
-    right: str
-    wrong: str
     kernel: str
 
 
@@ -53,8 +49,7 @@ def mistakes() -> list[Mistake]:
 
 def problems(planted: Sequence[Mistake]) -> list[str]:
     """Return a message for each mistake that cannot be planted."""
-    counts = [(mistake, (FOLDER / mistake.file).read_text().count(mistake.right)) for mistake in planted]
-    return [f"{m.name}: {m.file} must have the text once, got {n} times: {m.right}" for m, n in counts if n != 1]
+    return misplaced(FOLDER, planted)
 
 
 class Tests:
@@ -110,21 +105,15 @@ def found_by(tests: Tests, mistake: Mistake) -> str:
     return ""
 
 
-def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="these mistakes")
-    options = parser.parse_args(arguments)
-    unknown = {*(options.only or ())} - {mistake.name for mistake in mistakes()}
-    if unknown:
-        parser.error(f"there is no mistake {', '.join(sorted(unknown))}")
-    return options
+def parse_arguments(arguments: Sequence[str] | None = None) -> list[Mistake]:
+    """Parse the command line; return the chosen mistakes."""
+    parser = argument_parser(__doc__)
+    return choose(mistakes(), parser, parser.parse_args(arguments))
 
 
 def main() -> int:
     """Plant the mistakes, print what finds each, return whether one is not found."""
-    options = parse_arguments()
-    chosen = [mistake for mistake in mistakes() if options.only is None or mistake.name in options.only]
+    chosen = parse_arguments()
     if found := problems(chosen):
         raise SystemExit("\n".join(found))
     width = max(len(mistake.name) for mistake in chosen)

@@ -26,6 +26,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import yaml
 from tqdm import tqdm
@@ -38,21 +39,33 @@ BUILD_OPTIONS = "-DMAXMOE_ISAS=native -DMAXMOE_UNITY_BATCH_SIZE=2"
 
 
 @dataclass(frozen=True)
-class Mistake:
-    """A mistake.
+class Replacement:
+    """A text that a mistake replaces in a file.
 
     Args:
         name: what is wrong.
         file: file of the sources.
         right: text that is in the file once.
         wrong: text in its place.
-        tests: files or folders with tests that should find it.
     """
 
     name: str
     file: str
     right: str
     wrong: str
+
+
+Replacements = TypeVar("Replacements", bound=Replacement)
+
+
+@dataclass(frozen=True)
+class Mistake(Replacement):
+    """A mistake.
+
+    Args:
+        tests: files or folders with tests that should find it.
+    """
+
     tests: list[str]
 
 
@@ -71,14 +84,21 @@ def mistakes() -> list[Mistake]:
     return [Mistake(**entry) for entry in yaml.safe_load(TABLE.read_text())]
 
 
-def problems(tree: Path, planted: Sequence[Mistake]) -> list[str]:
-    """Return a message for each mistake that cannot be planted in a tree, or whose tests are not there."""
+def misplaced(folder: Path, planted: Sequence[Replacement]) -> list[str]:
+    """Return a message for each mistake whose right text is not exactly once in its file of the folder."""
     found = []
     for mistake in planted:
-        path = tree / mistake.file
+        path = folder / mistake.file
         count = path.read_text().count(mistake.right) if path.is_file() else 0
         if count != 1:
             found.append(f"{mistake.name}: {mistake.file} must have the text once, got {count} times: {mistake.right}")
+    return found
+
+
+def problems(tree: Path, planted: Sequence[Mistake]) -> list[str]:
+    """Return a message for each mistake that cannot be planted in a tree, or whose tests are not there."""
+    found = misplaced(tree, planted)
+    for mistake in planted:
         if not any((tree / test).exists() for test in mistake.tests):
             found.append(f"{mistake.name}: none of {mistake.tests} is there")
     return found
@@ -191,24 +211,35 @@ def table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join([*lines, f"{sum(bool(row.found_by) for row in rows)} of {len(rows)} mistakes found"])
 
 
-def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def argument_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the option --only, for `choose`."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these mistakes")
+    return parser
+
+
+def choose(
+    table: Sequence[Replacements], parser: argparse.ArgumentParser, options: argparse.Namespace
+) -> list[Replacements]:
+    """Return the mistakes that --only names, or all without it."""
+    if unknown := {*(options.only or ())} - {mistake.name for mistake in table}:
+        parser.error(f"there is no mistake {', '.join(sorted(unknown))}")
+    return [mistake for mistake in table if options.only is None or mistake.name in options.only]
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[Mistake]]:
+    """Parse the command line; return the options and the chosen mistakes."""
+    parser = argument_parser(__doc__)
     parser.add_argument("--tree", type=Path, default=ROOT, help="checkout with the tests and the sources")
     parser.add_argument("--whole", action="store_true", help="all tests, if the named ones do not find a mistake")
     parser.add_argument("--json", type=Path, help="file for the outcomes")
     options = parser.parse_args(arguments)
-    unknown = {*(options.only or ())} - {mistake.name for mistake in mistakes()}
-    if unknown:
-        parser.error(f"there is no mistake {', '.join(sorted(unknown))}")
-    return options
+    return options, choose(mistakes(), parser, options)
 
 
 def main() -> int:
     """Plant the mistakes, print and write what came of them; return whether not all are found."""
-    options = parse_arguments()
-    chosen = [mistake for mistake in mistakes() if options.only is None or mistake.name in options.only]
+    options, chosen = parse_arguments()
     if found := problems(options.tree, chosen):
         raise SystemExit("\n".join(found))
     for number in (signal.SIGINT, signal.SIGTERM):  # in the background, a shell has SIGINT ignored

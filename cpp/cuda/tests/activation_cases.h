@@ -21,6 +21,20 @@ inline std::vector<ActivationKind> activation_kinds() {
   return kinds;
 }
 
+// Calls check(kind, columns, gap) for every activation, with rows of single numbers and of vectors.
+template <class Check>
+void for_every_activation(const Check& check) {
+  for (const ActivationKind& kind : activation_kinds()) {
+    for (const int64_t gap : kGaps) {
+      for (const int64_t columns : {8, 33, 264}) {
+        SCOPED_TRACE(testing::Message() << "activation " << static_cast<int>(kind.activation) << ", layout "
+                                        << static_cast<int>(kind.gate) << ", " << columns << " columns, gap " << gap);
+        check(kind, columns, gap);
+      }
+    }
+  }
+}
+
 // Gate and up in the memory of one or two matrices.
 template <class T>
 struct GateAndUp {

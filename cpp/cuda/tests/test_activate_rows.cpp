@@ -9,22 +9,14 @@ class CudaActivateRowsTest : public testing::Test {};
 TYPED_TEST_SUITE(CudaActivateRowsTest, Dtypes, DtypeNames);
 
 TYPED_TEST(CudaActivateRowsTest, MatchesTheLoop) {
-  for (const ActivationKind& kind : activation_kinds()) {
-    for (const int64_t gap : kGaps) {
-      for (const int64_t columns : {8, 33, 264}) {
-        SCOPED_TRACE(testing::Message() << "activation " << static_cast<int>(kind.activation) << ", layout "
-                                        << static_cast<int>(kind.gate) << ", " << columns << " columns, gap " << gap);
-        GateAndUp<TypeParam> in(kind.gate, 3, columns, gap);
-        const auto out = run_emulated<TypeParam>(3, columns, gap, [&](MatrixView<TypeParam> view) {
-          cuda::activate_rows(cuda::ActivateRows<TypeParam>{kind, in.gate().as_const(), in.up().as_const(), view},
-                              nullptr);
-        });
-        expect_near(out, [&](int64_t r, int64_t c) {
-          return naive_activated(kind, in.value(false, r, c), in.value(true, r, c));
-        });
-      }
-    }
-  }
+  for_every_activation([](const ActivationKind& kind, int64_t columns, int64_t gap) {
+    GateAndUp<TypeParam> in(kind.gate, 3, columns, gap);
+    const auto out = run_emulated<TypeParam>(3, columns, gap, [&](MatrixView<TypeParam> view) {
+      cuda::activate_rows(cuda::ActivateRows<TypeParam>{kind, in.gate().as_const(), in.up().as_const(), view}, nullptr);
+    });
+    expect_near(
+        out, [&](int64_t r, int64_t c) { return naive_activated(kind, in.value(false, r, c), in.value(true, r, c)); });
+  });
 }
 
 TEST(CudaActivateRowsNan, StaysNan) {

@@ -1,6 +1,4 @@
 // Tests of the CUDA kernel activate_rows_backward against central differences of float64 loops.
-#include <tuple>
-
 #include "activation_cases.h"
 
 namespace maxmoe {
@@ -76,15 +74,9 @@ class CudaActivateRowsBackwardTest : public testing::Test {
 TYPED_TEST_SUITE(CudaActivateRowsBackwardTest, Dtypes, DtypeNames);
 
 TYPED_TEST(CudaActivateRowsBackwardTest, MatchesDifferences) {
-  for (const ActivationKind& kind : activation_kinds()) {
-    for (const int64_t gap : kGaps) {
-      for (const int64_t columns : {8, 33, 264}) {
-        SCOPED_TRACE(testing::Message() << "activation " << static_cast<int>(kind.activation) << ", layout "
-                                        << static_cast<int>(kind.gate) << ", " << columns << " columns, gap " << gap);
-        this->check(kind, columns, gap, columns != 8);
-      }
-    }
-  }
+  for_every_activation([](const ActivationKind& kind, int64_t columns, int64_t gap) {
+    TestFixture::check(kind, columns, gap, /*is_weighted=*/columns != 8);
+  });
 }
 
 // The gradient is 0 past the limit.

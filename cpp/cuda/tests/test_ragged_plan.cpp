@@ -1,6 +1,5 @@
 // Tests of the CUDA kernel ragged_plan against plain loops.
 #include <algorithm>
-#include <tuple>
 
 #include "emulated.h"
 #include "routing.h"
@@ -58,7 +57,7 @@ Plan naive_plan(const std::vector<int64_t>& experts, const Limits& limits) {
   return plan;
 }
 
-// With as many rows as there are, and with more, whose slots are -1.
+// Compares with the loop, with num_rows equal to the number of rows and 5 higher: the slots of the 5 rows are -1.
 void check(const std::vector<int64_t>& experts, const Limits& limits) {
   Plan want = naive_plan(experts, limits);
   for (const int64_t padding : {0, 5}) {

@@ -31,7 +31,6 @@ Matrix<T> run_backward(const RoutingRule& rule, const Matrix<T>& logits, const M
 
 template <class T>
 class CudaRouteBackwardTest : public testing::Test {};
-using RouteDtypes = testing::Types<double, float>;
 TYPED_TEST_SUITE(CudaRouteBackwardTest, RouteDtypes, DtypeNames);
 
 TYPED_TEST(CudaRouteBackwardTest, MatchesDifferences) {
