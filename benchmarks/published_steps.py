@@ -9,6 +9,7 @@ number of chunks, and 1F1B with one stage per rank.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -78,22 +79,12 @@ class Published:
         config = DecoderConfig.of_published(self.model, max_sequence_length=LENGTH, **sizes)
         model = Decoder(config, device="meta", dtype=torch.bfloat16)
         step = {"batch_size": self.batch_size, "sequence_length": LENGTH, "num_micro_batches": self.num_micro_batches}
-        for recompute in RECOMPUTE:
-            plans = [
-                predict(
-                    model,
-                    Mesh.planned(self.mesh),
-                    "ep-as-dp",
-                    device,
-                    recompute=recompute,
-                    num_chunks=num_chunks,
-                    state_dtypes=STATE_DTYPES,
-                    **step,
-                )
-                for num_chunks in CHUNKS
-            ]
-            if plans[0].memory <= device.memory:
-                break
+        predicted = partial(
+            predict, model, Mesh.planned(self.mesh), "ep-as-dp", device, state_dtypes=STATE_DTYPES, **step
+        )
+        fitting = (names for names in RECOMPUTE if predicted(recompute=names).memory <= device.memory)
+        recompute = next(fitting, RECOMPUTE[-1])
+        plans = (predicted(recompute=recompute, num_chunks=num_chunks) for num_chunks in CHUNKS)
         return min(plans, key=lambda plan: plan.seconds)
 
     def tokens_per_second(self, plan: PredictedPlan) -> float:

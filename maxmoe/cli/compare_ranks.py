@@ -1,9 +1,9 @@
 """The command `compare_ranks`, which needs no compiled operators."""
 
 import argparse
-import importlib
 
 from maxmoe import testing
+from maxmoe.cli.modules import import_module
 from maxmoe.cli.numbers import positive
 from maxmoe.testing import RankComparison
 
@@ -19,12 +19,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def compare_ranks(options: argparse.Namespace) -> RankComparison:
     """Return the report of `compare_ranks`."""
-    try:
-        module = importlib.import_module(options.module)
-    except ModuleNotFoundError as error:
-        if error.name and options.module.startswith(error.name):
-            raise ValueError(f"there is no module {error.name!r} to import from this folder") from None
-        raise
+    module = import_module(options.module)
     functions = {name: getattr(module, name, None) for name in TRAINING}
     missing = [name for name, function in functions.items() if function is None]
     if missing:

@@ -1,7 +1,6 @@
 """The model of a command: a published one, or one of your own; its dtypes."""
 
 import argparse
-import importlib
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 
 from maxmoe.checks.fields import nearest
+from maxmoe.cli.modules import import_module
 from maxmoe.cli.numbers import positive
 from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.nn import set_recompute
@@ -68,11 +68,7 @@ def _function(text: str) -> Callable[[], nn.Module]:
         raise ValueError(f"a model must read like module:function, got {text!r}")
     sys.path.insert(0, "")
     try:
-        function: Callable[[], nn.Module] = getattr(importlib.import_module(module), name)
-    except ModuleNotFoundError as error:
-        if error.name and module.startswith(error.name):
-            raise ValueError(f"there is no module {error.name!r} to import from this folder") from None
-        raise
+        function: Callable[[], nn.Module] = getattr(import_module(module), name)
     except AttributeError:
         raise ValueError(f"{module} has no function {name!r}") from None
     finally:
@@ -82,9 +78,13 @@ def _function(text: str) -> Callable[[], nn.Module]:
 
 def add_state_dtypes(add: Callable[..., Any]) -> None:
     """Add the options of the dtypes of gradients and optimizer state."""
-    add("--gradient-dtype", choices=DTYPES, help="dtype of the gradients, if not that of the parameters")
+    add("--gradient-dtype", choices=DTYPES, help="dtype of the gradients; the dtype of the parameters by default")
     add("--master-dtype", choices=DTYPES, help="dtype of master weights; without it, there are none")
-    add("--moment-dtype", choices=DTYPES, help="dtype of the moments of the optimizer, if not that of the parameters")
+    add(
+        "--moment-dtype",
+        choices=DTYPES,
+        help="dtype of the optimizer moments; the dtype of the parameters by default",
+    )
 
 
 def state_dtypes(options: argparse.Namespace) -> StateDtypes:

@@ -35,18 +35,25 @@ class Traffic(NamedTuple):
         return self.purpose, self.kind, self.axis, str(self.times), readable_bytes(self.bytes)
 
 
+def times_and_bytes(
+    collectives: Iterable[PlannedCollective],
+) -> dict[tuple[str, str, tuple[str, ...]], tuple[int, int]]:
+    """Count collectives and their bytes by purpose, kind and axes. Collectives with the same bucket count once."""
+    total: dict[tuple[str, str, tuple[str, ...]], tuple[int, int]] = {}
+    buckets = set()
+    for purpose, kind, axes, num_bytes, bucket in collectives:
+        key = (purpose, kind, axes)
+        times, so_far = total.get(key, (0, 0))
+        is_new = bucket is None or (key, bucket) not in buckets
+        buckets.add((key, bucket))
+        total[key] = times + is_new, so_far + num_bytes
+    return total
+
+
 def traffic_of(collectives: Iterable[PlannedCollective]) -> tuple[Traffic, ...]:
     """Add up collectives by purpose, kind and axis, sorted. Collectives with the same bucket count once."""
-    total: dict[tuple[str, str, str], list[int]] = {}
-    buckets = set()
-    for collective in collectives:
-        key = (collective.purpose, collective.kind, ", ".join(collective.axes))
-        counted = total.setdefault(key, [0, 0])
-        if collective.bucket is None or (key, collective.bucket) not in buckets:
-            counted[0] += 1
-            buckets.add((key, collective.bucket))
-        counted[1] += collective.bytes
-    return tuple(Traffic(*key, times, num_bytes) for key, (times, num_bytes) in sorted(total.items()))
+    total = times_and_bytes(collectives).items()
+    return tuple(sorted(Traffic(purpose, kind, ", ".join(axes), *sums) for (purpose, kind, axes), sums in total))
 
 
 def parameter_communication(plan: Plan, num_chunks: int) -> Iterator[PlannedCollective]:

@@ -23,7 +23,7 @@ class Link:
 
     Args:
         latency: seconds of one step of a collective, of a few bytes.
-        bandwidth: bytes per second that a rank sends while it receives as many.
+        bandwidth: bytes per second that a rank sends, while it receives at the same rate.
     """
 
     latency: float

@@ -102,7 +102,8 @@ def estimate(
 ) -> Estimate:
     """Estimate the memory per rank and the communication per training step of a module on a mesh.
 
-    Gradients and optimizer state have the dtype of the parameters, as in `torch.optim`, or those of `state_dtypes`.
+    Gradients and optimizer state have the dtype of the parameters, as in `torch.optim`, or the dtypes of
+    `state_dtypes`.
     AdamW keeps two elements per parameter element and does not communicate. Muon keeps one for the parameters that
     `maxmoe.optim.parameter_groups` assigns to it, and communicates sharded matrices in its default dtype on the device
     of the parameters.
@@ -129,7 +130,7 @@ def estimate(
         num_chunks: number of chunks of the tokens of a MoE layer.
         imbalance: with dispatch="least_loaded", number of rows of the rank with the most rows over the mean, before
             experts are moved; one expert has all rows above an even load. The collectives are then those of the rank
-            that sends most. Memory is that of balanced routing.
+            that sends most. Memory is counted for balanced routing.
         allow_unused: accept rules and mesh axes without effect.
         schedule: schedule of the pipeline stages, as for `maxmoe.pipeline`.
         num_micro_batches: number of micro-batches of a step; None to estimate the whole model, without pipeline stages,

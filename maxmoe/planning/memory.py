@@ -21,10 +21,9 @@ class StateDtypes:
         StateDtypes(master=torch.float32, moments=torch.float32)
 
     Args:
-        gradients: dtype of the gradients; None for that of the parameters. Collectives have the dtype of the
-            parameters in any case.
+        gradients: dtype of the gradients; None for the dtype of the parameters, which collectives have in any case.
         master: dtype of the master weights; None without master weights.
-        moments: dtype of the moments of the optimizer; None for that of the parameters.
+        moments: dtype of the moments of the optimizer; None for the dtype of the parameters.
     """
 
     gradients: torch.dtype | None = None
@@ -42,7 +41,7 @@ PARAMETER_DTYPES = StateDtypes()
 
 
 def parameter_dtype(plan: Plan) -> torch.dtype:
-    """Return the dtype of the parameters, which is that of the activations; raises a ValueError if there are several.
+    """Return the dtype of parameters and activations; raises a ValueError if the parameters have several.
 
     Beside frozen parameters, those that are trained may have another dtype: adapters do. Quantized weights count with
     the dtype in which modules compute with them.
@@ -57,9 +56,7 @@ def parameter_dtype(plan: Plan) -> torch.dtype:
     return next(iter(first))
 
 
-def stored_memory(
-    plan: Plan, optimizer: str, matrices: Collection[str], dtypes: StateDtypes = PARAMETER_DTYPES
-) -> dict[str, int]:
+def stored_memory(plan: Plan, optimizer: str, matrices: Collection[str], dtypes: StateDtypes) -> dict[str, int]:
     """Count parameters, gradients and optimizer state; `matrices` are the names of those with one state element."""
     stored = {name: parameter.bytes(parameter.stored) for name, parameter in plan.parameters.items()}
     trained = {name: parameter for name, parameter in plan.parameters.items() if parameter.is_trained}
@@ -106,7 +103,7 @@ def activation_memory(
 ) -> tuple[int, int]:
     """Count the activations that are kept until the backward, and those of the largest recomputed module.
 
-    `dtype` is that of the activations; None for `parameter_dtype`, which raises for a part without parameters.
+    `dtype` is the dtype of the activations; None for `parameter_dtype`, which raises for a part without parameters.
     """
     activations = activation_sizes(plan, batch_size, sequence_length, num_chunks, dtype or parameter_dtype(plan))
     return activations.pop(None, 0), max(activations.values(), default=0)

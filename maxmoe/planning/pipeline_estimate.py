@@ -15,7 +15,6 @@ from maxmoe.pipelining.pipeline_plan import PipelinePlan
 from maxmoe.pipelining.schedules import schedule_kind
 from maxmoe.planning.communication import activation_communication, dispatch_communication, parameter_communication
 from maxmoe.planning.memory import (
-    PARAMETER_DTYPES,
     StateDtypes,
     activation_memory,
     parameter_dtype,
@@ -155,7 +154,7 @@ def rank_memory(
     num_chunks: int,
     optimizer: str,
     matrices: Collection[str],
-    dtypes: StateDtypes = PARAMETER_DTYPES,
+    dtypes: StateDtypes,
 ) -> dict[str, int]:
     """Count the bytes of a rank by purpose, when the micro-batches in flight take the most.
 

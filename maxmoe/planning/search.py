@@ -185,7 +185,7 @@ class Search:
     def _try(self, candidate: Candidate, dispatch: Dispatch, bound: float, *, is_first: bool) -> float:
         """Keep the plans of a mesh that fit and take less time than `bound`, and return the least time, or infinity.
 
-        The first time, only the usual micro-batches without chunks are tried, and it is counted why there is no plan.
+        The first time, only the usual micro-batches without chunks are tried, and meshes without a plan are counted.
         """
         is_known = len(self.smallest) == NEAREST  # further plans that do not fit need not be planned
         if is_known and self._stored > self.limit * candidate.num_shards:
@@ -253,10 +253,10 @@ def search(
     """Search for the plans of a training step that take least time and fit in memory.
 
     Every mesh of `world_size` ranks over the axes of the rules that divides the tokens and the experts is planned by
-    the planner of `maxmoe.parallelize` and timed as by `predict`: with all numbers of micro-batches of the schedule
-    1F1B, and the least recomputation that fits. Other strategies than "auto" for experts on other ranks, and chunks of
-    tokens, are tried on the fastest 100 meshes. Ctrl-C ends the search with what has been found. The optimizer is
-    AdamW.
+    the planner of `maxmoe.parallelize` and timed as by `predict`, with the least recomputation that fits. Pipeline
+    stages have the schedule 1F1B with 8 micro-batches for each stage. On the fastest 50 meshes, other numbers of
+    micro-batches, chunks of tokens, and strategies other than "auto" for experts on other ranks are tried as well.
+    Ctrl-C ends the search with what has been found. The optimizer is AdamW.
 
     Args:
         module: module before `maxmoe.parallelize`, on any device, including meta, with parameters of one dtype. Only a
@@ -265,7 +265,7 @@ def search(
         device: device and network: a `Device`, the name of one, or a YAML file.
         batch_size: number of sequences per step, over all ranks.
         sequence_length: number of tokens per sequence.
-        memory: bytes of a rank; None for those of the device.
+        memory: bytes of a rank; None for the memory of the device.
         rules: names of presets or YAML files of rules; None for all presets.
         state_dtypes: dtypes of gradients, master weights and moments.
         num_plans: largest number of plans to return.
@@ -279,9 +279,9 @@ def search(
         ValueError: if no mesh divides the batch, or `parallelize` refuses all plans; for a module whose saved tensors
             are not known, an unknown device or rules, and a device without a peak in the dtype of the parameters.
     """
-    for name, value in (("world_size", world_size), ("batch_size", batch_size), ("num_plans", num_plans)):
+    numbers = {"world_size": world_size, "batch_size": batch_size, "num_plans": num_plans}
+    for name, value in (numbers | {"sequence_length": sequence_length}).items():
         check_int(name, value, at_least=1)
-    check_int("sequence_length", sequence_length, at_least=1)
     module, device = planned_copy(module), Device.load(device)
     limit = device.memory if memory is None else memory
     if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
@@ -365,8 +365,9 @@ def remedies(run: Search, world_size: int) -> list[str]:
         if state_dtypes != dtypes and smaller.any_fits(world_size):
             found.append(f"It fits with {text}.")
             break
+    larger = Search(run.parts, step, run.device, run.limit, [*run.rules])
     for factor in FACTORS:
-        if Search(run.parts, step, run.device, run.limit, [*run.rules]).any_fits(factor * world_size):
+        if larger.any_fits(factor * world_size):
             return [*found, f"It fits on {factor * world_size} ranks."]
     return [*found, f"No plan was found that fits on up to {FACTORS[-1] * world_size} ranks with this batch."]
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from maxmoe.declaration import declaration_of
 from maxmoe.parallel.plan.plan import Plan
+from maxmoe.planning.communication import times_and_bytes
 from maxmoe.planning.device import Device
 from maxmoe.planning.memory import activation_sizes
 from maxmoe.planning.saved_tensors import has_module, local_tokens, local_trace, planned_dispatches
@@ -42,7 +43,7 @@ class Sent(NamedTuple):
         return Sent(*(mine + its for mine, its in zip(self, other, strict=True)))
 
     def __mul__(self, times: float) -> "Sent":  # type: ignore[override]
-        """Return the cost of several times as many collectives."""
+        """Return the cost of running the collectives several times."""
         return Sent(*(each * times for each in self))
 
 
@@ -67,17 +68,8 @@ def sent(collectives: Iterable[PlannedCollective], mesh: Mesh, device: Device) -
     with n - m steps within a node and m - 1 between nodes, twice that for an all-reduce, and each rank of a node with a
     network card of its own.
     """
-    total: dict[tuple[str, tuple[str, ...]], list[int]] = {}
-    buckets = set()
-    for item in collectives:
-        times_and_bytes = total.setdefault((item.kind, item.axes), [0, 0])
-        bucket = (item.kind, item.axes, item.purpose, item.bucket)
-        if item.bucket is None or bucket not in buckets:
-            times_and_bytes[0] += 1
-            buckets.add(bucket)
-        times_and_bytes[1] += item.bytes
     result = Sent()
-    for (kind, axes), (times, num_bytes) in total.items():
+    for (_, kind, axes), (times, num_bytes) in times_and_bytes(collectives).items():
         result += _sent(kind, axes, times, num_bytes, mesh, device)
     return result
 
@@ -107,9 +99,9 @@ class Product(NamedTuple):
 
     Attributes:
         flops: floating-point operations in a forward.
-        rows: rows of each product; those of each expert and chunk for routed experts.
-        passes: number of times that a step computes as many: the forward, and the gradients of the input and of the
-            parameter.
+        rows: rows of each product; for routed experts, rows of one expert in one chunk.
+        passes: number of products with the same FLOPs in a step: the forward, and the gradients of the input and of
+            the parameter.
         repeats: number of times that the backward recomputes the forward.
         is_routed: whether it is a product of routed experts.
         channels: channels of a head, for products of attention scores.
