@@ -3,7 +3,7 @@
 import math
 import reprlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -186,16 +186,26 @@ def _from_file(path: Path) -> Device:
         raise ValueError(f"{path}: {str(error).splitlines()[0]}") from None
 
 
-def _device(fields: Any) -> Device:
+def _device(contents: Any) -> Device:
     """Make a device of the contents of a file."""
-    fields = _mapping("a device", fields)
-    fields |= {name: Link(**_mapping(name, fields.get(name))) for name in ("intra_node", "inter_node")}
-    if not isinstance(fields.get("sources"), list) or not all(isinstance(line, str) for line in fields["sources"]):
-        raise ValueError(f"sources must be a list of texts, got {reprlib.repr(fields.get('sources'))}")
-    peaks = _mapping("peak_flops", fields.get("peak_flops"))
-    if isinstance(fields.get("memory"), float) and math.isfinite(fields["memory"]):
-        fields["memory"] = int(fields["memory"])
-    return Device(**{**fields, "sources": tuple(fields["sources"]), "peak_flops": peaks})
+    values = _values("a device", contents, Device)
+    values |= {name: Link(**_values(name, values.get(name), Link)) for name in ("intra_node", "inter_node")}
+    if not isinstance(values.get("sources"), list) or not all(isinstance(line, str) for line in values["sources"]):
+        raise ValueError(f"sources must be a list of texts, got {reprlib.repr(values.get('sources'))}")
+    peaks = _mapping("peak_flops", values.get("peak_flops"))
+    if isinstance(values.get("memory"), float) and math.isfinite(values["memory"]):
+        values["memory"] = int(values["memory"])
+    return Device(**{**values, "sources": tuple(values["sources"]), "peak_flops": peaks})
+
+
+def _values(name: str, value: Any, kind: type[Device] | type[Link]) -> dict[str, Any]:
+    """Check that a mapping has all fields of a dataclass; the dataclass refuses unknown ones, with the nearest."""
+    values = _mapping(name, value)
+    required = [field.name for field in fields(kind) if field.default is MISSING]
+    missing = [field for field in required if field not in values]
+    if missing and values.keys() <= {field.name for field in fields(kind)}:
+        raise ValueError(f"{name} must have the fields {', '.join(required)}, got no {', '.join(missing)}")
+    return values
 
 
 def _mapping(name: str, value: Any) -> dict[str, Any]:

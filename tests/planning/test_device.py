@@ -28,7 +28,7 @@ def test_every_device_has_sources_and_survives_a_file(name: str, tmp_path: Path)
         ({"max_share": 1.5}, "max_share must be at most 1, got 1.5"),
         ({"peak_flops": [1]}, "peak_flops must be values by name"),
         ({"peak_flops": {"bfloat16": "fast"}}, "peak_flops of bfloat16 must be a finite float"),
-        ({"intra_node": {"latency": 0}}, "missing 1 required positional argument: 'bandwidth'"),
+        ({"intra_node": {"latency": 0}}, "must have the fields latency, bandwidth, got no bandwidth"),
         ({"sources": "none"}, "sources must be a list of texts"),
     ],
 )
