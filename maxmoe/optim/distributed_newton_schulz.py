@@ -50,7 +50,7 @@ class _Bucket(NamedTuple):
     """Matrices that are gathered together, and what this rank sends and receives of them, in the order of the group."""
 
     parameters: list[int]  # indices of the parameters that the matrices belong to
-    ending: list[int]  # those of which no later bucket has matrices
+    ending: list[int]  # parameters without matrices in later buckets
     owned: list[OwnerAssignment]
     gather_sends: list[_Message]
     gather_receives: list[_Message]
@@ -118,7 +118,7 @@ class DistributedNewtonSchulz:
         del self._update, self._gathered
 
     def _bucket(self, assignments: Sequence[OwnerAssignment], following: Sequence[OwnerAssignment]) -> _Bucket:
-        """List what this rank sends and receives for the assignments of a bucket, given those of the next one."""
+        """List what this rank sends and receives for the assignments of a bucket; `following`: of the next one."""
 
         def in_group_order(messages: Iterable[_Message]) -> list[_Message]:
             return sorted(messages, key=lambda message: self._rank_in_group[message.peer])

@@ -311,7 +311,7 @@ def _check_state_dict(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[s
     if ours != theirs:
         raise ValueError(
             f"the state dict must have the parameters of the optimizer in their order, got {len(theirs)} instead of "
-            f"{len(ours)}; only one of them has {', '.join(map(str, sorted({*ours} ^ {*theirs})[:8])) or 'none'}"
+            f"{len(ours)}; only one of them has {', '.join(sorted(map(str, {*ours} ^ {*theirs}))[:8]) or 'none'}"
         )
     parameters, keys = ([each for group in found for each in group["params"]] for found in (groups, saved))
     for (_, name), parameter, key in zip(ours, parameters, keys, strict=True):

@@ -41,7 +41,7 @@ class Matrix(NamedTuple):
 
 
 # Each step is optimal after the steps before it, for singular values from 1e-3 to 1. Rounding may make singular values
-# larger than 1, where these polynomials diverge: they are those of x / 1.01. The last one converges without a margin.
+# larger than 1, where these polynomials diverge; each is therefore a polynomial of x / 1.01, but the last converges.
 POLAR_EXPRESS: tuple[Step, ...] = (
     *(
         (a / 1.01, b / 1.01**3, c / 1.01**5)

@@ -66,6 +66,9 @@ def matrix_stacks(
     shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Any], matrix: Matrix
 ) -> list[MatrixStack]:
     """Return the stacks of matrices in a DTensor: two if gate and up are fused, none if no axis shards the matrices."""
+    for placement in placements:
+        if placement.is_partial():
+            raise ValueError(f"a parameter must not be a partial sum, got the placement {placement}")
     # Shard and _StridedShard have no base class for `dim`.
     dims = [None if placement.is_replicate() else placement.dim % len(shape) for placement in placements]
     if not any(size > 1 and dim in range(len(shape))[-2:] for size, dim in zip(mesh_shape, dims, strict=True)):

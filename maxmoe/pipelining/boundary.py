@@ -61,7 +61,7 @@ class Boundary:
         return torch.empty((max(1, shape[0]), *shape[1:]), dtype=hidden_states.dtype, device="meta")
 
     def check_loss(self, loss: Loss, hidden_states: Tensor, micro_batch: MicroBatch) -> None:
-        """Raise a ValueError if the loss is no scalar.
+        """Raise a ValueError if the loss is not a scalar.
 
         A loss that cannot be computed with fake tensors is checked when it is computed.
         """

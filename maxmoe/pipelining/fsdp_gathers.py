@@ -12,9 +12,9 @@ NUM_AHEAD = 3
 def fsdp_gathers(actions: Sequence[Action], kind: ScheduleKind) -> dict[int, dict[str, int]]:
     """Count the all-gathers of a parameter in the forwards and in the backwards of each stage of a rank.
 
-    A schedule with one stage per rank gathers parameters when a forward or a backward needs them. All others gather
-    those of the next three stages ahead, and free those of the other stages. The parameters are freed after each
-    forward, unless the backward is split, and stay after each backward.
+    A schedule with one stage per rank gathers parameters when a forward or a backward needs them. All other schedules
+    gather the parameters of the next three stages ahead, and free the parameters of the other stages. The parameters
+    are freed after each forward, unless the backward is split, and stay after each backward.
 
     Args:
         actions: actions of the rank.

@@ -52,7 +52,7 @@ class LayersOfStages:
     device: str
 
     def all_reduce(self, metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the packed metrics of all layers, given those of this rank's layers; collective over the stages."""
+        """Return the packed metrics of all layers; `metrics` has this rank's layers. Collective over the stages."""
         sizes = [packed_size(count) for count in self.num_experts.values()]
         sums = torch.zeros(sum(sizes), dtype=torch.float64, device=self.device)
         of_layers = dict(zip(self.num_experts, torch.split(sums, sizes), strict=True))

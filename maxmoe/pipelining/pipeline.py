@@ -74,7 +74,7 @@ def pipeline(
     those of one process that accumulates them over the same micro-batches. Nothing is divided by their number. For the
     mean over the tokens of a step, divide by their number in `loss`, and set ``aux_loss_scale=1 / num_micro_batches``.
     The auxiliary losses are added to the gradients, so `loss` must not add them. The balance loss of the scope "batch"
-    is that of each micro-batch; that of the scope "sequence" does not depend on the micro-batches::
+    is computed per micro-batch; with the scope "sequence", it does not depend on the micro-batches::
 
         mesh = Mesh({"stage": 2, "expert": 2})
         pipeline = maxmoe.pipeline(model, mesh, loss=loss, schedule="1f1b", num_micro_batches=8)
@@ -222,7 +222,7 @@ class Pipeline:
 
         Raises:
             ValueError: on every rank of the stages, if the inputs differ between stages, the sizes of inputs and
-                targets differ, an input requires a gradient, or the loss is no scalar.
+                targets differ, an input requires a gradient, or the loss is not a scalar.
             RuntimeError: if gradients are disabled.
         """
         if not torch.is_grad_enabled():

@@ -97,7 +97,7 @@ class PipelinePlan:
         return {stage: max(count[stage] for count in counts) for stage in counts[0]}
 
     def peak(self, rank: int, costs: Mapping[int, int]) -> int:
-        """Return the most bytes that the micro-batches in flight take on a rank; `costs` are those of one, by stage."""
+        """Return the most bytes that the micro-batches in flight take on a rank; `costs`: bytes of one, by stage."""
         return max(
             sum(count * costs[stage] for stage, count in counts.items()) for counts in in_flight(self.order[rank])
         )

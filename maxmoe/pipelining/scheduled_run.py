@@ -23,8 +23,8 @@ class ScheduledRun:
     torch passes the numbers of the micro-batches through its schedule; the stages hold the micro-batches themselves.
     All shapes are given, because torch would otherwise find them by running the stages on uninitialized memory.
 
-    `stages` are those of this rank among all `num_stages`, in ascending order; `group` is over the stages, None if one
-    rank has all; `mesh` has the ranks of this rank's stage.
+    `stages` has the stages of this rank, in ascending order; `num_stages` counts the stages of all ranks; `group` is
+    the process group over the stages, None if one rank has all; `mesh` has the ranks of this rank's stage.
     """
 
     def __init__(

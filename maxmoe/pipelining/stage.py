@@ -123,7 +123,7 @@ def first_tensor(output: Any) -> Tensor:
 
 
 def check_loss(value: Any) -> None:
-    """Raise a ValueError if the loss of a micro-batch is no scalar tensor."""
+    """Raise a ValueError if the loss of a micro-batch is not a scalar tensor."""
     if not isinstance(value, Tensor) or value.dim() != 0 or not value.is_floating_point():
         got = f"shape {tuple(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"loss must return the sum of the losses of all tokens as a 0-dim tensor, got {got}")

@@ -36,6 +36,6 @@ def check_ranks_agree(
         for ours, other in zip(all_facts[0], theirs, strict=True):
             if ours != other:
                 raise ValueError(
-                    f"the ranks must have one order: rank {ranks[0]} has {ours} where rank {rank} has {other}"
+                    f"the order must be the same on all ranks: rank {ranks[0]} has {ours} where rank {rank} has {other}"
                 )
     raise AssertionError("the hashes of the ranks differ, and their facts do not")

@@ -1,7 +1,8 @@
 """The collectives of `torch.distributed` that this package runs, each with the name of what it communicates.
 
-A collective belongs to those of the other ranks by its order alone. If one rank runs one more, or the ranks run two in
-another order, torch waits until the timeout, or exchanges wrong values if the sizes are equal. With
+torch pairs the collectives of different ranks by their order alone. If one rank runs an additional collective, or the
+ranks run two collectives in different orders, torch waits until the timeout, or exchanges wrong values if the sizes are
+equal. With
 ``MAXMOE_CHECK_COLLECTIVES=1`` in the environment, the ranks compare the name, kind, dtype and shape of each collective
 before it runs, and raise an error that names both sides. Each then takes several times as long.
 

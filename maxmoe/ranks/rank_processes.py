@@ -125,7 +125,7 @@ def _main(
 ) -> NoReturn:
     """Run the function in a started process; `os._exit` skips destructors that may wait for dead peers.
 
-    `environment` is that of the parent, which the process does not inherit from the forkserver.
+    `environment` has the environment variables of the parent, which a process of the forkserver does not inherit.
     """
     torch.set_num_threads(1)  # first of all: the threads of OpenMP are not forked, and waiting for them hangs
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import yaml  # type: ignore[import-untyped]
 
@@ -73,7 +73,7 @@ class LogicalRules(tuple[tuple[str, tuple[str, ...]], ...]):
     def _from_file(cls, path: Path) -> "LogicalRules":
         """Load a file; every error message begins with the path, and with the line number if PyYAML gives it."""
         try:
-            entries = yaml.safe_load(path.read_text(encoding="utf-8"))
+            entries = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
             if not isinstance(entries, list):
                 raise ValueError(f"rules must be a list like '- exp: [expert]', got {reprlib.repr(entries)}")
             for number, entry in enumerate(entries):
@@ -110,6 +110,21 @@ def _checked(rule: object, owner: str) -> tuple[str, tuple[str, ...]]:
     if not isinstance(rule, list | tuple) or len(rule) != 2 or not isinstance(rule[0], str) or not rule[0]:
         raise ValueError(f"{owner} must be a logical name and its axes, got {reprlib.repr(rule)}")
     return rule[0], axis_tuple(rule[1], f"{owner}, {reprlib.repr(rule[0])},")
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """PyYAML's safe loader, except that a repeated key is an error; PyYAML would keep the last value."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node)
+            if key in seen:
+                problem = f"the key {reprlib.repr(key)} is written twice in one rule"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key_node.start_mark)
+            seen.add(key)
+        return mapping
 
 
 class DroppedAxis(NamedTuple):

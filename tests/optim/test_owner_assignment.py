@@ -4,8 +4,10 @@ import math
 from collections import Counter
 
 import pytest
+from torch.distributed.tensor import Partial
 
-from maxmoe.optim.owner_assignment import MatrixShard, MatrixStack, assign_owners
+from maxmoe.optim.newton_schulz import Matrix
+from maxmoe.optim.owner_assignment import MatrixShard, MatrixStack, assign_owners, matrix_stacks
 
 
 def sharded(shape: tuple[int, int], num: int, axes: dict[str, int]) -> MatrixStack:
@@ -74,3 +76,8 @@ def test_work_is_balanced(axes: dict[str, int]) -> None:
             loads[assignment.owner] += (assignment.matrices[1] - assignment.matrices[0]) * stacks[assignment.stack].cost
     num_ranks = len(stacks[0].shards)
     assert max(loads.values()) <= sum(loads.values()) / num_ranks + max(stack.cost for stack in stacks)
+
+
+def test_a_partial_sum_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^a parameter must not be a partial sum, got the placement P"):
+        matrix_stacks((4, 6), (2,), (Partial(),), Matrix())

@@ -107,6 +107,10 @@ def test_state_dicts_of_others() -> None:
     refused(
         stepped(make(num_shared_experts=1, router_bias=True)).state_dict(), r"only one .* \('adamw', 'router.bias'\)"
     )
+    without_names = copy.deepcopy(before)
+    for group in without_names["param_groups"]:
+        del group["param_names"]
+    refused(without_names, r"got 7 instead of 7; only one of them has \('adamw', 'router.weight'\), \('adamw', 0\), ")
     swapped = copy.deepcopy(before)
     swapped["param_groups"].reverse()
     refused(swapped, "in their order, got 7 instead of 7; only one of them has none")

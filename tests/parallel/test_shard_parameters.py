@@ -107,6 +107,15 @@ def test_nothing_changes_after_an_error() -> None:
         assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
+def test_a_warning_of_a_missing_rule_names_the_line_of_the_caller() -> None:
+    with (
+        fake_rank(0, 2),
+        pytest.warns(UserWarning, match="^no rule for the logical name 'mlb' of .* is not sharded$") as warnings,
+    ):
+        shard_parameters(Outer(**{"first.bias": ("mlb",)}), Mesh({"fsdp": 2}), RULES, allow_unused=True)
+    assert [warning.filename for warning in warnings] == [__file__]
+
+
 def test_a_planned_mesh_shards_nothing() -> None:
     message = "Mesh(fsdp=2, expert=4) is planned only: it has no process groups"
     model = Outer()

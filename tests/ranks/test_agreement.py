@@ -94,7 +94,7 @@ def test_another_order_of_modules() -> None:
         return message_of(parallelize, Branches(*names), mesh, "pure-fsdp")
 
     for message in run_ranks(check, 2):
-        assert message.startswith("the ranks must have one order: rank 0 has ")
+        assert message.startswith("the order must be the same on all ranks: rank 0 has ")
         assert "the module branches.one where rank 1 has the module branches.two" in message
 
 

@@ -73,6 +73,8 @@ CHECKED = "must be None, an axis or a tuple of axes, got"
         ("- exp: [expert]\n- norm\n", f" rule 1 {ENTRY} 'norm'"),
         ("- exp: [expert]\n- [norm, x]\n", f" rule 1 {ENTRY} ['norm', 'x']"),
         ("- exp: [expert]\n  norm: []\n", f" rule 0 {ENTRY} {{'exp': ['expert'], 'norm': []}}"),
+        ("- a: x\n- {exp: x, exp: y}\n", "2: not YAML: the key 'exp' is written twice in one rule"),
+        ("- a: x\n- exp: x\n  exp: x\n", "3: not YAML: the key 'exp' is written twice in one rule"),
         ("# x\n\n- 3: [x]\n", " rule 0 must be a logical name and its axes, got (3, ['x'])"),
         ("- a: x\n- 2024-13-45: x\n", " month must be in 1..12"),
         ("- a: x\n- b: [x, 7]\n", f" rule 1, 'b', {CHECKED} ['x', 7]"),

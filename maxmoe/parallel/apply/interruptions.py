@@ -1,6 +1,6 @@
 """What an exception leaves behind in a parallelized module, and how it is undone.
 
-During a forward, modules hold gathered parameters in the place of DTensors, FSDP2 holds those of its blocks until the
+During a forward, modules hold gathered parameters in the place of DTensors, FSDP2 holds gathered parameters until the
 end of the backward, and other ranks wait for this one in collectives. An exception, also a KeyboardInterrupt, may end a
 forward or a backward anywhere. `leave_units` and `reset_fsdp` bring a module into the state before the call, without
 communication. `AfterInterruption` asks, before the next call, whether all ranks have stopped at the same place, because
@@ -180,7 +180,7 @@ class AfterInterruption:
 
     If one rank alone has left a call, the others wait in its collectives. The next call of this rank would answer them
     with its own, which is an error or, if the sizes are equal, wrong numbers in silence. The ranks compare through the
-    store of torch.distributed, because a collective would be answered by those of the others.
+    store of torch.distributed, because a collective would pair with one in which another rank still waits.
 
     Args:
         name: class of the module.

@@ -147,8 +147,8 @@ class ParameterHooks:
         for gathered_parameter in gathered:
             gathered_parameter.storage.free()
         for tensor in tensors:
-            # An in-place operation on a view replaces the history of the view, and with it the hook, by one that ends
-            # in that of the base.
+            # An in-place operation on a view replaces the history of the view, and with it the hook, by a history that
+            # ends in the history of the base.
             for hooked in (tensor, base_of_view(tensor)):
                 if hooked is not None and hooked.requires_grad:
                     hooked.register_hook(refill)  # type: ignore[no-untyped-call]

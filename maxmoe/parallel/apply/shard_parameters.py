@@ -1,5 +1,6 @@
 """Conversion of the parameters of a module to DTensors."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -8,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from maxmoe._torch import as_parameter
 from maxmoe.checks.early_optimizers import mark_replaced
-from maxmoe.parallel.plan.parameter_sharding import ParameterSharding, parameter_shardings
+from maxmoe.parallel.plan.parameter_sharding import ParameterSharding, names_without_rules, shardings_by_name
 from maxmoe.ranks.named_collectives import broadcast
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
@@ -41,7 +42,9 @@ def shard_parameters(
         ValueError: for a parameter that is a DTensor already, and as `parameter_shardings`; the module is not changed
             then.
     """
-    parameters = parameter_shardings(module, mesh, rules, strict=strict, allow_unused=allow_unused)
+    parameters = shardings_by_name(module, mesh, rules, strict=strict, allow_unused=allow_unused)
+    for warning in names_without_rules(parameters, rules):
+        warnings.warn(warning, stacklevel=2)
     distribute_parameters(module, {name: parameter.sharding for name, parameter in parameters.items()})
     return parameters
 

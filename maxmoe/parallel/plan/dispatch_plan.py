@@ -98,8 +98,8 @@ def plan_dispatch(
 ) -> DispatchPlan:
     """Plan the dispatch of a layer, given its plan without communication and the sharding of a stack of its experts.
 
-    Experts are sharded over the axes that the rules `exp` and `activation_exp` share. Tokens are communicated over
-    those of these axes that shard the tokens outside of the layer. Raises if an axis does not divide the number of
+    Experts are sharded over the axes that the rules `exp` and `activation_exp` share. If some of these axes also shard
+    the tokens outside of the layer, tokens are communicated over them. Raises if an axis does not divide the number of
     experts, or if the experts of a rank would not be consecutive.
     """
     config = local.config
