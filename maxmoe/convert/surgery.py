@@ -4,7 +4,7 @@ The router, the state of the optimizer and the config of a layer follow. Everyth
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
 from typing import Any, TypeAlias
@@ -48,7 +48,7 @@ def prune_experts(
 
     Raises:
         ValueError: for ids out of range, fewer experts left than `top_k`, groups that do not keep one size, and layers
-            that are parallelized or have adapters or another router. No layer is changed then.
+            that are parallelized, have adapters or another router, or share their experts. No layer is changed then.
     """
 
     def remaining(path: str, num_experts: int, chosen: Any) -> _Sources:
@@ -150,6 +150,7 @@ def _replace(
         if path not in layers:
             raise ValueError(f"{type(model).__name__} has no MoE layer {path!r}{nearest(path, layers)}")
         _check_layer(path, layers[path])
+    _check_not_shared(layers, in_layers)
     replacements = [
         _Replacement.plan(path, layers[path], sources_of(path, layers[path].config.num_experts, each), top_k, noise)
         for path, each in in_layers.items()
@@ -277,6 +278,16 @@ def _check_layer(path: str, layer: MoE) -> None:
             f"{path} must have the dispatcher of one process, got {type(layer.runner.dispatcher).__name__}: surgery "
             "comes before parallelize"
         )
+
+
+def _check_not_shared(layers: Mapping[str, MoE], chosen: Collection[str]) -> None:
+    """Raise if one of the chosen layers shares its router or its experts with another layer of the model."""
+    found: dict[nn.Parameter, str] = {}
+    for path, layer in layers.items():
+        for parameter in (*layer.router.parameters(), *layer.experts.parameters()):
+            other = found.setdefault(parameter, path)
+            if other != path and (path in chosen or other in chosen):
+                raise ValueError(f"{path} must have a router and experts of its own, got those of {other}")
 
 
 def _check_groups(path: str, config: MoEConfig, sources: _Sources) -> None:
