@@ -41,8 +41,9 @@ def read_checkpoint(path: str | Path, layers: Mapping[str, MoE], family: str) ->
 
     Raises:
         ValueError: for an unknown family, for a file that is not in safetensors format, for tensors with other names,
-            shapes or formats than those of the layers, for scales that are not finite, and for layers that are
-            sharded. No layer has been changed then.
+            shapes or formats than those of the layers, for scales that are not finite, for quantized experts beside a
+            config.json with a block size that is not a power of two, and for layers that are sharded. No layer has been
+            changed then.
     """
     known = _family(family)
     for block, layer in layers.items():
@@ -59,6 +60,8 @@ def read_checkpoint(path: str | Path, layers: Mapping[str, MoE], family: str) ->
             slices = {key.removeprefix(base): files[key].get_slice(key) for key in files if key.startswith(base)}
             state = check_weights(f"{path} as {family}: {base[:-1]}", layer, layout, slices)
             checked.append((layer, layout, slices, state))
+        if any(isinstance(weight, QuantizedStack) for *_, state in checked for weight in state.values()):
+            _check_block_sizes(Path(path) / "config.json")
         for each in checked:
             read_weights(*each)
 
@@ -154,6 +157,25 @@ def _layout_of(keys: Sequence[str], family: Family, where: str) -> Layout:
     found = f"the names are those of {', '.join(others)}" if others else f"got {listed(sorted(keys))}"
     wanted = next(entry.key for entry in family.checkpoint.entries if entry.is_of_experts)
     raise ValueError(f"{where} must have {family.checkpoint.module}.{wanted}; {found}")
+
+
+def _check_block_sizes(config: Path) -> None:
+    """Raise if the config of a folder has a block size that is not a power of two, which no format has.
+
+    The shapes of the scales do not tell: 192 weights have two scales in blocks of 128 and in blocks of 96.
+    """
+    if not config.is_file():
+        return
+    objects: list[dict[str, Any]] = []  # all of the file, also nested ones
+    try:
+        json.loads(config.read_text(), object_hook=objects.append)
+    except ValueError as error:
+        raise ValueError(f"{config} must be a JSON file: {error}") from error
+    for values in objects:
+        block = values.get("weight_block_size", values.get("group_size") if "num_bits" in values else None)
+        for size in block if isinstance(block, list) else [block]:
+            if isinstance(size, int) and size > 0 and size & (size - 1):
+                raise ValueError(f"{config}: the block size of weights must be a power of two, got {block}")
 
 
 def _write_header(file: BinaryIO, tensors: Mapping[str, _Tensor]) -> None:
