@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from support.compared_models import (
     LENGTH,
     MICRO_BATCHES,
+    REPLICATED,
     Case,
     Model,
     Terms,
@@ -27,8 +28,6 @@ from support.compared_models import (
     scaled,
     share_of_loss,
 )
-
-REPLICATED = ("first", "last", "norm", "router")
 
 
 def summed(model: nn.Module, batch: Any) -> Terms:
