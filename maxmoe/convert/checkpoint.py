@@ -30,8 +30,8 @@ def read_checkpoint(path: str | Path, layers: Mapping[str, MoE], family: str) ->
 
     Experts that `maxmoe.quantize_experts` has quantized are read from checkpoints of their format without expansion:
     "mxfp4" as in gpt-oss, "fp8_block" as in DeepSeek-V3, "int4" as in the format pack-quantized of compressed-tensors.
-    The dtype of the scales, the group size and zero points are those of the checkpoint. Such experts may be on the meta
-    device; they get memory on the CPU.
+    The dtype of the scales, the group size and zero points are taken from the checkpoint. Such experts may be on the
+    meta device; they get memory on the CPU.
 
     Args:
         path: safetensors file, or folder with the files of one model.
@@ -40,8 +40,8 @@ def read_checkpoint(path: str | Path, layers: Mapping[str, MoE], family: str) ->
         family: `model_type` in the config of the model, such as "mixtral".
 
     Raises:
-        ValueError: for an unknown family, for a file that is not in safetensors format, for tensors with other names,
-            shapes or formats than those of the layers, for scales that are not finite, for quantized experts beside a
+        ValueError: for an unknown family, for a file that is not in safetensors format, for tensors whose names,
+            shapes or formats do not fit the layers, for scales that are not finite, for quantized experts beside a
             config.json with a block size that is not a power of two, and for layers that are sharded. No layer has been
             changed then.
     """
@@ -146,7 +146,7 @@ def _layout_of(keys: Sequence[str], family: Family, where: str) -> Layout:
 
     def has(layout: Layout) -> bool:
         ends = [f"{layout.module}.{entry.key}".split("{expert}") for entry in layout.entries if entry.is_of_experts]
-        codes = {each.ends[0] for each in PUBLISHED.values()}  # those of "fp8_block" are named as ordinary weights
+        codes = {each.ends[0] for each in PUBLISHED.values()}  # codes of "fp8_block" have the names of ordinary weights
         ends_of_codes = [(end[0], tuple(f"{end[-1]}{each}" for each in codes)) for end in ends]
         return any(key.startswith(begin) and key.endswith(end) for begin, end in ends_of_codes for key in keys)
 

@@ -73,7 +73,7 @@ def merge_experts(
     Args:
         model: model with `MoE` layers, or a layer, before `maxmoe.parallelize`, with experts that are not quantized.
         sets: disjoint sets of ids, such as ``[[0, 3], [1, 2, 5]]``, in every layer, or in some by their path.
-        top_k: experts per token afterwards; None for as many as before.
+        top_k: experts per token afterwards; None for the same number as before.
         optimizer: optimizer of the model, whose moments are averaged likewise.
 
     Raises:
@@ -103,17 +103,18 @@ def duplicate_experts(
 
     A copy comes right after its original. It has the same logits, so that a token that selects one selects the other
     next, in the place of another expert: outputs change. They are the same if every expert is copied m - 1 times and
-    `top_k` becomes m * `top_k`; the weights of the copies then add up to that of the original. For scores that are
-    neither normalized nor a softmax, `routed_scaling_factor` is divided by the growth of `top_k`. With "softmax" as
+    `top_k` becomes m * `top_k`; the weights of the copies then add up to the weight of the original. For scores that
+    are neither normalized nor a softmax, `routed_scaling_factor` is divided by the growth of `top_k`. With "softmax" as
     both `score_function` and `normalization`, outputs change in any case.
 
     Args:
         model: model with `MoE` layers, or a layer, before `maxmoe.parallelize`. Without noise, the experts may be
             quantized.
         experts: ids of the experts to copy, in every layer, or in some by their path; an id may occur several times.
-        top_k: experts per token afterwards; None for as many as before.
-        noise: standard deviation of Gaussian noise on the matrices and router rows of the copies, divided by that of
-            the matrix or row. Without noise, copies that are selected together get the same gradients and stay equal.
+        top_k: experts per token afterwards; None for the same number as before.
+        noise: standard deviation of Gaussian noise on the matrices and router rows of the copies, relative to the
+            standard deviation of the matrix or row. Without noise, copies that are selected together get the same
+            gradients and stay equal.
         optimizer: optimizer of the model, whose moments are copied.
 
     Raises:
@@ -169,7 +170,7 @@ class _Replacement:
     layer: MoE
     config: MoEConfig  # afterwards
     sources: _Sources  # in the order of the lowest ones
-    noise: float  # its standard deviation on copies, divided by that of the matrix
+    noise: float  # standard deviation on copies, relative to the standard deviation of the matrix
 
     @classmethod
     def plan(cls, path: str, layer: MoE, sources: _Sources, top_k: int | None, noise: float) -> "_Replacement":
@@ -186,7 +187,7 @@ class _Replacement:
         if top_k is not None:
             changes["top_k"] = top_k
             if config.normalization == "none" and config.score_function != "softmax":
-                # The sum of the routing weights over copies is then that of the originals.
+                # The routing weights of copies then add up to the weight of the original.
                 changes["routed_scaling_factor"] = config.routed_scaling_factor * config.top_k / top_k
         try:
             return cls(path, layer, dataclasses.replace(config, **changes), sources, noise)
@@ -194,7 +195,7 @@ class _Replacement:
             raise ValueError(f"{path}: {error}") from error
 
     def check_gradients(self) -> None:
-        """Raise for gradients if experts are merged or duplicated, because those of the new experts are not known."""
+        """Raise for gradients if experts are merged or duplicated, because the new gradients are not known."""
         if len(set(self.sources)) == len(self.sources) and all(len(ids) == 1 for ids in self.sources):
             return
         for name in ("router", "experts"):
@@ -227,7 +228,7 @@ class _Replacement:
         self._set_config()
 
     def _rows(self, tensor: Tensor) -> Tensor:
-        """Return the rows of the new experts. Rows after those of the experts stay as they are."""
+        """Return the rows of the new experts. Rows after the rows of the experts stay as they are."""
         num_experts = self.layer.config.num_experts
         sources = [*self.sources, *((row,) for row in range(num_experts, tensor.shape[0]))]
         if all(len(ids) == 1 for ids in sources):
@@ -265,7 +266,7 @@ class _Replacement:
 
 
 def _check_layer(path: str, layer: MoE) -> None:
-    """Raise unless router and experts are those of the library, in one process, without adapters."""
+    """Raise unless a layer has a `Router` and `Experts` of this library, in one process, without adapters."""
     check_whole("surgery", layer.state_dict(), prefix=f"{path}.")
     for name, module, kind in (("router", layer.router, Router), ("experts", layer.experts, Experts)):
         if type(module) is not kind:

@@ -87,13 +87,6 @@ def gradients_wiped(model: nn.Module, batch: Any) -> Terms:
     return accumulate(model, batch, wipe)
 
 
-def reduced_in_each_micro_batch(model: nn.Module, batch: Any) -> Terms:
-    """Gradients are all-reduced after each micro-batch, with those of earlier ones once more."""
-    total = accumulate(model, batch, lambda model, _: reduce_gradients(model))
-    reduce_gradients(model)
-    return total
-
-
 def backward_twice(model: nn.Module, batch: Any) -> Terms:
     """Two backward passes without `zero_grad` in between."""
     backward(loss(model, batch))
