@@ -23,7 +23,7 @@ class _HandedOver:
         self.is_taken = False
 
 
-# By the name of the parameter; those of the innermost module, if an adapted module calls another one.
+# By the name of the parameter. If an adapted module calls another one, the factors of the inner module.
 _handed_over: OfThisThread[dict[str, _HandedOver]] = OfThisThread()
 
 

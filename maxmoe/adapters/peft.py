@@ -48,8 +48,8 @@ class _FinderOfPeft(MetaPathFinder):
 def connect() -> None:
     """Let the wrappers of PEFT hand their factors to experts instead of adding their product to the weights.
 
-    If PEFT keeps adapters in another way than this library knows, it is left as it is, with a warning: results are
-    those of PEFT, and each forward forms the sum of weights and adapters.
+    If PEFT keeps adapters in another way than this library knows, it is left as it is, with a warning: PEFT
+    computes the results, and each forward forms the sum of weights and adapters.
     """
     from maxmoe.adapters import _peft
 

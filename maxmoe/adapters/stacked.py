@@ -117,7 +117,7 @@ def _stack_factors(wrapper: Any) -> None:
     ends = {"lora_A": of_a, "lora_B": of_b}
 
     def saved_tensors(batch: int, length: int) -> dict[str, SavedTensor]:
-        """The rows times `lora_A` of the active adapters, as many rows as of the tensors that the module saves."""
+        """Product with `lora_A` of the active adapters, with a row for each row of the preactivations."""
         saved = {} if of_module.saved_tensors is None else of_module.saved_tensors(batch, length)
         rows = saved.get("preactivations")
         if rows is None:

@@ -1,7 +1,7 @@
 """Moves weights between a `maxmoe.MoE` layer and the sparse block of a transformers model.
 
 Weights are moved one tensor at a time: the tensor is copied to the other layout, and then released in its source. The
-peak memory is that of the model plus one tensor. transformers need not be installed.
+peak memory is the model plus one tensor. transformers need not be installed.
 """
 
 import dataclasses
@@ -72,7 +72,7 @@ def check_tensors_of(block: nn.Module, layer: nn.Module, what: str) -> dict[str,
     for key, held in tensors.items():
         if held.entry.has_unused_matrices and key in theirs:
             expected[key] = torch.Size([max(theirs[key].shape[0], held.shape[0]), *held.shape[1:]])
-    where = f"{type(block).__name__} against that of transformers >= 5.20"
+    where = f"{type(block).__name__} against the block of transformers >= 5.20"
     check_tensors(where, {key: tensor.shape for key, tensor in theirs.items()}, expected)
     return tensors
 

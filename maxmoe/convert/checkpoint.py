@@ -30,8 +30,8 @@ def read_checkpoint(path: str | Path, layers: Mapping[str, MoE], family: str) ->
 
     Experts that `maxmoe.quantize_experts` has quantized are read from checkpoints of their format without expansion:
     "mxfp4" as in gpt-oss, "fp8_block" as in DeepSeek-V3, "int4" as in the format pack-quantized of compressed-tensors.
-    The dtype of the scales, the group size and zero points are those of the checkpoint. Such experts may be on the meta
-    device; they get memory on the CPU.
+    The dtype of the scales, the group size and zero points are taken from the checkpoint. Such experts may be on the
+    meta device; they get memory on the CPU.
 
     Args:
         path: safetensors file, or folder with the files of one model.
@@ -40,9 +40,10 @@ def read_checkpoint(path: str | Path, layers: Mapping[str, MoE], family: str) ->
         family: `model_type` in the config of the model, such as "mixtral".
 
     Raises:
-        ValueError: for an unknown family, for a file that is not in safetensors format, for tensors with other names,
-            shapes or formats than those of the layers, for scales that are not finite, and for layers that are
-            sharded. No layer has been changed then.
+        ValueError: for an unknown family, for a file that is not in safetensors format, for tensors whose names,
+            shapes or formats do not fit the layers, for scales that are not finite, for quantized experts beside a
+            config.json with a block size that is not a power of two, and for layers that are sharded. No layer has been
+            changed then.
     """
     known = _family(family)
     for block, layer in layers.items():
@@ -59,6 +60,8 @@ def read_checkpoint(path: str | Path, layers: Mapping[str, MoE], family: str) ->
             slices = {key.removeprefix(base): files[key].get_slice(key) for key in files if key.startswith(base)}
             state = check_weights(f"{path} as {family}: {base[:-1]}", layer, layout, slices)
             checked.append((layer, layout, slices, state))
+        if any(isinstance(weight, QuantizedStack) for *_, state in checked for weight in state.values()):
+            _check_block_sizes(Path(path) / "config.json")
         for each in checked:
             read_weights(*each)
 
@@ -143,7 +146,7 @@ def _layout_of(keys: Sequence[str], family: Family, where: str) -> Layout:
 
     def has(layout: Layout) -> bool:
         ends = [f"{layout.module}.{entry.key}".split("{expert}") for entry in layout.entries if entry.is_of_experts]
-        codes = {each.ends[0] for each in PUBLISHED.values()}  # those of "fp8_block" are named as ordinary weights
+        codes = {each.ends[0] for each in PUBLISHED.values()}  # codes of "fp8_block" have the names of ordinary weights
         ends_of_codes = [(end[0], tuple(f"{end[-1]}{each}" for each in codes)) for end in ends]
         return any(key.startswith(begin) and key.endswith(end) for begin, end in ends_of_codes for key in keys)
 
@@ -154,6 +157,25 @@ def _layout_of(keys: Sequence[str], family: Family, where: str) -> Layout:
     found = f"the names are those of {', '.join(others)}" if others else f"got {listed(sorted(keys))}"
     wanted = next(entry.key for entry in family.checkpoint.entries if entry.is_of_experts)
     raise ValueError(f"{where} must have {family.checkpoint.module}.{wanted}; {found}")
+
+
+def _check_block_sizes(config: Path) -> None:
+    """Raise if the config of a folder has a block size that is not a power of two, which no format has.
+
+    The shapes of the scales do not tell: 192 weights have two scales in blocks of 128 and in blocks of 96.
+    """
+    if not config.is_file():
+        return
+    objects: list[dict[str, Any]] = []  # all of the file, also nested ones
+    try:
+        json.loads(config.read_text(), object_hook=objects.append)
+    except ValueError as error:
+        raise ValueError(f"{config} must be a JSON file: {error}") from error
+    for values in objects:
+        block = values.get("weight_block_size", values.get("group_size") if "num_bits" in values else None)
+        for size in block if isinstance(block, list) else [block]:
+            if isinstance(size, int) and size > 0 and size & (size - 1):
+                raise ValueError(f"{config}: the block size of weights must be a power of two, got {block}")
 
 
 def _write_header(file: BinaryIO, tensors: Mapping[str, _Tensor]) -> None:

@@ -17,8 +17,8 @@ def quantize_experts(model: nn.Module, format: str, *, group_size: int | None = 
     parameters. Biases, routers, shared experts and all other parameters are left as they are. Adapters of PEFT may be
     added before or after.
 
-    Each parameter is freed as soon as it has been quantized, one expert after the other. The peak memory is that of the
-    model and the largest quantized parameter.
+    Each parameter is freed as soon as it has been quantized, one expert after the other. The peak memory is the
+    model plus its largest quantized parameter.
 
     Args:
         model: model with frozen experts, not sharded. On the meta device, the quantized weights have no memory either.

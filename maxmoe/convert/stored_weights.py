@@ -42,6 +42,10 @@ class Published:
         """Return one matrix from its published tensors; it has the layout of `like`."""
         return tensors[""]
 
+    def check(self, tensors: Mapping[str, Tensor], like: Any) -> None:
+        """Raise unless the values of the tensors beside the codes fit a quantized matrix such as `like`."""
+        check_values(tensors[self.ends[1]], None)
+
 
 class _Mxfp4(Published):
     """Tensors of gpt-oss: blocks ``(out, in / 32, 16)`` of bytes and scales ``(out, in / 32)``."""
@@ -88,6 +92,12 @@ class _PackedInt4(Published):
             packed = (nibbles[:, 0::2] | nibbles[:, 1::2] << 4).contiguous().view(torch.int32)
             tensors["_zero_point"] = packed.mT
         return tensors
+
+    def check(self, tensors: Mapping[str, Tensor], like: QuantizedStack) -> None:
+        super().check(tensors, like)
+        shape = [like.rows, like.columns]
+        if tensors["_shape"].tolist() != shape:
+            raise ValueError(f"its _shape must hold {shape}, got {tensors['_shape'].tolist()}")
 
     def weight(self, tensors: Mapping[str, Tensor], like: QuantizedStack) -> QuantizedStack:
         codes, zeros = tensors["_packed"].view(torch.uint8)[:, : -(-like.columns // 2)], None
@@ -138,11 +148,12 @@ class StoredWeight:
         for _, parameters in self.experts():
             yield self.published.tensors(self.held.entry.join(parameters))[name.removeprefix(self.key)]
 
-    def check_scales(self, where: str, slices: Slices) -> None:
-        """Read the scales of a quantized weight; raise unless they are finite."""
+    def check(self, where: str, slices: Slices) -> None:
+        """Read the tensors beside the codes of a quantized weight; raise unless their values fit the weight."""
+        names = {end: f"{self.key}{end}" for end in self.published.ends[1:] if f"{self.key}{end}" in slices}
         for index, _ in self.experts():
             try:
-                check_values(slices[f"{self.key}{self.published.ends[1]}"][index], None)
+                self.published.check({end: slices[name][index] for end, name in names.items()}, self.matrix)
             except ValueError as error:
                 expert = "" if index is ... else f" of expert {index}"
                 raise ValueError(f"{where}: {self.key}{expert}: {error}") from error
@@ -183,7 +194,7 @@ def check_weights(where: str, layer: nn.Module, layout: Layout, slices: Slices) 
             raise ValueError(f"{where}: {name} must be of {', '.join(allowed)}, got {slices[name].get_dtype()}{remedy}")
     for weight in weights:
         if weight.published.format:
-            weight.check_scales(where, slices)
+            weight.check(where, slices)
     return state
 
 

@@ -4,7 +4,7 @@ The router, the state of the optimizer and the config of a layer follow. Everyth
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
 from typing import Any, TypeAlias
@@ -48,7 +48,7 @@ def prune_experts(
 
     Raises:
         ValueError: for ids out of range, fewer experts left than `top_k`, groups that do not keep one size, and layers
-            that are parallelized or have adapters or another router. No layer is changed then.
+            that are parallelized, have adapters or another router, or share their experts. No layer is changed then.
     """
 
     def remaining(path: str, num_experts: int, chosen: Any) -> _Sources:
@@ -73,7 +73,7 @@ def merge_experts(
     Args:
         model: model with `MoE` layers, or a layer, before `maxmoe.parallelize`, with experts that are not quantized.
         sets: disjoint sets of ids, such as ``[[0, 3], [1, 2, 5]]``, in every layer, or in some by their path.
-        top_k: experts per token afterwards; None for as many as before.
+        top_k: experts per token afterwards; None for the same number as before.
         optimizer: optimizer of the model, whose moments are averaged likewise.
 
     Raises:
@@ -103,17 +103,18 @@ def duplicate_experts(
 
     A copy comes right after its original. It has the same logits, so that a token that selects one selects the other
     next, in the place of another expert: outputs change. They are the same if every expert is copied m - 1 times and
-    `top_k` becomes m * `top_k`; the weights of the copies then add up to that of the original. For scores that are
-    neither normalized nor a softmax, `routed_scaling_factor` is divided by the growth of `top_k`. With "softmax" as
+    `top_k` becomes m * `top_k`; the weights of the copies then add up to the weight of the original. For scores that
+    are neither normalized nor a softmax, `routed_scaling_factor` is divided by the growth of `top_k`. With "softmax" as
     both `score_function` and `normalization`, outputs change in any case.
 
     Args:
         model: model with `MoE` layers, or a layer, before `maxmoe.parallelize`. Without noise, the experts may be
             quantized.
         experts: ids of the experts to copy, in every layer, or in some by their path; an id may occur several times.
-        top_k: experts per token afterwards; None for as many as before.
-        noise: standard deviation of Gaussian noise on the matrices and router rows of the copies, divided by that of
-            the matrix or row. Without noise, copies that are selected together get the same gradients and stay equal.
+        top_k: experts per token afterwards; None for the same number as before.
+        noise: standard deviation of Gaussian noise on the matrices and router rows of the copies, relative to the
+            standard deviation of the matrix or row. Without noise, copies that are selected together get the same
+            gradients and stay equal.
         optimizer: optimizer of the model, whose moments are copied.
 
     Raises:
@@ -150,6 +151,7 @@ def _replace(
         if path not in layers:
             raise ValueError(f"{type(model).__name__} has no MoE layer {path!r}{nearest(path, layers)}")
         _check_layer(path, layers[path])
+    _check_not_shared(layers, in_layers)
     replacements = [
         _Replacement.plan(path, layers[path], sources_of(path, layers[path].config.num_experts, each), top_k, noise)
         for path, each in in_layers.items()
@@ -168,7 +170,7 @@ class _Replacement:
     layer: MoE
     config: MoEConfig  # afterwards
     sources: _Sources  # in the order of the lowest ones
-    noise: float  # its standard deviation on copies, divided by that of the matrix
+    noise: float  # standard deviation on copies, relative to the standard deviation of the matrix
 
     @classmethod
     def plan(cls, path: str, layer: MoE, sources: _Sources, top_k: int | None, noise: float) -> "_Replacement":
@@ -185,7 +187,7 @@ class _Replacement:
         if top_k is not None:
             changes["top_k"] = top_k
             if config.normalization == "none" and config.score_function != "softmax":
-                # The sum of the routing weights over copies is then that of the originals.
+                # The routing weights of copies then add up to the weight of the original.
                 changes["routed_scaling_factor"] = config.routed_scaling_factor * config.top_k / top_k
         try:
             return cls(path, layer, dataclasses.replace(config, **changes), sources, noise)
@@ -193,7 +195,7 @@ class _Replacement:
             raise ValueError(f"{path}: {error}") from error
 
     def check_gradients(self) -> None:
-        """Raise for gradients if experts are merged or duplicated, because those of the new experts are not known."""
+        """Raise for gradients if experts are merged or duplicated, because the new gradients are not known."""
         if len(set(self.sources)) == len(self.sources) and all(len(ids) == 1 for ids in self.sources):
             return
         for name in ("router", "experts"):
@@ -226,7 +228,7 @@ class _Replacement:
         self._set_config()
 
     def _rows(self, tensor: Tensor) -> Tensor:
-        """Return the rows of the new experts. Rows after those of the experts stay as they are."""
+        """Return the rows of the new experts. Rows after the rows of the experts stay as they are."""
         num_experts = self.layer.config.num_experts
         sources = [*self.sources, *((row,) for row in range(num_experts, tensor.shape[0]))]
         if all(len(ids) == 1 for ids in sources):
@@ -264,7 +266,7 @@ class _Replacement:
 
 
 def _check_layer(path: str, layer: MoE) -> None:
-    """Raise unless router and experts are those of the library, in one process, without adapters."""
+    """Raise unless a layer has a `Router` and `Experts` of this library, in one process, without adapters."""
     check_whole("surgery", layer.state_dict(), prefix=f"{path}.")
     for name, module, kind in (("router", layer.router, Router), ("experts", layer.experts, Experts)):
         if type(module) is not kind:
@@ -277,6 +279,16 @@ def _check_layer(path: str, layer: MoE) -> None:
             f"{path} must have the dispatcher of one process, got {type(layer.runner.dispatcher).__name__}: surgery "
             "comes before parallelize"
         )
+
+
+def _check_not_shared(layers: Mapping[str, MoE], chosen: Collection[str]) -> None:
+    """Raise if one of the chosen layers shares its router or its experts with another layer of the model."""
+    found: dict[nn.Parameter, str] = {}
+    for path, layer in layers.items():
+        for parameter in (*layer.router.parameters(), *layer.experts.parameters()):
+            other = found.setdefault(parameter, path)
+            if other != path and (path in chosen or other in chosen):
+                raise ValueError(f"{path} must have a router and experts of its own, got those of {other}")
 
 
 def _check_groups(path: str, config: MoEConfig, sources: _Sources) -> None:

@@ -129,13 +129,17 @@ class LoadHistory:
             state: result of `state_dict`. Without "values", the rows begin with the next step.
 
         Raises:
-            ValueError: for tensors of other shapes.
+            ValueError: for tensors of other shapes, counts that are not integers, and a negative `num_steps`.
         """
         num_steps, windows = state["num_steps"], state["tokens_per_expert"]
+        check_int("num_steps", num_steps, at_least=0)
         values = state.get("values", torch.empty(0, len(windows), len(VALUES), dtype=torch.float64))
         shapes = {layer: tuple(counts.shape) for layer, counts in windows.items()}
         if any(len(shape) != 2 or shape[0] != NUM_WINDOWS for shape in shapes.values()):
             raise ValueError(f"tokens_per_expert must have shape [{NUM_WINDOWS}, E] for each layer, got {shapes}")
+        for layer, counts in windows.items():
+            if counts.is_floating_point():
+                raise ValueError(f"tokens_per_expert must be integer, got {counts.dtype} for {layer!r}")
         if values.shape[1:] != (len(windows), len(VALUES)) or len(values) > num_steps:
             raise ValueError(
                 f"values must have shape [N, {len(windows)}, {len(VALUES)}] for N of {num_steps} steps, "

@@ -24,7 +24,7 @@ class QuantizedStack:
         scales: scale of each block, ``(L, rows / rows of a block, columns / columns of a block)``, rounded up.
         format: name of a format in `maxmoe.quantization.FORMATS`.
         zeros: zero points, uint8, with the shape of the scales, for "int4"; None for 8.
-        columns: number of columns of the matrices; None for that of all codes in a row.
+        columns: number of columns of the matrices; None for one column per code in a row.
         is_transposed: whether the shape is ``(L, columns, rows)`` instead of ``(L, rows, columns)``.
         dtype: dtype that the stack is dequantized to by default.
 
@@ -163,7 +163,7 @@ class QuantizedStack:
         Each is the float32 product of code and scale, rounded once.
 
         Args:
-            dtype: dtype of the result; None for that of the stack.
+            dtype: dtype of the result; None for the dtype of the stack.
 
         Returns:
             Tensor with the shape of the stack.

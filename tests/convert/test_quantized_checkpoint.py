@@ -1,5 +1,6 @@
 """Checkpoints with quantized experts: read without expansion, written back bit for bit, refused before a copy."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,11 @@ WRONG: dict[str, tuple[str, dict[str, Tensor | None], tuple[str, ...]]] = {
         {"down_proj_blocks": torch.zeros(4, 256, 4, 16, dtype=torch.int8)},
         ("experts.down_proj_blocks", "U8", "I8"),
     ),
+    "weight_shape": (
+        "int4",
+        {"3.down_proj.weight_shape": torch.tensor([128, 256])},
+        ("experts.3.down_proj.weight", "[256, 128]", "[128, 256]", "model.safetensors"),
+    ),
     "missing scales": (
         "fp8_block",
         {"2.up_proj.weight_scale_inv": None},
@@ -193,6 +199,29 @@ def test_wrong_tensors(kind: str, changes: dict[str, Any], words: tuple[str, ...
         read_checkpoint(path, {"model.layers.2": right, BLOCK: layer}, FAMILIES[kind])
     assert layer.experts.up_proj.is_meta and torch.equal(layer.router.weight, before)
     assert not right.experts.up_proj.codes.any()
+
+
+BLOCK_SIZES: dict[str, dict[str, Any]] = {
+    "fp8_block": {"quant_method": "fp8", "weight_block_size": [96, 128]},
+    "int4": {"config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int", "group_size": 96}}}},
+}
+
+
+@pytest.mark.parametrize("kind", BLOCK_SIZES)
+def test_block_sizes_that_no_format_has(kind: str, tmp_path: Path) -> None:
+    """Two scales for 192 weights may be for 128 and 64 or for 96 and 96: only the config tells."""
+    written(tmp_path, kind)
+    config = tmp_path / "config.json"
+    text = json.dumps({"quantization_config": BLOCK_SIZES[kind]})
+    config.write_text(text)
+    with pytest.raises(ValueError, match=r"config.json: the block size of weights must be a power of two, got .*96"):
+        read(tmp_path, kind)
+    config.write_text("no JSON")
+    with pytest.raises(ValueError, match=r"config.json must be a JSON file"):
+        read(tmp_path, kind)
+    for size in ("128", "-1", "null"):
+        config.write_text(text.replace("96", size))
+        read(tmp_path, kind)
 
 
 def test_blocks_that_a_layout_would_cut_are_named(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -63,3 +64,12 @@ def test_other_routers_adapters_and_dispatchers_are_refused() -> None:
     layer.experts = nn.Sequential(layer.experts)
     with pytest.raises(ValueError, match=r"moe.experts must be a maxmoe.nn.Experts, got Sequential"):
         prune_experts(layer, [0])
+
+
+def test_layers_that_share_experts_are_refused() -> None:
+    model = nn.Sequential(make(), make(), make())
+    model[1].experts = model[0].experts
+    with pytest.raises(ValueError, match="1 must have a router and experts of its own, got those of 0"):
+        prune_experts(model, {"1": [0]})
+    prune_experts(model, {"2": [np.int64(0)]})
+    assert [layer.config.num_experts for layer in model] == [6, 6, 5]

@@ -159,6 +159,10 @@ def test_a_resumed_record_needs_its_windows() -> None:
     for counts in (torch.zeros(3, 4, dtype=torch.int64), torch.zeros(100, dtype=torch.int64)):
         with pytest.raises(ValueError, match=r"shape \[100, E\] for each layer, got \{'moe': \("):
             LoadHistory().load_state_dict({"num_steps": 3, "tokens_per_expert": {"moe": counts}})
+    with pytest.raises(ValueError, match=r"tokens_per_expert must be integer, got torch.float32 for 'moe'$"):
+        LoadHistory().load_state_dict({"num_steps": 3, "tokens_per_expert": {"moe": torch.zeros(100, 4)}})
+    with pytest.raises(ValueError, match=r"num_steps must be an int >= 0, got -5$"):
+        LoadHistory().load_state_dict({"num_steps": -5, "tokens_per_expert": {}})
     for num_steps in (-5, 1.5):
         with pytest.raises(ValueError, match=rf"num_steps must be an int >= 0, got {num_steps}$"):
             LoadHistory(num_steps=num_steps)  # type: ignore[arg-type]

@@ -13,6 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 BATCH, LENGTH, WIDTH, EXPERTS, MICRO_BATCHES = 24, 5, 8, 8, 3
+# Parameters that expert parallelism leaves whole on every rank.
+REPLICATED = ("first", "last", "norm", "router")
 Terms = dict[str, Tensor]
 
 
@@ -107,12 +109,16 @@ def backward(terms: Terms) -> Terms:
     return {name: term.detach() for name, term in terms.items()}
 
 
-def micro_batches(batch: tuple[Tensor, Tensor]) -> list[tuple[Tensor, Tensor]]:
+def micro_batches(batch: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
     return list(zip(*(tensor.chunk(MICRO_BATCHES) for tensor in batch), strict=True))
 
 
 def accumulate(
-    model: Any, batch: tuple[Tensor, Tensor], before: Callable[[Any, bool], None] = lambda *_: None, **factors: float
+    model: Any,
+    batch: tuple[Tensor, ...],
+    before: Callable[[Any, bool], None] = lambda *_: None,
+    loss: Callable[[Any, Any], Terms] = loss,
+    **factors: float,
 ) -> Terms:
     """Forward and backward of all micro-batches; `before` learns whether the next one is the last."""
     total: Terms = {}

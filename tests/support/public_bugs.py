@@ -11,11 +11,13 @@ from support.compared_models import (
     BATCH,
     LENGTH,
     MICRO_BATCHES,
+    REPLICATED,
     WIDTH,
     Case,
     Experts,
     Model,
     Terms,
+    accumulate,
     alone,
     backward,
     ddp,
@@ -29,7 +31,7 @@ from support.compared_models import (
 )
 from support.mistaken_experts import DetachedScores, Sentinels, SlicedGradient, UnsummedScores, WrongPairs
 from support.parallel_by_hand import SameOnRanks, SumOfParts, TensorParallelByHand, build_dense, dense_loss
-from support.wrong_training import REPLICATED, WRONG
+from support.wrong_training import WRONG
 
 
 class Bug(NamedTuple):
@@ -75,6 +77,24 @@ def with_experts(kind: type[Experts]) -> Callable[[], nn.Module]:
     return build
 
 
+def of_same_tokens(kind: type[Experts], first_wrong: str, explanation: str) -> Case:
+    """Experts over ranks that have the same tokens."""
+    case = Case(expert_parallel, make_batch=same_batch, loss=token_loss, build=with_experts(kind))
+    return case._replace(first_wrong=first_wrong, explanation=explanation)
+
+
+def of_gathered_tokens(kind: type[Experts], first_wrong: str, explanation: str) -> Case:
+    """Experts over ranks that gather the tokens of all."""
+    case = Case(expert_parallel, loss=share_of_tokens, step=sums_of_replicated, build=with_experts(kind))
+    return case._replace(first_wrong=first_wrong, explanation=explanation)
+
+
+def of_tensor_parallel(kind: type[nn.Module], first_wrong: str, explanation: str) -> Case:
+    """A dense block over two ranks."""
+    case = Case(kind, 2, loss=dense_loss, make_batch=same_batch, build=build_dense)
+    return case._replace(first_wrong=first_wrong, explanation=explanation)
+
+
 def split_backward(model: nn.Module, batch: Any) -> Terms:
     """Gradients of inputs and weights are taken apart, without the hooks by which DDP reduces."""
     terms = loss(model, batch)
@@ -115,11 +135,7 @@ def masked_loss(model: nn.Module, batch: Any) -> Terms:
 
 def mean_of_means(model: nn.Module, batch: Any) -> Terms:
     """Each micro-batch counts alike, however many tokens it has."""
-    total: Terms = {}
-    for micro_batch in zip(*(tensor.chunk(MICRO_BATCHES) for tensor in batch), strict=True):
-        terms = backward(scaled(masked_loss(model, micro_batch), all=1 / MICRO_BATCHES))
-        total = {name: term + total.get(name, 0) for name, term in terms.items()}
-    return total
+    return accumulate(model, batch, loss=masked_loss)
 
 
 class LowRank(nn.Module):
@@ -167,63 +183,29 @@ BUGS = {
     "scores not summed": Bug(
         "huggingface/transformers#48205",
         "Experts are spread over ranks with the same tokens, and the gradients of the routing weights are not summed.",
-        Case(
-            expert_parallel,
-            make_batch=same_batch,
-            loss=token_loss,
-            build=with_experts(UnsummedScores),
-            first_wrong="router.bias",
-            explanation=MISSING,
-        ),
+        of_same_tokens(UnsummedScores, "router.bias", MISSING),
     ),
     "sentinel slots": Bug(
         "huggingface/transformers#48687",
         "Slots of other ranks' experts run through a local one with weight zero, hidden in the forward alone.",
-        Case(
-            expert_parallel,
-            make_batch=same_batch,
-            loss=token_loss,
-            build=with_experts(Sentinels),
-            first_wrong="router.bias",
-            explanation="no single factor",
-        ),
+        of_same_tokens(Sentinels, "router.bias", "no single factor"),
         half="backward",
     ),
     "weights of other experts": Bug(
         "huggingface/transformers#45473",
         "Each rank takes the routing weights of other experts than its own.",
-        Case(
-            expert_parallel,
-            make_batch=same_batch,
-            loss=token_loss,
-            build=with_experts(WrongPairs),
-            explanation="no single factor",
-        ),
+        of_same_tokens(WrongPairs, FIRST, "no single factor"),
         half="forward",
     ),
     "router detached": Bug(
         "NVIDIA-NeMo/Automodel#2995",
         "The routing weights are gathered by a collective without a backward.",
-        Case(
-            expert_parallel,
-            loss=share_of_tokens,
-            step=sums_of_replicated,
-            build=with_experts(DetachedScores),
-            first_wrong="router.bias",
-            explanation="detached on the ranks: no gradient",
-        ),
+        of_gathered_tokens(DetachedScores, "router.bias", "detached on the ranks: no gradient"),
     ),
     "slice instead of reduce-scatter": Bug(
         "NVIDIA-NeMo/Automodel#1260",
         "The backward of the all-gather of tokens takes a slice of the gradient of this rank's experts alone.",
-        Case(
-            expert_parallel,
-            loss=share_of_tokens,
-            step=sums_of_replicated,
-            build=with_experts(SlicedGradient),
-            first_wrong="norm.weight",
-            explanation="no single factor",
-        ),
+        of_gathered_tokens(SlicedGradient, "norm.weight", "no single factor"),
         half="backward",
     ),
     "auxiliary loss times ranks": Bug(
@@ -268,29 +250,13 @@ BUGS = {
     "bias on every rank": Bug(
         "pytorch/torchtitan#4245",
         "Each tensor-parallel rank adds the bias of the output before the parts are summed.",
-        Case(
-            BiasOnEveryRank,
-            2,
-            loss=dense_loss,
-            make_batch=same_batch,
-            build=build_dense,
-            first_wrong="down.bias",
-            explanation="no single factor",
-        ),
+        of_tensor_parallel(BiasOnEveryRank, "down.bias", "no single factor"),
         half="forward",
     ),
     "input gradient not summed": Bug(
         "pytorch/torchtitan#4054",
         "With tensor-parallel experts, gradients below them lose the sum over the ranks.",
-        Case(
-            UnsummedInputGradient,
-            2,
-            loss=dense_loss,
-            make_batch=same_batch,
-            build=build_dense,
-            first_wrong="norm.weight",
-            explanation=MISSING,
-        ),
+        of_tensor_parallel(UnsummedInputGradient, "norm.weight", MISSING),
     ),
     "one factor of an adapter": Bug(
         "modelscope/mcore-bridge#173",

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from support.compared_models import (
     MICRO_BATCHES,
+    REPLICATED,
     Case,
     Model,
     Terms,
@@ -154,7 +155,6 @@ def step_of_stages(stage: Any, batch: tuple[Tensor, Tensor]) -> Tensor | None:
     return torch.stack(losses).mean()
 
 
-REPLICATED = ("first", "last", "norm", "router")
 RIGHT = {
     "DDP": Case(ddp),
     "DDP of a model with other values on each rank": Case(ddp, build=Model),

@@ -14,14 +14,13 @@ from maxmoe.sharding import LogicalRules, Mesh
 from support import parallel_decoder
 from support.compared_models import (
     BATCH,
-    MICRO_BATCHES,
     WIDTH,
     Case,
     Terms,
+    accumulate,
     alone,
     backward,
     ddp,
-    micro_batches,
     reduce_gradients,
     scaled,
 )
@@ -88,9 +87,7 @@ def share_of_tokens(model: nn.Module, batch: Any) -> Terms:
 
 def forgotten_scale(model: nn.Module, batch: Any) -> Terms:
     """Micro-batches without `set_aux_loss_scale`."""
-    for micro_batch in micro_batches(batch):
-        terms = backward(scaled(loss_of_tokens(model, micro_batch), all=1 / MICRO_BATCHES))
-    return terms
+    return accumulate(model, batch, loss=loss_of_tokens)
 
 
 def summed_shares(model: nn.Module, batch: Any) -> Terms:
@@ -117,37 +114,28 @@ RIGHT = {
     ),
 }
 ADDED = "the auxiliary gradient added in the backward is {}, see set_aux_loss_scale"
+OF_EACH_BATCH = "mean of the gradients of each rank's batch alone, not the gradient of the whole batch"
+
+
+def of_feed_forward(scope: Literal["sequence", "batch"], explanation: str, **changes: Any) -> Case:
+    """A mistake in the gradient of the auxiliary loss."""
+    case = Case(ddp, loss=loss_of_tokens, build=partial(build_feed_forward, scope), first_wrong="1.router.weight")
+    return case._replace(explanation=explanation, **changes)
+
+
 WRONG = {
-    "scale of the auxiliary loss forgotten": Case(
-        ddp,
-        loss=loss_of_tokens,
-        step=forgotten_scale,
-        build=partial(build_feed_forward, "sequence"),
-        first_wrong="1.router.weight",
-        explanation=ADDED.format("3 times: micro-batches"),
+    "scale of the auxiliary loss forgotten": of_feed_forward(
+        "sequence", ADDED.format("3 times: micro-batches"), step=forgotten_scale
     ),
-    "scale of an auxiliary loss over the batch forgotten": Case(
-        ddp,
-        loss=loss_of_tokens,
-        step=forgotten_scale,
-        build=partial(build_feed_forward, "batch"),
-        first_wrong="1.router.weight",
-        explanation="mean of the gradients of each rank's batch alone, not the gradient of the whole batch; "
-        + ADDED.format("3 times: micro-batches"),
+    "scale of an auxiliary loss over the batch forgotten": of_feed_forward(
+        "batch", f"{OF_EACH_BATCH}; {ADDED.format('3 times: micro-batches')}", step=forgotten_scale
     ),
-    "auxiliary gradient of each rank summed": Case(
-        alone,
+    "auxiliary gradient of each rank summed": of_feed_forward(
+        "sequence",
+        ADDED.format("4 times: number of ranks"),
+        parallelize=alone,
         loss=share_of_tokens,
         step=summed_shares,
-        build=partial(build_feed_forward, "sequence"),
-        first_wrong="1.router.weight",
-        explanation=ADDED.format("4 times: number of ranks"),
     ),
-    "auxiliary loss of each rank's tokens": Case(
-        ddp,
-        loss=loss_of_tokens,
-        build=partial(build_feed_forward, "batch"),
-        first_wrong="1.router.weight",
-        explanation="mean of the gradients of each rank's batch alone, not the gradient of the whole batch",
-    ),
+    "auxiliary loss of each rank's tokens": of_feed_forward("batch", OF_EACH_BATCH),
 }

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from support.compared_models import (
     LENGTH,
     MICRO_BATCHES,
+    REPLICATED,
     Case,
     Model,
     Terms,
@@ -27,8 +28,6 @@ from support.compared_models import (
     scaled,
     share_of_loss,
 )
-
-REPLICATED = ("first", "last", "norm", "router")
 
 
 def summed(model: nn.Module, batch: Any) -> Terms:
@@ -86,13 +85,6 @@ def gradients_wiped(model: nn.Module, batch: Any) -> Terms:
             model.zero_grad()
 
     return accumulate(model, batch, wipe)
-
-
-def reduced_in_each_micro_batch(model: nn.Module, batch: Any) -> Terms:
-    """Gradients are all-reduced after each micro-batch, with those of earlier ones once more."""
-    total = accumulate(model, batch, lambda model, _: reduce_gradients(model))
-    reduce_gradients(model)
-    return total
 
 
 def backward_twice(model: nn.Module, batch: Any) -> Terms:

@@ -15,10 +15,20 @@ from torch.nn.parallel import DistributedDataParallel
 from maxmoe.testing import Comparison, RankComparison
 from maxmoe.testing.comparison import compare_output
 from maxmoe.testing.layout import Entries, matching_names
-from support.compared_models import WIDTH, Case, alone, ddp, expert_parallel, same_batch, share_of_loss, whole_batch
+from support.compared_models import (
+    REPLICATED,
+    WIDTH,
+    Case,
+    alone,
+    ddp,
+    expert_parallel,
+    same_batch,
+    share_of_loss,
+    whole_batch,
+)
 from support.forked_comparison import compare
 from support.parallel_by_hand import reduced
-from support.right_training import REPLICATED, RIGHT, build_equal
+from support.right_training import RIGHT, build_equal
 from support.wrong_training import WRONG
 
 if os.environ.get("MAXMOE_CORE") != "off":  # as in tests/package/test_without_core.py
