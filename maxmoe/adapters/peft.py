@@ -51,9 +51,9 @@ def connect() -> None:
     If PEFT keeps adapters in another way than this library knows, it is left as it is, with a warning: PEFT
     computes the results, and each forward forms the sum of weights and adapters.
     """
-    from maxmoe.adapters import _peft
-
     try:
+        from maxmoe.adapters import _peft
+
         _peft.check_layout()
         _peft.replace_methods()
     except Exception as error:  # whatever another version of PEFT raises
@@ -99,7 +99,10 @@ def wrappers_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the wrappers of PEFT in a module whose factors lie beside stacks of matrices, with their paths."""
     if "peft" not in sys.modules:
         return
-    from peft.tuners.lora.layer import ParamWrapper
+    try:
+        from peft.tuners.lora.layer import ParamWrapper
+    except ImportError:  # a PEFT that wraps no parameters
+        return
 
     child: Any
     for path, child in module.named_modules():

@@ -1,5 +1,7 @@
 """The connection to PEFT, and what it does when PEFT keeps adapters otherwise."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -97,6 +99,27 @@ assert not torch.equal(model.unload().moe(x).hidden_states, first)
 def test_any_order_of_imports(imports: str, first_call: str) -> None:
     """In a process of its own."""
     programs.printed(programs.python(imports + CHECK.replace("FIRST_CALL", first_call)))
+
+
+@pytest.mark.parametrize("imports", ["import peft; maxmoe.MoE", "maxmoe.MoE; import peft"])
+def test_a_peft_that_wraps_no_parameters_is_left_alone(imports: str, tmp_path: Path) -> None:
+    """It can be imported, and layers run, with a warning."""
+    (tmp_path / "peft").mkdir()
+    (tmp_path / "peft/__init__.py").touch()
+    code = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+import warnings
+import maxmoe
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    {imports}
+assert peft.__file__.startswith({str(tmp_path)!r})
+assert ["how this version of PEFT keeps adapters" in str(each.message) for each in caught].count(True) == 1
+import torch
+maxmoe.MoE({CONFIG})(torch.randn(5, 8)).hidden_states.sum().backward()
+"""
+    programs.printed(programs.python(code))
 
 
 def test_a_forward_that_ignores_the_adapters_is_an_error() -> None:
