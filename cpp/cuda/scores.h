@@ -5,9 +5,6 @@
 
 namespace maxmoe::cuda {
 
-// Added to the sum of the scores, so that scores that are all zero do not give NaN (cpp/kernels/routing).
-constexpr double kSumEpsilon = 1e-20;
-
 // The warps of a block that each have `bytes` of shared memory. Throws if one does not fit.
 inline int warps_with(const char* op, size_t bytes) {
   if (bytes > kMaxSharedBytes) {

@@ -6,8 +6,8 @@
 #include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include <algorithm>
 #include <array>
+#include <cstdint>
 #include <optional>
 #include <span>
 #include <string>
@@ -142,14 +142,15 @@ using WantedGradients = std::span<const bool>;
 // backward(wanted, grad, arguments...) returns the gradients in the order of the arguments; the last ones may be
 // missing.
 //
-// The gradient of a tensor of a product needs the other ones. Optional tensors (weights, biases) are small and always
-// saved.
-template <const auto& op, auto backward_function>
-class Recorded : public torch::autograd::Function<Recorded<op, backward_function>> {
+// The gradient of a factor needs the other factors. Arguments from `num_factors` on are added to the product: their
+// gradients need no factor. Optional tensors (weights, biases) are small and always saved.
+template <const auto& op, auto backward_function, size_t num_factors = SIZE_MAX>
+class Recorded : public torch::autograd::Function<Recorded<op, backward_function, num_factors>> {
  public:
   static at::Tensor forward(AutogradContext* ctx, const auto&... arguments) {
     const at::Tensor out = op(arguments...);  // checks the arguments
-    const size_t num_trained = (size_t{requires_grad(arguments)} + ...);
+    size_t position = 0, num_trained = 0;
+    ((num_trained += size_t{position++ < num_factors && requires_grad(arguments)}), ...);
     const auto saved = [&]<class T>(const T& argument) {
       if constexpr (std::is_same_v<T, at::Tensor>) {
         const bool is_needed = !argument.is_floating_point() || num_trained > size_t{argument.requires_grad()};

@@ -83,7 +83,7 @@ variable_list linear_backward(WantedGradients wanted, const Tensor& grad, const 
   return gradients;
 }
 
-struct LinearGradient : Recorded<linear, linear_backward> {
+struct LinearGradient : Recorded<linear, linear_backward, /*num_factors=*/2> {
   // With a bias the operator is not linear in x and weight. So the bias is written as a product with a column of ones.
   static Tensor with_tangents(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                               OptionalType out_dtype) {

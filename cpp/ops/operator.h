@@ -3,8 +3,7 @@
 // ops/operators.h declares an operator that others call, its source file registers it:
 //
 //     inline constexpr Operator<"tgmm", Tensor(const Tensor& lhs, const Tensor& rhs)> tgmm;
-//     tgmm.define<tgmm_backend, Recorded<tgmm, tgmm_backward>, Autocast::lower_precision>(library, "tgmm(Tensor lhs,
-//     ...");
+//     tgmm.define<tgmm_backend, Recorded<tgmm, tgmm_backward>, Autocast::lower_precision>(library, "tgmm(...)");
 //
 // A call tgmm(lhs, rhs) goes through the dispatcher of torch, as a call from Python does.
 #pragma once

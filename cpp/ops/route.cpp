@@ -25,8 +25,6 @@ using Routing = std::tuple<Tensor, Tensor, Tensor>;
 
 // Through ATen: for other devices, and differentiable any number of times.
 
-constexpr double kSumEpsilon = 1e-20;
-
 // sqrt(softplus(x)). Where softplus underflows to 0, the derivative is set to 0, because the derivative of the square
 // root is infinite there and would give NaN.
 Tensor sqrt_softplus(const Tensor& logits) {

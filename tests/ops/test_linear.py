@@ -167,6 +167,15 @@ def test_saves_the_matrices_as_they_are(path: str) -> None:
     assert {tensor.data_ptr() for tensor in saved} == {tensor.data_ptr() for tensor in call.tensors().values()}
 
 
+def test_a_bias_alone_needs_no_input(path: str) -> None:
+    """Beside a frozen weight, the backward of a trained bias reads neither x nor the weight."""
+    call = logits_call(SKEWED).cast(torch.float32)
+    call.arguments["bias"].requires_grad_()
+    with saved_for_backward() as saved:
+        call()
+    assert {tensor.numel() for tensor in saved} == {0, call.arguments["bias"].numel()}
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=short_name)
 def test_autocast_changes_nothing(path: str, dtype: torch.dtype) -> None:
     call = logits_call(SKEWED).cast(torch.float32)

@@ -20,6 +20,10 @@ struct RoutingRule {
   GroupScore group_score = GroupScore::top2;
 };
 
+// Added to the sum of the scores in Normalization::sum and of the probabilities, so that scores that are all zero do
+// not give NaN. DeepSeek-V3 has the same value.
+constexpr double kSumEpsilon = 1e-20;
+
 // The value of all experts of a token that has a NaN among its scores.
 constexpr int64_t kNotANumber = -2;
 

@@ -17,10 +17,6 @@ using Row = Eigen::Map<Eigen::Array<T, Eigen::Dynamic, 1>>;
 template <class T>
 using ConstRow = Eigen::Map<const Eigen::Array<T, Eigen::Dynamic, 1>>;
 
-// Added to the sum of the scores in Normalization::sum, so that scores that are all zero do not give NaN. DeepSeek-V3
-// has the same value.
-constexpr double kSumEpsilon = 1e-20;
-
 template <class T>
 T sigmoid(T x) {
   return T(1) / (T(1) + std::exp(-x));
