@@ -5,7 +5,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from maxmoe.adapters import factors_of
@@ -15,6 +14,7 @@ from maxmoe.ops import ActivationFunction, Projection, RaggedPlan, expert_ffn
 from maxmoe.ops._projection import operands
 from maxmoe.ops.expert_ffn import activate_with
 from maxmoe.quantization import QuantizedStack
+from maxmoe.reference import activate
 
 
 class ExpertWeights(NamedTuple):
@@ -179,7 +179,7 @@ class Experts(nn.Module):
         )
 
     def expert_matrices(self) -> dict[str, bool]:
-        """Name the stacks that may be quantized and adapted; see `maxmoe.declaration.expert_matrices`."""
+        """Return True for each stack ``(E, in, out)`` that may be quantized and adapted, by name."""
         return dict.fromkeys(("gate_proj", "up_proj", "down_proj")[not self.config.gated :], True)
 
     def _batched(self, inputs: Tensor) -> Tensor:
@@ -204,7 +204,11 @@ class Experts(nn.Module):
 
         def compute(inputs: Tensor) -> Tensor:
             gate = None if weights.gate is None else project(inputs, weights.gate)
-            activated = _activate(gate, project(inputs, weights.up), self.activation, self.config.activation_limit)
+            up = project(inputs, weights.up)
+            if callable(self.activation):
+                activated = activate_with(self.activation, gate, up)
+            else:
+                activated = activate(gate, up, self.activation, self.config.activation_limit)
             return project(activated, weights.down)
 
         if "experts" not in self.recompute or not torch.is_grad_enabled():
@@ -252,36 +256,6 @@ class Experts(nn.Module):
             )
             saved["order"] = SavedTensor(shape, EXPERT_TOKEN_DIMS, torch.int64)
         return saved
-
-
-_FUNCTIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
-    "relu": functional.relu,
-    "relu2": lambda x: functional.relu(x).square(),
-    "swigluoai": lambda x: x * torch.sigmoid(1.702 * x),
-}
-
-
-def _activate(
-    gate: Tensor | None, up: Tensor, activation: Activation | ActivationFunction, limit: float | None
-) -> Tensor:
-    """Compute f(gate) * up; f(up) without a gate; f(gate) * (up + 1) for "swigluoai"; or a function of gate and up.
-
-    With a limit, the gate is first clipped from above, and up on both sides.
-    """
-    if callable(activation):
-        return activate_with(activation, gate, up)
-    function = _FUNCTIONS[activation]
-    if gate is None:
-        return function(up)
-    if limit is not None:
-        gate = gate.clamp(max=limit)
-        up = up.clamp(-limit, limit)
-    if activation == "swigluoai":
-        up = up + 1
-    return function(gate) * up
 
 
 def check_activation_is_known(activation: Activation | ActivationFunction) -> None:

@@ -59,7 +59,7 @@ def expert_ffn(
         gate: ``(L, D, F)``, dtype of x: a `Projection`, or its weights alone; None for experts without a gate.
         up: ``(L, D, F)``, dtype of x: a `Projection`, or its weights alone.
         down: ``(L, F, D)``, dtype of x: a `Projection`, or its weights alone.
-        activation: f: "silu", "gelu", "gelu_tanh", "relu", "relu2" or "swigluoai"; or an elementwise function of gate
+        activation: f, a name that `MoEConfig.activation` takes; or an elementwise function of gate
             ``(R, F)``, None without a gate, and up ``(R, F)`` in the place of f(gate) * up. With a function the experts
             are composed of `ragged_sort`, `gmm` and `ragged_unsort`: the rows, gate, up, what the function saves, its
             result and the outputs are saved.
