@@ -63,7 +63,7 @@ def planned_dispatches(
             dispatch,
             num_tokens,
             dispatch.num_chunks(num_chunks),
-            layer.routed_experts.down_proj.dtype,
+            layer.expert_dtype,
             is_recomputed=plan.recomputed_by(path) is not None,
             recomputes_input="dispatch" in layer.recompute,
             expert_bytes=_expert_bytes(plan, f"{path}.experts.".removeprefix("."), dispatch),

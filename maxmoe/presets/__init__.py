@@ -2,10 +2,12 @@
 
 from maxmoe.presets.families import from_transformers
 from maxmoe.presets.published import (
+    dbrx,
     deepseek_v2,
     deepseek_v3,
     glm4_moe,
     gpt_oss,
+    jetmoe,
     kimi_k2,
     llama4,
     longcat_flash,
@@ -16,14 +18,17 @@ from maxmoe.presets.published import (
     qwen2_moe,
     qwen3_moe,
     qwen3_next,
+    switch_transformers,
 )
 
 __all__ = [
+    "dbrx",
     "deepseek_v2",
     "deepseek_v3",
     "from_transformers",
     "glm4_moe",
     "gpt_oss",
+    "jetmoe",
     "kimi_k2",
     "llama4",
     "longcat_flash",
@@ -34,4 +39,5 @@ __all__ = [
     "qwen2_moe",
     "qwen3_moe",
     "qwen3_next",
+    "switch_transformers",
 ]

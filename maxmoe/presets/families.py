@@ -21,6 +21,10 @@ class Family:
         block: layout of the weights of the sparse block in memory.
         checkpoint: layout of the weights in published checkpoints.
         returns_scores: whether the sparse block returns a tuple, with scores that the model drops.
+        logits_index: index of the logits in the tuple that the router of the block returns.
+        own_parameters: parameters of the block that `MoE` lacks.
+        has_capacity: whether the router gets sequences and drops tokens of experts that are full.
+        beyond_layer: what the block computes and `MoE` does not, so that its weights are not converted.
     """
 
     preset: Callable[..., MoEConfig]
@@ -29,6 +33,18 @@ class Family:
     block: Layout
     checkpoint: Layout
     returns_scores: bool = False
+    logits_index: int = 0
+    own_parameters: tuple[str, ...] = ()
+    has_capacity: bool = False
+    beyond_layer: str = ""
+
+    def check_convertible(self) -> None:
+        """Raise if a `MoE` layer computes something else than the block with the same weights."""
+        if self.beyond_layer:
+            raise ValueError(
+                f"the blocks of {self.preset.__name__} have {self.beyond_layer}: their weights are not converted, call "
+                "maxmoe.integrations.transformers.replace_moe_blocks(model)"
+            )
 
 
 _FIELDS = {"hidden_size": "hidden_size", "top_k": "num_experts_per_tok", "activation": "hidden_act"}
@@ -62,6 +78,27 @@ _LONGCAT_FLASH_FIELDS = {
     "top_k": "moe_topk",
     "routed_scaling_factor": "routed_scaling_factor",
 }
+_JETMOE_FIELDS = _MIXTRAL_FIELDS | {
+    "activation": "activation_function",
+    "load_balance_loss_weight": "aux_loss_coef",
+}
+_DBRX_FIELDS = {
+    "hidden_size": "hidden_size",
+    "intermediate_size": "ffn_config.ffn_hidden_size",
+    "num_experts": "ffn_config.moe_num_experts",
+    "top_k": "ffn_config.moe_top_k",
+    "activation": "ffn_config.ffn_act_fn",
+    "normalization": "ffn_config.moe_normalize_expert_weights",
+    "load_balance_loss_weight": "ffn_config.moe_loss_weight",
+}
+_SWITCH_TRANSFORMERS_FIELDS = {
+    "hidden_size": "hidden_size",
+    "intermediate_size": "d_ff",
+    "num_experts": "num_experts",
+    "activation": "dense_act_fn",
+    "load_balance_loss_weight": "router_aux_loss_coef",
+    "router_z_loss_weight": "router_z_loss_coef",
+}
 _GPT_OSS_FIELDS = {ours: theirs for ours, theirs in _MIXTRAL_FIELDS.items() if ours != "activation"}
 _GPT_OSS_FIELDS["activation_limit"] = "swiglu_limit"
 
@@ -84,6 +121,32 @@ _GPT_OSS = Layout(
         *stacked(transposed=False, interleaved=True),
         Entry("experts.gate_up_proj_bias", ("experts.gate_bias", "experts.up_bias"), interleaved=True),
         Entry("experts.down_proj_bias", ("experts.down_bias",)),
+    ),
+)
+
+_DBRX = Layout(
+    "ffn",
+    (
+        *router("router.layer"),
+        Entry("experts.mlp.w1", ("experts.gate_proj",), transposed=True, is_flat=True),
+        Entry("experts.mlp.v1", ("experts.up_proj",), transposed=True, is_flat=True),
+        Entry("experts.mlp.w2", ("experts.down_proj",), is_flat=True),
+    ),
+)
+_JETMOE = Layout(
+    "mlp",
+    (
+        *router("router.layer"),
+        Entry("input_linear.weight", ("experts.gate_proj", "experts.up_proj"), transposed=True),
+        Entry("output_linear.weight", ("experts.down_proj",), transposed=True),
+    ),
+)
+_SWITCH_TRANSFORMERS = Layout(
+    "mlp",
+    (
+        *router("router.classifier"),
+        Entry("experts.expert_{expert}.wi.weight", ("experts.up_proj",), transposed=True),
+        Entry("experts.expert_{expert}.wo.weight", ("experts.down_proj",), transposed=True),
     ),
 )
 
@@ -181,14 +244,52 @@ FAMILIES: dict[str, Family] = {
         returns_scores=True,
     ),
     "llama4_text": Family(
-        preset=published.llama4, fields=_MIXTRAL_FIELDS, block=_LLAMA4, checkpoint=_LLAMA4, returns_scores=True
+        preset=published.llama4,
+        fields=_MIXTRAL_FIELDS,
+        block=_LLAMA4,
+        checkpoint=_LLAMA4,
+        returns_scores=True,
+        logits_index=1,
     ),
+    "dbrx": Family(
+        preset=published.dbrx,
+        fields=_DBRX_FIELDS,
+        required={"ffn_config.moe_jitter_eps": [None, 0], "ffn_config.moe_normalize_expert_weights": [1, None]},
+        block=_DBRX,
+        checkpoint=_DBRX,
+    ),
+    "jetmoe": Family(
+        preset=published.jetmoe,
+        fields=_JETMOE_FIELDS,
+        block=_JETMOE,
+        checkpoint=_JETMOE,
+        logits_index=4,
+        own_parameters=("bias",),
+        beyond_layer="a bias that is added to their output",
+    ),
+    "switch_transformers": Family(
+        preset=published.switch_transformers,
+        fields=_SWITCH_TRANSFORMERS_FIELDS,
+        required={"router_jitter_noise": [0.0], "dropout_rate": [0.0], "router_bias": [False]},
+        block=_SWITCH_TRANSFORMERS,
+        checkpoint=_SWITCH_TRANSFORMERS,
+        logits_index=2,
+        has_capacity=True,
+        beyond_layer="a capacity, a number of tokens of a sequence after which an expert drops further ones",
+    ),
+}
+
+# Families whose blocks compute something else in transformers than their paper says.
+_WRONG_THERE = {
+    "nllb-moe": "NllbMoeExperts of transformers gives all tokens to experts 0 and 1, whatever the router selects",
 }
 
 
 def family_of(config: Any) -> Family:
     """Return the family of a transformers config, or of its `text_config` if it has one, by `model_type`."""
     model_type = getattr(_text_config(config), "model_type", None)
+    if model_type in _WRONG_THERE:
+        raise ValueError(f"model_type {model_type!r} has no layer with the same output: {_WRONG_THERE[model_type]}")
     if model_type not in FAMILIES:
         raise ValueError(
             f"model_type must be one of {', '.join(FAMILIES)}, got {model_type!r} ({type(config).__name__})"
@@ -214,11 +315,12 @@ def from_transformers(config: Any) -> MoEConfig:
     family = family_of(config)
     config = _text_config(config)
     for attribute, values in family.required.items():
-        value = getattr(config, attribute, values[0])
+        value = _attribute(config, attribute, values[0])
         if value not in values:
             allowed = " or ".join(map(repr, values))
             raise ValueError(f"{attribute} of a {config.model_type} config must be {allowed}, got {value!r}")
-    fields = {ours: _read(config, theirs) for ours, theirs in family.fields.items()}
+    top_k = family.fields.get("top_k")
+    fields = {ours: _read(config, theirs, top_k) for ours, theirs in family.fields.items()}
     try:
         return family.preset(**fields)
     except ValueError as error:
@@ -232,23 +334,27 @@ def _text_config(config: Any) -> Any:
     return getattr(config, "text_config", None) or config
 
 
-def _read(config: Any, attribute: str) -> Any:
-    """Return an attribute of a transformers config, converted to the value of `MoEConfig`."""
+def _read(config: Any, attribute: str, top_k: str | None) -> Any:
+    """Return an attribute of a transformers config, converted to the value of `MoEConfig`; `top_k` is where K is."""
     if attribute in ("n_group", "topk_group") and getattr(config, "topk_method", None) == "greedy":
         return 1
     if attribute == "moe_latent_size":
         return getattr(config, attribute, None)
+    if attribute == "ffn_config.moe_normalize_expert_weights":  # the p of a norm of the weights, which divides them
+        return "none" if _attribute(config, attribute) is None else "sum"
     value = _get(config, attribute)
     where = f"{attribute} of the {config.model_type} config"
     match attribute:
+        case "ffn_config.ffn_act_fn":
+            return value.get("name", "silu")
         case "hidden_act" | "mlp_hidden_act" if isinstance(value, str):
             return {"swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}.get(value, value)
         case "norm_topk_prob":
             check_bool(where, value)
             return "sum" if value else "none"
-        case "router_aux_loss_coef":
+        case "router_aux_loss_coef" | "aux_loss_coef" | "ffn_config.moe_loss_weight":
             check_number(where, value, at_least=0)
-            return value * _get(config, "num_experts_per_tok", 1)
+            return value * (1 if top_k is None else _get(config, top_k, 1))
         case "shared_expert_intermediate_size" | "moe_shared_expert_intermediate_size":
             width, size = _get(config, attribute, 0), _get(config, "moe_intermediate_size", 1)
             if width % size:
@@ -259,9 +365,16 @@ def _read(config: Any, attribute: str) -> Any:
 
 def _get(config: Any, attribute: str, at_least: int | None = None) -> Any:
     """Return an attribute of a transformers config; with a bound, an int."""
-    value = getattr(config, attribute, None)
+    value = _attribute(config, attribute)
     if value is None:
         raise ValueError(f"{attribute} is missing in the {config.model_type} config; transformers >= 5.20 has it")
     if at_least is not None:
         check_int(f"{attribute} of the {config.model_type} config", value, at_least=at_least)
     return value
+
+
+def _attribute(config: Any, path: str, default: Any = None) -> Any:
+    """Return an attribute of a config, or of a config that it contains."""
+    for name in path.split("."):
+        config = getattr(config, name, default)
+    return config

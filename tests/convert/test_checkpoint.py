@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from maxmoe.convert.checkpoint import read_checkpoint, write_checkpoint
 
-each_family = pytest.mark.parametrize("name", small_models.STANDARD_MODELS)
+each_family = pytest.mark.parametrize("name", [*small_models.STANDARD_MODELS, "dbrx"])
 
 
 def family_of(name: str) -> str:
@@ -28,11 +28,13 @@ def family_of(name: str) -> str:
 
 def empty_layers(name: str) -> dict[str, MoE]:
     config = presets.from_transformers(small_models.config_of(name))
-    return {f"model.layers.{number}": MoE(config) for number in range(2)}
+    layers = "transformer.blocks" if name == "dbrx" else "model.layers"
+    return {f"{layers}.{number}": MoE(config) for number in range(2)}
 
 
 def converted_layers(model: torch.nn.Module) -> dict[str, MoE]:
-    return {block: MoE.from_transformers(module) for block, module in small_models.blocks_of(model).items()}
+    blocks = small_models.blocks_of(model)
+    return {path: MoE.from_transformers(small_models.with_config(block, model)) for path, block in blocks.items()}
 
 
 def as_saved(name: str, layers: dict[str, MoE], *, stacked: bool = False) -> dict[str, MoE]:
@@ -53,7 +55,7 @@ def moe_tensors(folder: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for file in folder.glob("*.safetensors"):
         tensors |= load_file(file)
-    names = r"(model|backbone)\.layers\.\d\.(mlp|block_sparse_moe|feed_forward|mixer)\..*"
+    names = r"(model|backbone|transformer)\.(layers|blocks)\.\d\.(mlp|block_sparse_moe|feed_forward|mixer|ffn)\..*"
     return {key: tensor for key, tensor in tensors.items() if re.fullmatch(names, key)}
 
 

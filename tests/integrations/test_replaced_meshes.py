@@ -12,15 +12,17 @@ from torch.distributed.tensor import DTensor
 pytest.importorskip("transformers")
 
 from maxmoe import StatsAccumulator, optim, parallelize
+from maxmoe.integrations.transformers import replace_moe_blocks
 from maxmoe.parallel import token_sharding
 from maxmoe.sharding import Mesh
 from support.operator_calls import assert_near
-from support.replaced_models import TOLERANCE, replaced
+from support.replaced_models import TOLERANCE, replaced, small_model
 from support.run_ranks import run_ranks
 from support.small_models import import_models
 
-PRESETS = ["mixtral", "qwen2_moe", "deepseek_v3", "nemotron_h", "gpt_oss", "llama4"]
-import_models(*PRESETS, "longcat_flash")
+PRESETS = ["mixtral", "qwen2_moe", "deepseek_v3", "nemotron_h", "gpt_oss", "llama4", "dbrx"]
+REPLICATED = ["longcat_flash", "jetmoe", "switch_transformers"]
+import_models(*PRESETS, *REPLICATED)
 IDS = torch.randint(3, 32, (4, 6), generator=torch.Generator().manual_seed(1))
 MASK = torch.ones(4, 6, dtype=torch.int64)
 MASK[0, :2], MASK[3, 3:] = 0, 0
@@ -30,7 +32,8 @@ TRAINING = {"load_balance_loss_weight": 0.5, "load_balance_scope": "batch"}
 def step(module: nn.Module, part: Any = ...) -> Tensor:
     """The sum of the losses of the tokens; one backward."""
     ids, mask = IDS[part], MASK[part]
-    logits = module(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    more = {"decoder_input_ids": ids} if module.config.is_encoder_decoder else {}
+    logits = module(input_ids=ids, attention_mask=mask, use_cache=False, **more).logits
     targets = ids.masked_fill((mask == 0) | (mask.cumsum(1) == 1), -100)
     loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten(), reduction="sum")
     loss.backward()
@@ -80,17 +83,35 @@ def test_equals_one_process(preset: str) -> None:
     run_ranks(check, 2)
 
 
-def test_experts_that_cannot_be_sharded_are_replicated() -> None:
-    """The stack of LongCat-Flash has unused matrices after the experts."""
+@pytest.mark.filterwarnings("ignore:.* of the parameters are whole")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # router of Switch
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .FSDPSwitchTransformersBlock. returned a view")
+@pytest.mark.parametrize("preset", REPLICATED)
+def test_experts_that_cannot_be_sharded_are_replicated(preset: str) -> None:
+    """The stack of LongCat-Flash has unused matrices after the experts, others have two modules or no stack."""
 
     def check() -> None:
-        whole = replaced("longcat_flash")
-        expected, mesh = step(whole), Mesh({"expert": 2})
-        ours = parallelize(replaced("longcat_flash"), mesh, "ep-as-dp")
-        loss = step(ours, token_sharding(mesh, "ep-as-dp").slices(IDS.shape))
-        dist.all_reduce(loss)
-        assert_near(loss, expected, TOLERANCE, "loss")
-        check_gradients(ours, whole)
+        whole = replaced(preset)
+        expected = step(whole)
+        for sizes, rules in (({"expert": 2}, "ep-as-dp"), ({"fsdp": 2}, "default")):
+            mesh = Mesh(sizes)
+            ours = parallelize(replaced(preset), mesh, rules, allow_unused=True)
+            loss = step(ours, token_sharding(mesh, rules).slices(IDS.shape))
+            dist.all_reduce(loss)
+            assert_near(loss, expected, TOLERANCE, "loss")
+            check_gradients(ours, whole)
+
+    run_ranks(check, 2)
+
+
+def test_experts_that_the_ranks_do_not_divide_are_refused() -> None:
+    """Also where they are one matrix whose rows the ranks divide."""
+
+    def check() -> None:
+        model = small_model("dbrx", ffn_config={"moe_num_experts": 5})
+        replace_moe_blocks(model)
+        with pytest.raises(ValueError, match=r"num_experts \(5\) must be divisible by the axes \('expert',\)"):
+            parallelize(model, Mesh({"expert": 2}), "ep-as-dp", dispatch="ring_of_experts", allow_unused=True)
 
     run_ranks(check, 2)
 

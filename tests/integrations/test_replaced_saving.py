@@ -23,15 +23,17 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:.*gradient_checkpointing` is deprecated:FutureWarning"
 )  # by PEFT, Trainer
 SQUARE = {"intermediate_size": 16, "moe_intermediate_size": 16, "expert_ffn_hidden_size": 16}
-SQUARE |= {"moe_shared_expert_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+SQUARE |= {"moe_shared_expert_intermediate_size": 16, "shared_expert_intermediate_size": 16, "d_ff": 16}
+SQUARE |= {"ffn_config": {"ffn_hidden_size": 16}}
 # Reads a folder and writes its state dict, in a process that cannot import this library.
 READ = """
 import sys
 sys.modules["maxmoe"] = None
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 for name in sys.argv[1:]:
-    model, info = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True)
+    kind = AutoModelForSeq2SeqLM if AutoConfig.from_pretrained(name).is_encoder_decoder else AutoModelForCausalLM
+    model, info = kind.from_pretrained(name, output_loading_info=True)
     assert not any(map(len, info.values())), info
     torch.save(model.state_dict(), f"{name}/read.pt")
 """

@@ -73,6 +73,27 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "routed_scaling_factor": 2.5,
         },
     ),
+    "dbrx": ("dbrx", "Dbrx", {}),
+    "jetmoe": (
+        "jetmoe",
+        "JetMoe",
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 10, "kv_channels": 8},
+    ),
+    "switch_transformers": (
+        "switch_transformers",
+        "SwitchTransformers",
+        {
+            "num_experts": 6,
+            "d_ff": 10,
+            "d_kv": 8,
+            "expert_capacity": 2,
+            "num_sparse_encoder_layers": 1,
+            "num_sparse_decoder_layers": 1,
+            "decoder_start_token_id": 0,
+            "router_jitter_noise": 0.0,
+            "dropout_rate": 0.0,
+        },
+    ),
     "gpt_oss": ("gpt_oss", "GptOss", {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 10}),
     "llama4": (
         "llama4",
@@ -82,7 +103,9 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 # Those whose experts can have another implementation, and whose saved files have no matrix that is not used.
-STANDARD_MODELS = [name for name in MODELS if name != "longcat_flash"]
+REPLACED_ONLY = ("jetmoe", "switch_transformers")  # whose blocks compute more than a layer does
+CONVERTED_MODELS = [name for name in MODELS if name not in REPLACED_ONLY]
+STANDARD_MODELS = [name for name in CONVERTED_MODELS if name not in ("longcat_flash", "dbrx")]
 
 
 def config_of(preset: str, **overrides: Any) -> Any:
@@ -92,6 +115,24 @@ def config_of(preset: str, **overrides: Any) -> Any:
     options = SIZES | sizes | overrides
     if preset == "longcat_flash":  # of two attentions each
         options["num_layers"] = options.pop("num_hidden_layers")
+    if preset == "dbrx":
+        options["attn_config"] = {
+            "kv_n_heads": options.pop("num_key_value_heads"),
+            "rope_theta": 10000.0,
+            "clip_qkv": 8,
+        }
+        del options["head_dim"]
+        options["d_model"] = options.pop("hidden_size")  # before the config of the experts is made
+        options["ffn_config"] = {
+            "ffn_hidden_size": 10,
+            "moe_num_experts": 6,
+            "moe_top_k": 3,
+            **options.pop("ffn_config", {}),
+        }
+    if preset == "switch_transformers":
+        options["num_decoder_layers"] = options["num_hidden_layers"]
+    if preset == "jetmoe":
+        del options["num_attention_heads"], options["head_dim"]
     if preset == "nemotron_h":
         options["layers_block_type"] = ["moe"] * options.pop("num_hidden_layers")
     return config_class(**options)
@@ -108,11 +149,19 @@ def model_of(preset: str, **overrides: Any) -> nn.Module:
     (module,), name = import_models(preset), MODELS[preset][1]
     config = config_of(preset, **overrides)
     config._experts_implementation = "eager"  # the default one refuses widths of 10
-    model = getattr(module, f"{name}ForCausalLM")(config)
+    kind = "ForConditionalGeneration" if config.is_encoder_decoder else "ForCausalLM"
+    model = getattr(module, f"{name}{kind}")(config)
     for block in blocks_of(model).values():
         for value in block.state_dict().values():
             value.copy_(torch.randn(value.shape, dtype=torch.float64) * 0.3)
     return model
+
+
+def with_config(block: Any, model: Any) -> Any:
+    """A block that has the config of its model if its own parts have none."""
+    if not any(hasattr(module, "config") for module in block.modules()):
+        block.config = model.config
+    return block
 
 
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -120,7 +169,8 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
     return {
         name.rpartition(".")[0]: module
         for name, module in model.named_modules()
-        if hasattr(module, "experts") and isinstance(module.experts, nn.Module)
+        if type(module).__name__ == "JetMoeMoE"
+        or (isinstance(getattr(module, "experts", None), nn.Module) and type(module).__name__ != "JetMoeAttention")
     }
 
 
@@ -132,4 +182,5 @@ def clear_unused_matrices(block: nn.Module) -> None:
 
 
 def block_of(preset: str, **overrides: Any) -> nn.Module:
-    return next(iter(blocks_of(model_of(preset, num_hidden_layers=1, **overrides)).values()))
+    block = next(iter(blocks_of(model := model_of(preset, num_hidden_layers=1, **overrides)).values()))
+    return with_config(block, model)
