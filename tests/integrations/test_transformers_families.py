@@ -28,6 +28,19 @@ def test_the_families_are_found() -> None:
     assert {"mixtral", "gpt_oss", "nemotron_h", "muse_spark"} < set(families.models())
 
 
+@pytest.mark.parametrize("model", families.sparse_models())
+def test_every_model_with_experts_is_replaced_or_lacks_something(model: str) -> None:
+    """A new one of transformers is an error here: it needs a preset, or a line in docs/family_tables.py."""
+    assert len([*families.replaced_as(model)[:1], *families.missing(model)]) == 1
+
+
+def test_models_with_experts_are_found() -> None:
+    """All that take experts implementations, and others."""
+    others = {"dbrx", "doge", "jetmoe", "llama4", "longcat_flash", "nllb_moe", "switch_transformers"}
+    assert set(families.models()) | others <= set(families.sparse_models())
+    assert not {"llama", "bert", "t5"} & set(families.sparse_models())
+
+
 @pytest.mark.parametrize("model", families.models())
 def test_equals_the_code_of_the_family(path: str, model: str) -> None:
     classes = families.experts_classes(model)
