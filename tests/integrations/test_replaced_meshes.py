@@ -12,9 +12,10 @@ from torch.distributed.tensor import DTensor
 pytest.importorskip("transformers")
 
 from maxmoe import StatsAccumulator, optim, parallelize
-from maxmoe.integrations.transformers import replace_moe_blocks
+from maxmoe.integrations.transformers import TransformersMoE, replace_moe_blocks
 from maxmoe.parallel import token_sharding
 from maxmoe.sharding import Mesh
+from support.moved_experts import moving_experts
 from support.operator_calls import assert_near
 from support.replaced_models import TOLERANCE, replaced, small_model
 from support.run_ranks import run_ranks
@@ -84,6 +85,32 @@ def test_equals_one_process(preset: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.* of the parameters are whole")
+@pytest.mark.filterwarnings("ignore:.* of the parameters are whole")
+@pytest.mark.parametrize("preset", ["dbrx", "llama4"])
+def test_experts_without_an_interface_are_lent(preset: str) -> None:
+    """All tokens go to the first experts, which are on one rank."""
+
+    def one_sided() -> Any:
+        model = replaced(preset)
+        for layer in model.modules():
+            if isinstance(layer, TransformersMoE):
+                for parameter in layer.router.parameters():
+                    parameter.data.zero_()
+        return model
+
+    def check() -> None:
+        whole, mesh = one_sided(), Mesh({"expert": 2})
+        expected = step(whole)
+        ours = parallelize(one_sided(), mesh, "ep-as-dp", dispatch="least_loaded", allow_unused=True)
+        with moving_experts(expected=True):
+            loss = step(ours, token_sharding(mesh, "ep-as-dp").slices(IDS.shape))
+        dist.all_reduce(loss)
+        assert_near(loss, expected, TOLERANCE, "loss")
+        check_gradients(ours, whole)
+
+    run_ranks(check, 2)
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # router of Switch
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .FSDPSwitchTransformersBlock. returned a view")
 @pytest.mark.parametrize("preset", REPLICATED)
