@@ -188,6 +188,8 @@ _DEEPSEEK_V3 = Family(
     block=Layout("mlp", _GATE_BIASED + stacked() + shared("shared_experts")),
     checkpoint=Layout("mlp", _GATE_BIASED + _PROJ + shared("shared_experts")),
 )
+_GLM4_MOE = replace(_DEEPSEEK_V3, preset=published.glm4_moe)
+_OLMOE = replace(_QWEN3_MOE, preset=published.olmoe, fields=_OLMOE_FIELDS)
 _LONGCAT_FLASH = Family(
     preset=published.longcat_flash,
     fields=_LONGCAT_FLASH_FIELDS,
@@ -223,15 +225,22 @@ _MINIMAX_M2 = replace(
 
 FAMILIES: dict[str, Family] = {
     "mixtral": _MIXTRAL,
+    "minimax": _MIXTRAL,
     "qwen2_moe": _QWEN2_MOE,
     "qwen3_moe": _QWEN3_MOE,
+    "mellum": _QWEN3_MOE,
     "qwen3_next": replace(_QWEN2_MOE, preset=published.qwen3_next),
-    "olmoe": replace(_QWEN3_MOE, preset=published.olmoe, fields=_OLMOE_FIELDS),
+    "olmoe": _OLMOE,
+    "flex_olmo": _OLMOE,
     "deepseek_v2": _DEEPSEEK_V2,
     "deepseek_v3": _DEEPSEEK_V3,
     "deepseek_v32": _DEEPSEEK_V3,
+    "dots1": _DEEPSEEK_V3,
+    "solar_open": _DEEPSEEK_V3,
     "kimi_k2": replace(_DEEPSEEK_V3, preset=published.kimi_k2),
-    "glm4_moe": replace(_DEEPSEEK_V3, preset=published.glm4_moe),
+    "glm4_moe": _GLM4_MOE,
+    "glm4_moe_lite": _GLM4_MOE,
+    "glm_moe_dsa": _GLM4_MOE,
     "longcat_flash": _LONGCAT_FLASH,
     "minimax_m2": _MINIMAX_M2,
     "nemotron_h": _NEMOTRON_H,

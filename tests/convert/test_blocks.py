@@ -17,6 +17,7 @@ pytest.importorskip("transformers")
 
 each_family = pytest.mark.parametrize("name", small_models.CONVERTED_MODELS)
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in small_models.CONVERTED_MODELS} | {
+    **{name: (name, {}) for name in small_models.SAME_LAYERS},
     "dbrx_not_normalised": ("dbrx", {"ffn_config": {"moe_normalize_expert_weights": None}}),
     "qwen2_moe_normalised": ("qwen2_moe", {"norm_topk_prob": True}),
     "deepseek_v2_lite": ("deepseek_v2", {"topk_method": "greedy"}),

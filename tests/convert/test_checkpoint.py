@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from maxmoe.convert.checkpoint import read_checkpoint, write_checkpoint
 
-each_family = pytest.mark.parametrize("name", [*small_models.STANDARD_MODELS, "dbrx"])
+each_family = pytest.mark.parametrize("name", [*small_models.STANDARD_MODELS, *small_models.SAME_LAYERS, "dbrx"])
 
 
 def family_of(name: str) -> str:

@@ -14,7 +14,7 @@ from maxmoe import MoEFeedForward, StatsAccumulator, record_routing, replay_rout
 from maxmoe.integrations.transformers import TransformersMoE, replace_moe_blocks
 from maxmoe.integrations.transformers._transformers import is_experts
 from support.replaced_models import IDS, PRESETS, assert_same, padding, replaced, small_model, step
-from support.small_models import block_of, blocks_of
+from support.small_models import SAME_LAYERS, block_of, blocks_of
 
 RETURNS_SCORES = ["gpt_oss", "llama4"]
 HAVE_BALANCE_LOSS = {
@@ -41,6 +41,14 @@ def test_equals_the_code_of_the_family(preset: str, batch: int) -> None:
         got = step(ours, IDS[:batch], mask, output_router_logits=True)
         assert ("aux_loss" in expected) == (preset in HAVE_BALANCE_LOSS)
         assert_same(got, expected, mask)
+
+
+@pytest.mark.parametrize("family", SAME_LAYERS)
+def test_families_with_the_layers_of_a_preset(family: str) -> None:
+    eager, ours = small_model(family), replaced(family)
+    mask = padding(3, "left")
+    expected = step(eager, IDS, mask, output_router_logits=True)
+    assert_same(step(ours, IDS, mask, output_router_logits=True), expected, mask)
 
 
 def test_says_what_it_did() -> None:

@@ -102,6 +102,17 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }
 
+# Further families whose layers are those of a preset.
+SAME_LAYERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "minimax": ("minimax", "MiniMax", MODELS["mixtral"][2]),
+    "mellum": ("mellum", "Mellum", QWEN | {"num_local_experts": 6}),
+    "flex_olmo": ("flex_olmo", "FlexOlmo", MODELS["olmoe"][2]),
+    "dots1": ("dots1", "Dots1", DEEPSEEK | GROUPS),
+    "solar_open": ("solar_open", "SolarOpen", DEEPSEEK | GROUPS),
+    "glm4_moe_lite": ("glm4_moe_lite", "Glm4MoeLite", DEEPSEEK | GROUPS | {"mlp_layer_types": ["sparse"] * 2}),
+    "glm_moe_dsa": ("glm_moe_dsa", "GlmMoeDsa", DEEPSEEK | GROUPS),
+}
+
 # Those whose experts can have another implementation, and whose saved files have no matrix that is not used.
 REPLACED_ONLY = ("jetmoe", "switch_transformers")  # whose blocks compute more than a layer does
 CONVERTED_MODELS = [name for name in MODELS if name not in REPLACED_ONLY]
@@ -109,7 +120,7 @@ STANDARD_MODELS = [name for name in CONVERTED_MODELS if name not in ("longcat_fl
 
 
 def config_of(preset: str, **overrides: Any) -> Any:
-    folder, name, sizes = MODELS[preset]
+    folder, name, sizes = (MODELS | SAME_LAYERS)[preset]
     module = importlib.import_module(f"transformers.models.{folder}.configuration_{folder}")
     config_class = getattr(module, f"{name}TextConfig" if preset == "llama4" else f"{name}Config")
     options = SIZES | sizes | overrides
@@ -140,13 +151,13 @@ def config_of(preset: str, **overrides: Any) -> Any:
 
 def import_models(*presets: str) -> list[ModuleType]:
     """Import their modules: for a module of tests to call, so that not every rank does."""
-    folders = [MODELS[preset][0] for preset in presets]
+    folders = [(MODELS | SAME_LAYERS)[preset][0] for preset in presets]
     return [importlib.import_module(f"transformers.models.{folder}.modeling_{folder}") for folder in folders]
 
 
 def model_of(preset: str, **overrides: Any) -> nn.Module:
     """The whole language model, with random values in all parameters and buffers of its sparse blocks."""
-    (module,), name = import_models(preset), MODELS[preset][1]
+    (module,), name = import_models(preset), (MODELS | SAME_LAYERS)[preset][1]
     config = config_of(preset, **overrides)
     config._experts_implementation = "eager"  # the default one refuses widths of 10
     kind = "ForConditionalGeneration" if config.is_encoder_decoder else "ForCausalLM"
