@@ -19,11 +19,10 @@ from maxmoe.presets.families import FAMILIES
 
 # What `replace_moe_blocks` lacks for the families without a preset. With "a preset" alone, a `MoE` computes the block.
 _MISSING = {
-    "a preset; the block is the one of DeepSeek-V3": "bailing_hybrid dots3_note exaone_moe glm4v_moe kimi_linear "
-    "mimo_v2_flash",
+    "a preset; the block is the one of DeepSeek-V3": "bailing_hybrid dots3_note glm4v_moe kimi_linear mimo_v2_flash",
     "a preset; the block is the one of DeepSeek-V2": "deepseek_ocr2 unlimited_ocr",
-    "a preset; the block is the one of Qwen3-MoE or Qwen3-Next": "qwen3_5_moe qwen3_omni_moe qwen3_vl_moe qwen4_exp",
-    "a preset; softmax of the selected logits": "aria granitemoe granitemoe_swa granitemoehybrid granitemoeshared",
+    "a preset; the block is the one of Qwen3-MoE or Qwen3-Next": "qwen3_omni_moe qwen3_vl_moe qwen4_exp",
+    "a preset; softmax of the selected logits": "aria granitemoe_swa",
     "a preset; other names and places of the router or of the shared expert": "afmoe flint hunyuan_v1_moe hy_v3 jamba "
     "lara_mini minimax_m3_vl openai_privacy_filter",
     "not yet: the activation, a clipped silu": "glm5_next hy_v4 hy_v4_vl step3p7",

@@ -78,6 +78,8 @@ _LONGCAT_FLASH_FIELDS = {
     "top_k": "moe_topk",
     "routed_scaling_factor": "routed_scaling_factor",
 }
+_EXAONE_MOE_FIELDS = _DEEPSEEK_V3_FIELDS | {"num_experts": "num_experts", "num_shared_experts": "num_shared_experts"}
+_QWEN3_5_FIELDS = {ours: theirs for ours, theirs in _QWEN2_FIELDS.items() if ours != "normalization"}
 _JETMOE_FIELDS = _MIXTRAL_FIELDS | {
     "activation": "activation_function",
     "load_balance_loss_weight": "aux_loss_coef",
@@ -133,14 +135,11 @@ _DBRX = Layout(
         Entry("experts.mlp.w2", ("experts.down_proj",), is_flat=True),
     ),
 )
-_JETMOE = Layout(
-    "mlp",
-    (
-        *router("router.layer"),
-        Entry("input_linear.weight", ("experts.gate_proj", "experts.up_proj"), transposed=True),
-        Entry("output_linear.weight", ("experts.down_proj",), transposed=True),
-    ),
+_TWO_LINEARS = (
+    Entry("input_linear.weight", ("experts.gate_proj", "experts.up_proj"), transposed=True),
+    Entry("output_linear.weight", ("experts.down_proj",), transposed=True),
 )
+_JETMOE = Layout("mlp", router("router.layer") + _TWO_LINEARS)
 _SWITCH_TRANSFORMERS = Layout(
     "mlp",
     (
@@ -188,6 +187,17 @@ _DEEPSEEK_V3 = Family(
     block=Layout("mlp", _GATE_BIASED + stacked() + shared("shared_experts")),
     checkpoint=Layout("mlp", _GATE_BIASED + _PROJ + shared("shared_experts")),
 )
+_EXAONE_MOE = replace(
+    _DEEPSEEK_V3,
+    fields=_EXAONE_MOE_FIELDS,
+    checkpoint=Layout("mlp", _GATE_BIASED_OUTSIDE + _PROJ + shared("shared_experts")),
+)
+_GRANITEMOE = Family(
+    preset=published.granitemoe,
+    fields=_MIXTRAL_FIELDS,
+    block=Layout("block_sparse_moe", router("router") + stacked()),
+    checkpoint=Layout("block_sparse_moe", router("router.layer") + _TWO_LINEARS),
+)
 _GLM4_MOE = replace(_DEEPSEEK_V3, preset=published.glm4_moe)
 _OLMOE = replace(_QWEN3_MOE, preset=published.olmoe, fields=_OLMOE_FIELDS)
 _LONGCAT_FLASH = Family(
@@ -230,6 +240,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": _QWEN3_MOE,
     "mellum": _QWEN3_MOE,
     "qwen3_next": replace(_QWEN2_MOE, preset=published.qwen3_next),
+    "qwen3_5_moe_text": replace(_QWEN2_MOE, preset=published.qwen3_next, fields=_QWEN3_5_FIELDS),
     "olmoe": _OLMOE,
     "flex_olmo": _OLMOE,
     "deepseek_v2": _DEEPSEEK_V2,
@@ -237,6 +248,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v32": _DEEPSEEK_V3,
     "dots1": _DEEPSEEK_V3,
     "solar_open": _DEEPSEEK_V3,
+    "exaone_moe": _EXAONE_MOE,
     "kimi_k2": replace(_DEEPSEEK_V3, preset=published.kimi_k2),
     "glm4_moe": _GLM4_MOE,
     "glm4_moe_lite": _GLM4_MOE,
@@ -260,6 +272,9 @@ FAMILIES: dict[str, Family] = {
         returns_scores=True,
         logits_index=1,
     ),
+    "granitemoe": _GRANITEMOE,
+    "granitemoehybrid": _GRANITEMOE,
+    "granitemoeshared": _GRANITEMOE,
     "dbrx": Family(
         preset=published.dbrx,
         fields=_DBRX_FIELDS,

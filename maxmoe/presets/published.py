@@ -333,6 +333,28 @@ def dbrx(**overrides: Any) -> MoEConfig:
     return _config(overrides, sizes=(6144, 10752, 16, 4), load_balance_loss_weight=0.05 * 4, load_balance_scope="batch")
 
 
+@_layer_of(
+    "Granite 3.0 3B-A800M",
+    layers=32,
+    heads=(24, 8, 64),
+    vocab_size=49155,
+    differs="no factors of embeddings, attention, residuals and logits",
+)
+def granitemoe(**overrides: Any) -> MoEConfig:
+    """Granite 3.0 3B-A800M: softmax over the eight selected logits of forty.
+
+    Source: config of ibm-granite/granite-3.0-3b-a800m-base.
+    """
+    return _config(
+        overrides,
+        sizes=(1536, 512, 40, 8),
+        score_function="identity",
+        normalization="softmax",
+        load_balance_loss_weight=0.001 * 8,
+        load_balance_scope="batch",
+    )
+
+
 def jetmoe(**overrides: Any) -> MoEConfig:
     """JetMoE-8B: softmax over the two selected logits. A bias is added to the output, which a `maxmoe.MoE` lacks.
 

@@ -47,8 +47,8 @@ def routing_of(block: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
         weights, experts = block.route_tokens_to_experts(block.router(tokens))
     elif hasattr(block, "gate"):
         _, weights, experts = block.gate(tokens)
-    elif hasattr(block.router, "classifier") or block.router.__class__.__name__ == "GptOssTopKRouter":
-        _, weights, experts = block.router(tokens)
+    elif len(outputs := block.router(tokens)) == 3:
+        _, weights, experts = outputs
     else:  # Llama 4 gives the weights of all experts, 0 for those not chosen
         scores, _ = block.router(tokens)
         weights, experts = scores.topk(block.top_k)

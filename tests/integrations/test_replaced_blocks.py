@@ -19,6 +19,7 @@ from support.small_models import SAME_LAYERS, block_of, blocks_of
 RETURNS_SCORES = ["gpt_oss", "llama4"]
 HAVE_BALANCE_LOSS = {
     "dbrx",
+    "granitemoe",
     "jetmoe",
     "mixtral",
     "qwen2_moe",

@@ -179,6 +179,15 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             moe_normalize_expert_weights=1.0,
         ),
     },
+    "granitemoe": {
+        "model_type": "granitemoe",
+        "hidden_size": 1536,
+        "intermediate_size": 512,
+        "num_local_experts": 40,
+        "num_experts_per_tok": 8,
+        "hidden_act": "silu",
+        "router_aux_loss_coef": 0.001,
+    },
     "jetmoe": {
         "model_type": "jetmoe",
         "hidden_size": 2048,

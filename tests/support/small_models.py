@@ -74,6 +74,11 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
     "dbrx": ("dbrx", "Dbrx", {}),
+    "granitemoe": (
+        "granitemoe",
+        "GraniteMoe",
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 10},
+    ),
     "jetmoe": (
         "jetmoe",
         "JetMoe",
@@ -109,7 +114,27 @@ SAME_LAYERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "flex_olmo": ("flex_olmo", "FlexOlmo", MODELS["olmoe"][2]),
     "dots1": ("dots1", "Dots1", DEEPSEEK | GROUPS),
     "solar_open": ("solar_open", "SolarOpen", DEEPSEEK | GROUPS),
-    "glm4_moe_lite": ("glm4_moe_lite", "Glm4MoeLite", DEEPSEEK | GROUPS | {"mlp_layer_types": ["sparse"] * 2}),
+    "glm4_moe_lite": ("glm4_moe_lite", "Glm4MoeLite", DEEPSEEK | GROUPS | {"mlp_layer_types": ["sparse"]}),
+    "granitemoeshared": (
+        "granitemoeshared",
+        "GraniteMoeShared",
+        MODELS["granitemoe"][2] | {"shared_intermediate_size": 10},
+    ),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        "GraniteMoeHybrid",
+        MODELS["granitemoe"][2] | {"layer_types": ["attention"], "mamba_n_heads": 4, "mamba_d_head": 8},
+    ),
+    "exaone_moe": (
+        "exaone_moe",
+        "ExaoneMoe",
+        DEEPSEEK | GROUPS | {"num_experts": 8, "num_shared_experts": 2, "mlp_layer_types": ["sparse"]},
+    ),
+    "qwen3_5_moe": (
+        "qwen3_5_moe",
+        "Qwen3_5Moe",
+        QWEN | {"shared_expert_intermediate_size": 10, "layer_types": ["full_attention"]},
+    ),
     "glm_moe_dsa": ("glm_moe_dsa", "GlmMoeDsa", DEEPSEEK | GROUPS),
 }
 
@@ -122,8 +147,11 @@ STANDARD_MODELS = [name for name in CONVERTED_MODELS if name not in ("longcat_fl
 def config_of(preset: str, **overrides: Any) -> Any:
     folder, name, sizes = (MODELS | SAME_LAYERS)[preset]
     module = importlib.import_module(f"transformers.models.{folder}.configuration_{folder}")
-    config_class = getattr(module, f"{name}TextConfig" if preset == "llama4" else f"{name}Config")
+    config_class = getattr(module, f"{name}TextConfig" if preset in ("llama4", "qwen3_5_moe") else f"{name}Config")
     options = SIZES | sizes | overrides
+    for name in ("layer_types", "mlp_layer_types"):  # one for each layer
+        if name in options:
+            options[name] = options[name] * options["num_hidden_layers"]
     if preset == "longcat_flash":  # of two attentions each
         options["num_layers"] = options.pop("num_hidden_layers")
     if preset == "dbrx":
