@@ -134,7 +134,12 @@ def test_commands_exist(words: list[str], tmp_path: Path, monkeypatch: pytest.Mo
             assert all((ROOT / f"examples/notebooks/{name}.ipynb").exists() for name in names)
         case [
             "python",
-            ("examples/strategies.py" | "examples/balancing.py" | "examples/muon_sharding.py") as script,
+            (
+                "examples/strategies.py"
+                | "examples/balancing.py"
+                | "examples/muon_sharding.py"
+                | "examples/replay_routes.py"
+            ) as script,
             *arguments,
         ]:
             importlib.import_module(Path(script).stem).parse_options(arguments)

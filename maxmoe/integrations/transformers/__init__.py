@@ -19,8 +19,16 @@ from maxmoe.integrations.transformers.experts import experts_forward
 from maxmoe.integrations.transformers.load_callback import LoadCallback
 from maxmoe.integrations.transformers.moe_block import TransformersMoE
 from maxmoe.integrations.transformers.replace_blocks import ReplacedBlock, replace_moe_blocks
+from maxmoe.integrations.transformers.served_adapters import export_adapter
 
-__all__ = ["LoadCallback", "ReplacedBlock", "TransformersMoE", "experts_forward", "replace_moe_blocks"]
+__all__ = [
+    "LoadCallback",
+    "ReplacedBlock",
+    "TransformersMoE",
+    "experts_forward",
+    "export_adapter",
+    "replace_moe_blocks",
+]
 
 experts.register()
 patched_families.register()
