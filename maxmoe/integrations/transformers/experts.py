@@ -55,7 +55,7 @@ def experts_forward(
     Raises:
         ValueError: for an expert out of range or sizes that do not fit.
     """
-    routing_block = getattr(experts, "routing_block", None)
+    routing_block = experts.__dict__.get("routing_block")  # getattr would call Module.__getattr__
     if routing_block is not None and not isinstance(top_k_index, RaggedPlan):
         top_k_index, top_k_weights = routing_block.route(top_k_index, top_k_weights)
     plan = top_k_index if isinstance(top_k_index, RaggedPlan) else _plan(experts, top_k_index)
