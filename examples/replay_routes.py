@@ -41,11 +41,11 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
     add = parser.add_argument
     add("--out", type=Path, default=Path("runs/replay_routes"), help="folder of the picture")
-    add("--steps", type=at_least(1), default=100, help="steps of each model")
+    add("--steps", type=at_least(1), default=120, help="steps of each model")
     add("--prompts", type=at_least(1), default=8, help="prompts per step")
     add("--group-size", type=at_least(2), default=8, help="sequences of each prompt, among which rewards are compared")
     add("--length", type=at_least(1), default=24, help="generated tokens of a sequence")
-    add("--learning-rate", type=at_least(0, float, at_most=0.1), default=1e-3, help="of AdamW")
+    add("--learning-rate", type=at_least(0, float, at_most=0.1), default=5e-4, help="of AdamW")
     add("--num-experts", type=at_least(1), default=32, help="experts of a block")
     add("--top-k", type=at_least(1), default=2, help="experts of a token")
     add("--seed", type=at_least(0, at_most=LARGEST_SEED), default=0, help="of parameters, prompts and samples")
@@ -142,10 +142,10 @@ def draw(path: Path, runs: list[Run]) -> None:
         label = f"{run.way}, {mean(run.differences):.1e} in the mean"
         difference.plot(steps, run.differences, color=WAYS[run.way], linewidth=1.2, label=label)
         reward.plot(steps, run.rewards, color=WAYS[run.way], linewidth=1.2, label=run.way)
-    difference.set(title="|trained - sampled log-probability|", xlabel="step", yscale="log")
+    difference.set(title="|trained - sampled log-probability|", xlabel="step", ylim=(0, None))
     reward.set(title="reward", xlabel="step", ylim=(0, 1))
     for axes in (difference, reward):
-        axes.legend(frameon=False)
+        axes.legend(frameon=False, loc="lower left")
         axes.spines[["top", "right"]].set_visible(False)
     save(figure, path)
 
