@@ -1,4 +1,4 @@
-"""One adapter of a model of PEFT in parts, for inference servers; what a server would drop or read otherwise raises.
+"""One adapter of a model of PEFT in parts, for inference servers. Parts that a server would drop or misread raise.
 
 Servers read the two factors of each adapted matrix, and one rank and one scale for all of them from the config.
 """
@@ -74,7 +74,7 @@ def served_adapter(model: nn.Module, adapter: str | None) -> ServedAdapter:
 
 
 def _check_config(config: Any) -> None:
-    """Raise for what a config asks for beside the two factors of a matrix."""
+    """Raise for fields of a config that ask for more than two factors of each matrix."""
     if config.peft_type != "LORA":
         raise ValueError(f"servers read adapters of the type LORA, got {config.peft_type}")
     init = config.init_lora_weights

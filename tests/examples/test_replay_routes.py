@@ -1,4 +1,4 @@
-"""`examples/replay_routes.py`: routes and log-probabilities are those of the sampler, and a run leaves a picture."""
+"""`examples/replay_routes.py`: routes and log-probabilities come from the sampler, and a run leaves a picture."""
 
 import copy
 import signal

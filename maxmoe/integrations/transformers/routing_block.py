@@ -47,7 +47,7 @@ class RoutingBlock:
 
     @property
     def routing_hooks(self) -> tuple[Any, ...]:
-        """Observers of the routing, as those of `HookedModule`."""
+        """Observers of the routing, as `HookedModule` has them."""
         return self._hooks
 
     @routing_hooks.setter

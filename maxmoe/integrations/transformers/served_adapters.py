@@ -44,8 +44,8 @@ def export_adapter(
 ) -> None:
     """Write an adapter of PEFT, with its factors beside experts, as inference servers name and stack them.
 
-    PEFT's own file has all experts of a layer in two tensors whose names servers do not know, so that they leave out
-    what was trained beside the experts. Everything that a server would leave out or read otherwise raises here::
+    PEFT's own file has all experts of a layer in tensors with names that servers do not know: they leave out the
+    adapters of the experts. Everything that a server would leave out or misread raises here::
 
         model = PeftModel.from_pretrained(model, "trained")
         export_adapter(model, "served", layout="per_expert")
@@ -61,7 +61,7 @@ def export_adapter(
 
     Raises:
         ValueError: for a layout that the family does not have; for a model that is sharded or not of PEFT; for ranks or
-            scales that differ between modules; and for what is not a factor of a linear module or of experts:
+            scales that differ between modules; and for other parts than factors of linear modules and of experts:
             `modules_to_save`, biases, DoRA, routers, weights that the initialization has changed. Nothing has been
             written then.
 
