@@ -85,7 +85,6 @@ def test_equals_one_process(preset: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.* of the parameters are whole")
-@pytest.mark.filterwarnings("ignore:.* of the parameters are whole")
 @pytest.mark.parametrize("preset", ["dbrx", "llama4"])
 def test_experts_without_an_interface_are_lent(preset: str) -> None:
     """All tokens go to the first experts, which are on one rank."""
@@ -111,6 +110,7 @@ def test_experts_without_an_interface_are_lent(preset: str) -> None:
     run_ranks(check, 2)
 
 
+@pytest.mark.filterwarnings("ignore:.* of the parameters are whole")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # router of Switch
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .FSDPSwitchTransformersBlock. returned a view")
 @pytest.mark.parametrize("preset", REPLICATED)

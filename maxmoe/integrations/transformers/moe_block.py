@@ -1,6 +1,6 @@
 """The layer in the place of a sparse block of transformers, made of the modules of the block."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -20,6 +20,7 @@ from maxmoe.nn.dispatcher import LayerInputs, sum_of
 from maxmoe.nn.module_path import module_path
 from maxmoe.nn.router import select_experts
 from maxmoe.ops import RaggedPlan, ragged_sort, ragged_unsort
+from maxmoe.presets.families import Family
 from maxmoe.presets.layouts import Entry
 
 
@@ -111,8 +112,7 @@ class TransformersMoE(MoEFeedForward):
         is_outside = bias is not None and "." not in self._keys["router.score_correction_bias"]
         tokens = x.view(*leading_dims, -1) if family.has_capacity else x
         outputs = router(tokens, bias) if is_outside else router(tokens)
-        logits = outputs if isinstance(outputs, Tensor) else outputs[family.logits_index]
-        logits = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
+        logits = router_logits(family, outputs)
         try:
             routing = select_experts(self.config, logits, bias, token_mask, given)
         except ValueError as error:
@@ -167,10 +167,7 @@ class TransformersMoE(MoEFeedForward):
 
     @property
     def _correction_bias(self) -> Tensor | None:
-        if not self.config.score_correction_bias:
-            return None
-        owner, _, name = self._keys["router.score_correction_bias"].rpartition(".")
-        return (adapted_module(self.router) if owner else self).get_buffer(name)
+        return correction_bias_of(self, self._keys) if self.config.score_correction_bias else None
 
     @property
     def balanced_router(self) -> Router | None:
@@ -191,6 +188,18 @@ class TransformersMoE(MoEFeedForward):
         _, _, name = self._keys["experts.down_proj"].format(expert=0).partition(".")
         dtype: torch.dtype = attrgetter(name)(self.routed_experts).dtype
         return dtype
+
+
+def router_logits(family: Family, outputs: Any) -> Tensor:
+    """Return the logits ``(T, E)``, float32 or wider, among the outputs of the router of a family's block."""
+    logits: Tensor = outputs if isinstance(outputs, Tensor) else outputs[family.logits_index]
+    return logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def correction_bias_of(block: nn.Module, keys: Mapping[str, str]) -> Tensor:
+    """Return the correction bias ``(E,)`` of a block, given its names of the parameters of a layer."""
+    *owner, name = keys["router.score_correction_bias"].split(".")
+    return (adapted_module(block.get_submodule(owner[0])) if owner else block).get_buffer(name)
 
 
 def _without(routing: Routing, is_dropped: Tensor) -> Routing:
