@@ -13,7 +13,7 @@ import maxmoe
 from maxmoe import MoEFeedForward, StatsAccumulator, record_routing, replay_routing
 from maxmoe.integrations.transformers import TransformersMoE, replace_moe_blocks
 from maxmoe.integrations.transformers._transformers import is_experts
-from support.replaced_models import IDS, PRESETS, assert_same, padding, replaced, small_model, step
+from support.replaced_models import IDS, PRESETS, TOLERANCE, assert_same, padding, replaced, small_model, step
 from support.small_models import SAME_LAYERS, block_of, blocks_of
 
 RETURNS_SCORES = ["gpt_oss", "llama4"]
@@ -41,7 +41,7 @@ def test_equals_the_code_of_the_family(preset: str, batch: int) -> None:
         expected = step(eager, IDS[:batch], mask, output_router_logits=True)
         got = step(ours, IDS[:batch], mask, output_router_logits=True)
         assert ("aux_loss" in expected) == (preset in HAVE_BALANCE_LOSS)
-        assert_same(got, expected, mask)
+        assert_same(got, expected, mask, 1e-12 if preset == "dbrx" else TOLERANCE)  # all of DBRX is in float64
 
 
 @pytest.mark.parametrize("family", SAME_LAYERS)
