@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from maxmoe.checks.fields import check_number
 from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.parallel.plan.plan import Plan
 from maxmoe.parallel.plan.planner import make_plan
@@ -13,46 +14,32 @@ from maxmoe.sharding.mesh import STAGE_AXIS, Mesh
 from maxmoe.sharding.rules import LogicalRules
 
 
-def pipeline_options(
-    schedule: str,
-    num_micro_batches: int | None,
-    blocks_per_stage: Sequence[int] | None,
-    stages_per_rank: int | None,
-) -> PipelineOptions | None:
-    """Return the options of a pipeline; None without a number of micro-batches, to plan a model without stages."""
-    if num_micro_batches is None:
-        return None
-    return PipelineOptions(schedule, num_micro_batches, blocks_per_stage, stages_per_rank)
-
-
 def plan_model(
     module: nn.Module,
     mesh: Mesh,
     rules: LogicalRules,
-    options: PipelineOptions | None,
     *,
     dispatch: Dispatch,
     num_chunks: int,
-    imbalance: float,
     allow_unused: bool,
+    schedule: str,
+    num_micro_batches: int | None,
+    blocks_per_stage: Sequence[int] | None,
+    stages_per_rank: int | None,
 ) -> tuple[Plan, PipelinePlan | None]:
-    """Plan a whole model on the ranks of a stage, and its pipeline stages if there are options and an axis `stage`."""
-    is_cut = options is not None and mesh.size(STAGE_AXIS) > 1
+    """Plan a whole model on the ranks of a stage, and its stages if there are micro-batches and an axis `stage`."""
+    is_cut = num_micro_batches is not None and mesh.size(STAGE_AXIS) > 1
     within = mesh.within_stage() if is_cut else mesh
-    plan = with_imbalance(
-        make_plan(module, within, rules, dispatch=dispatch, num_chunks=num_chunks, allow_unused=allow_unused),
-        imbalance,
-        has_stages=is_cut,
-    )
-    if options is None or not is_cut:
+    plan = make_plan(module, within, rules, dispatch=dispatch, num_chunks=num_chunks, allow_unused=allow_unused)
+    if num_micro_batches is None or not is_cut:
         return plan, None
+    options = PipelineOptions(schedule, num_micro_batches, blocks_per_stage, stages_per_rank)
     return plan, plan_pipeline(module, mesh, rules, options, dispatch=dispatch, num_chunks=num_chunks)
 
 
 def with_imbalance(plan: Plan, imbalance: float, *, has_stages: bool) -> Plan:
     """Return a plan that assumes an imbalance in every layer; 1.0 for balanced routing."""
-    if not isinstance(imbalance, int | float):
-        raise ValueError(f"imbalance must be a number, got {imbalance!r}")
+    check_number("imbalance", imbalance, at_least=1.0)
     if imbalance == 1.0:
         return plan
     if has_stages:
@@ -65,10 +52,9 @@ def with_imbalance(plan: Plan, imbalance: float, *, has_stages: bool) -> Plan:
                 f"{dispatch.strategy!r} with tokens sent over {dispatch.token_axes} in {path or 'the layer'}: other "
                 "strategies are planned for balanced routing"
             )
-        if not 1.0 <= imbalance <= num_ranks:
+        if imbalance > num_ranks:
             raise ValueError(
-                f"imbalance must be at least 1 and at most the number of ranks that share the experts ({num_ranks}), "
-                f"got {imbalance}"
+                f"imbalance must be at most the number of ranks that share the experts ({num_ranks}), got {imbalance}"
             )
     modules = dict(plan)
     for path, module in plan.items():
