@@ -11,8 +11,7 @@ from maxmoe.adapters import planned_copy
 from maxmoe.parallel.parallelize import undeclared_modules
 from maxmoe.parallel.plan.dispatch_plan import Dispatch, DispatchPlan
 from maxmoe.parallel.plan.parameter_sharding import ParameterSharding
-from maxmoe.pipelining.pipeline_plan import PipelinePlan
-from maxmoe.planning.plan_model import plan_model
+from maxmoe.pipelining.pipeline_plan import PipelinePlan, plan_model
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.rules import DroppedAxis, LogicalRules
 from maxmoe.text_table import ranges, readable_bytes, report

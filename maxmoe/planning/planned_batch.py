@@ -85,11 +85,10 @@ class PlannedBatch:
     def saved_tensors(self) -> Iterator[tuple[str, SavedTensor]]:
         """List the tensors that autograd saves on a rank, with the path of the module."""
         yield from self.declared_tensors()
-        for where, count in self.trace().saved.items():
-            if self.has_module(where.path):
-                outer = (path for path in where.argument_of if path in self.plan)
-                is_argument = any(self.plan[path].is_recomputed for path in outer)
-                path = None if is_argument else self.plan.recomputed_by(where.path)
+        for (saved_by, argument_of), count in self.trace().saved.items():
+            if self.has_module(saved_by):
+                is_argument = any(outer in self.plan and self.plan[outer].is_recomputed for outer in argument_of)
+                path = None if is_argument else self.plan.recomputed_by(saved_by)
                 yield path or "", SavedTensor((count,), (None,), torch.uint8, is_kept=path is None)
         for path, tokens in self.dispatches():
             layer, dispatch = self.plan.layers[path]

@@ -19,8 +19,8 @@ from maxmoe.pipelining.pipeline_plan import PipelinePlan
 from maxmoe.pipelining.schedules import SCHEDULES
 from maxmoe.planning import Estimate, Explanation, Traffic, estimate, explain
 from maxmoe.planning.communication import traffic_of
+from maxmoe.planning.estimate import rank_communication
 from maxmoe.planning.planned_batch import PlannedBatch
-from maxmoe.planning.rank_costs import rank_communication
 from maxmoe.sharding import Mesh
 from support.counted_collectives import CountedCollectives
 from support.measured_step import without_sums_of_losses
