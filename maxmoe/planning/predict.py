@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -182,11 +182,42 @@ class MeshCosts:
 
     def seconds(self, num_micro_batches: int, num_chunks: int) -> float:
         """Return the time of a step."""
-        times = self.times(num_micro_batches, num_chunks)
-        return float(times["compute"] + times["exposed"] + times["bubble"])
+        cost, bubble = self._cost(num_micro_batches, num_chunks)
+        return cost.seconds + bubble
 
-    def times(self, num_micro_batches: int, num_chunks: int) -> dict[str, Any]:
-        """Return the costs of a `PredictedPlan`, except its memory.
+    def predicted(
+        self,
+        rules: LogicalRules | str,
+        dispatch: Dispatch,
+        recompute: tuple[str, ...],
+        num_micro_batches: int,
+        num_chunks: int,
+        uncounted: str | None = None,
+    ) -> PredictedPlan:
+        """Return the plan with its costs; `recompute` names the parts that are recomputed now."""
+        cost, bubble = self._cost(num_micro_batches, num_chunks)
+        return PredictedPlan(
+            rules=rules,
+            mesh=self.mesh.sizes,
+            dispatch=dispatch,
+            num_chunks=num_chunks,
+            recompute=recompute,
+            num_micro_batches=num_micro_batches,
+            memory_parts=self.memory(num_micro_batches, num_chunks),
+            compute=cost.compute,
+            hidden=cost.hidden,
+            exposed=cost.exposed,
+            bubble=bubble,
+            flops=cost.flops,
+            model_flops=cost.model_flops,
+            mfu=cost.model_flops / (cost.seconds + bubble) / self.device.peak(self.step.dtype),
+            intra_bytes=int(cost.intra_bytes),
+            inter_bytes=int(cost.inter_bytes),
+            uncounted=uncounted,
+        )
+
+    def _cost(self, num_micro_batches: int, num_chunks: int) -> tuple[Cost, float]:
+        """Return the cost of a step on the rank that takes most time, and its bubble in seconds.
 
         With stages, the schedule is 1F1B with one stage per rank:
 
@@ -206,19 +237,8 @@ class MeshCosts:
         # FSDP2 reduces gradients beside the backward; with stages, after the last one.
         beside = 0.0 if has_stages else device.overlap * min(reduction.seconds, cost.compute - cost.hidden)
         update = 2 * _total(self._stored, stage) / device.memory_bandwidth * device.slowdown(self.mesh.num_ranks)
-        step = cost * many + reduction.hide(beside) + Cost(compute=update)
         bubble = sum(each.seconds * kind.number for each, kind in zip(costs, self.stages, strict=True)) - cost.seconds
-        return {
-            "compute": step.compute,
-            "hidden": step.hidden,
-            "exposed": step.exposed,
-            "bubble": bubble,
-            "flops": step.flops,
-            "model_flops": step.model_flops,
-            "mfu": step.model_flops / (step.seconds + bubble) / device.peak(self.step.dtype),
-            "intra_bytes": int(step.intra_bytes),
-            "inter_bytes": int(step.inter_bytes),
-        }
+        return cost * many + reduction.hide(beside) + Cost(compute=update), bubble
 
     def _micro_batch(self, plan: Plan, num_micro_batches: int = 1, num_chunks: int = 1) -> PlannedBatch:
         """Return the largest micro-batch of a part."""
@@ -311,14 +331,5 @@ def predict(
     set_recompute(parts.reduced, names)
     planned = Mesh.planned({axis: size for axis, size in mesh.sizes.items() if size > 1})
     costs = MeshCosts(parts, step, loaded, planned, table, dispatch)
-    return PredictedPlan(
-        rules=rules,
-        mesh=planned.sizes,
-        dispatch=dispatch,
-        num_chunks=num_chunks,
-        recompute=names,
-        num_micro_batches=num_micro_batches,
-        memory_parts=costs.memory(num_micro_batches, num_chunks),
-        uncounted=PlannedBatch(one, batch_size, sequence_length, step.dtype).trace().problem,
-        **costs.times(num_micro_batches, num_chunks),
-    )
+    uncounted = PlannedBatch(one, batch_size, sequence_length, step.dtype).trace().problem
+    return costs.predicted(rules, dispatch, names, num_micro_batches, num_chunks, uncounted)

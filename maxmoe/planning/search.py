@@ -14,7 +14,7 @@ from torch import nn
 from maxmoe.adapters import planned_copy
 from maxmoe.checks.fields import check_int
 from maxmoe.declaration import EXPERT_TOKEN_DIMS
-from maxmoe.nn import MoE, check_recompute, set_recompute
+from maxmoe.nn import MoE, set_recompute
 from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.parallel.plan.planner import make_plan
 from maxmoe.parallel.plan.sharded_tokens import activation_spec, token_sharding
@@ -98,8 +98,6 @@ class Search:
         self.refused: list[str] = []
         known = {name for module in parts.model.modules() for name in getattr(module, "recompute_names", ())}
         self._recompute = [*dict.fromkeys(tuple(name for name in names if name in known) for names in RECOMPUTE)]
-        for names in self._recompute:
-            check_recompute(parts.model, names)
         whole = make_plan(parts.model, Mesh.planned({}), LogicalRules(), allow_unused=True)
         self._stored = sum(stored_memory(whole, "adamw", (), step.state_dtypes).values())
         self._num_experts = [module.config.num_experts for module in parts.reduced.modules() if isinstance(module, MoE)]
@@ -199,11 +197,10 @@ class Search:
         stages, plans = mesh.size(STAGE_AXIS), list[PredictedPlan]()
         micro_batches, chunks = (USUAL_MICRO_BATCHES, CHUNKS[:1]) if is_first else (ALL_MICRO_BATCHES, CHUNKS)
         numbers = {min(times, costs.rows // stages) * stages for times in micro_batches} if stages > 1 else {1}
-        choice = {"rules": candidate.rules, "mesh": mesh.sizes, "dispatch": dispatch}
         for many in sorted(numbers):
             set_recompute(self.parts.reduced, ())
             if min(costs.seconds(many, number) for number in chunks) < bound:
-                plans.append(self._fastest(costs, many, chunks, choice))
+                plans.append(self._fastest(costs, candidate.rules, dispatch, many, chunks))
         fitting = [plan for plan in plans if plan.memory <= self.limit]
         for plan in fitting:
             key = candidate, dispatch, plan.num_micro_batches
@@ -213,7 +210,9 @@ class Search:
             self.smallest = sorted([*self.smallest, *plans], key=lambda plan: plan.memory)[:NEAREST]
         return min((plan.seconds for plan in fitting), default=math.inf)
 
-    def _fastest(self, costs: MeshCosts, many: int, chunks: Sequence[int], choice: dict[str, Any]) -> PredictedPlan:
+    def _fastest(
+        self, costs: MeshCosts, rules: str, dispatch: Dispatch, many: int, chunks: Sequence[int]
+    ) -> PredictedPlan:
         """Return the plan with the least recomputation that fits, or else with the most."""
 
         def memory(names: tuple[str, ...]) -> int:
@@ -223,11 +222,7 @@ class Search:
         number = bisect.bisect_left(self._recompute, True, key=lambda names: memory(names) <= self.limit)
         names = self._recompute[min(number, len(self._recompute) - 1)]
         set_recompute(self.parts.reduced, names)
-        choice = {**choice, "recompute": names, "num_micro_batches": many}
-        plans = [
-            PredictedPlan(**choice, num_chunks=each, memory_parts=costs.memory(many, each), **costs.times(many, each))
-            for each in chunks
-        ]
+        plans = [costs.predicted(rules, dispatch, names, many, each) for each in chunks]
         return min(plans, key=lambda plan: (plan.memory > self.limit, plan.seconds))
 
 

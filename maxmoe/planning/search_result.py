@@ -55,14 +55,7 @@ class SearchResult:
     uncounted: str | None = None
 
     def tokens_per_second(self, plan: PredictedPlan) -> float:
-        """Return the predicted number of tokens per second of each rank.
-
-        Args:
-            plan: one of the plans.
-
-        Returns:
-            Tokens of the step over its time and the number of ranks.
-        """
+        """Return the predicted number of tokens per second of each rank with one of the plans."""
         return self.step.batch_size * self.step.sequence_length / plan.seconds / self.world_size
 
     def __str__(self) -> str:
