@@ -282,7 +282,8 @@ def search(
     parts = ModelParts(module)
     on_one_rank = make_plan(parts.reduced, Mesh.planned({}), LogicalRules(), allow_unused=True)
     step = Step(batch_size, sequence_length, parameter_dtype(on_one_rank), state_dtypes)
-    activation_memory(batch := PlannedBatch(on_one_rank, *step[:3]))  # raises what every mesh would raise
+    batch = PlannedBatch(on_one_rank, batch_size, sequence_length, step.dtype)
+    activation_memory(batch)  # raises what every mesh would raise
     device.peak(step.dtype)
     run = Search(parts, step, device, limit, preset_names() if rules is None else rules)
     candidates = run.candidates(world_size)
