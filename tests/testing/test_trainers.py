@@ -22,8 +22,8 @@ def total(model: nn.Module, batch: Any) -> Tensor:
     return torch.stack([*loss(model, batch).values()]).sum()
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 def be_launched() -> None:
@@ -38,7 +38,7 @@ def of_accelerate(model: nn.Module) -> nn.Module:
 
     be_launched()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=MICRO_BATCHES)
-    prepared, optimizer = accelerator.prepare(model, adamw(model))
+    prepared, optimizer = accelerator.prepare(model, sgd(model))
     object.__setattr__(prepared, "accelerated", (accelerator, optimizer))
     return prepared
 
@@ -55,7 +55,7 @@ def accumulated(model: Any, batch: Any) -> Tensor:
 
 def clipped(model: Any) -> Update:
     accelerator, optimizer = getattr(model, "accelerated", (None, None))
-    optimizer = optimizer or adamw(model)
+    optimizer = optimizer or sgd(model)
 
     def update() -> None:
         (accelerator.clip_grad_norm_ if accelerator else clip_grad_norm_)(model.parameters(), MAX_NORM)
@@ -79,15 +79,16 @@ class OfDeepSpeed(Model):
 
         super().__init__()
         be_launched()
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled first
         config = {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_clipping": MAX_NORM,
             "zero_optimization": {"stage": stage},
             "zero_allow_untested_optimizer": True,
         }
-        engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model), config=config)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=sgd(model), config=config)
         object.__setattr__(self, "engine", engine)
-        self.double().read_parameters()
+        self.read_parameters()
 
     def read_parameters(self) -> None:
         from deepspeed.utils import safe_get_full_fp32_param
@@ -120,7 +121,8 @@ def update_of_deepspeed(model: Any) -> Update:
     return update
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.filterwarnings("ignore")  # deprecations of torch and Python
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero_of_deepspeed(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     pytest.importorskip("deepspeed")
