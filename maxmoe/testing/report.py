@@ -151,10 +151,15 @@ class RankComparison:
                 f"{row.one_process:.6g}",
                 " | ".join(f"{value:.6g}" for value in row.ranks) or "none",
                 f"{row.error:.0e}" if row.error else "0",
-                row.explanation or "right",
+                self._explanation(row),
             )
             for row in rows
         ]
         heading = ("", "one process", "ranks", "error", "explanation")
         table = text_table([heading, *cells], right=(1, 3), width=width)
         return f"{table}\n... and {left_out} rows more" if left_out > 0 else table
+
+    def _explanation(self, row: Comparison) -> str:
+        first = self.first_wrong
+        is_repeated = first is not None and row is not first and row.explanation == first.explanation
+        return f"as {first.name}" if first and is_repeated else row.explanation or "right"
