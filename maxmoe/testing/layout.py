@@ -77,10 +77,10 @@ def locate(parts: Sequence[Entries], whole: Tensor) -> list[tuple[list[Tensor], 
 
 def _selection(values: Tensor, whole: Tensor) -> Tensor | None:
     """Return the flat indices of the closest slices along the dim that is smaller, such as every second sequence."""
-    if values.ndim != whole.ndim or not values.numel():
+    if not 1 < values.ndim == whole.ndim or not values.numel():  # numbers of a vector are near each other by chance
         return None
     dims = [dim for dim, sizes in enumerate(zip(values.shape, whole.shape, strict=True)) if sizes[0] != sizes[1]]
-    if len(dims) != 1:
+    if len(dims) != 1 or values.numel() > whole.numel():
         return None
     mine, others = (tensor.double().movedim(dims[0], 0).flatten(1) for tensor in (values, whole))
     closest = torch.cdist(mine, others, p=math.inf).argmin(1)

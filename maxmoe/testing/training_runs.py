@@ -39,16 +39,13 @@ def compare_ranks(
     tolerance: float | None = None,
     timeout: float = 300.0,
 ) -> RankComparison:
-    """Compare a training step on several ranks with the same step in one process.
+    """Compare training steps on several ranks with the same steps in one process.
 
     Starts one process without `torch.distributed`, then `num_ranks` processes with gloo on the CPU. One process runs
     ``loss(model, batch).backward()`` with the whole batch, each rank with its part of the batch and the model that
     `parallelize` returns. The gradients of every rank must then be the gradients of one process: whole for an ordinary
     parameter, the shard of the rank for a `DTensor` and for a parameter that is a block of the whole parameter. The
-    loss of one process must be the sum or the mean over the ranks. The model may be of any library. A pytest test is::
-
-        def test_ranks_train_as_one_process():
-            compare_ranks(build_model, parallelize, make_batch, loss, num_ranks=4).raise_if_different()
+    loss of one process must be the sum or the mean over the ranks. The model may be of any library. Dropout is off.
 
     Args:
         build_model: function that returns the model, on the CPU. Rank r is seeded with r before the call, one process
@@ -85,8 +82,9 @@ def compare_ranks(
     """
     __tracebackhide__ = True  # for pytest
     training = Training(build_model, parallelize, make_batch, loss, step, make_update, steps)
-    _check(num_ranks, dtype, tolerance, timeout)
-    _check_steps(steps, make_update)
+    _check(num_ranks, dtype, tolerance, timeout, steps)
+    if steps > 1 and make_update is None:
+        raise ValueError(f"{steps} steps need make_update, got None")
     _check_functions(training)
     return Run(training, num_ranks, dtype, tolerance, RankProcesses(timeout=timeout, deadline=timeout)).compare()
 
@@ -150,26 +148,18 @@ class Run:
             return stopped("different start")
         if not self.training.has_dropout:
             notes += ["Compared without dropout.", *shared_masks(first_of_ranks)]
-        return compare_steps(
-            [
-                RankComparer(
-                    replace(self.training, steps=number + 1),
-                    self.processes,
-                    steps[number],
-                    [steps_of_rank[number] for steps_of_rank in ranks],
-                    dtype,
-                    tolerance,
-                    notes,
-                    before=steps[number - 1] if number else None,
-                )
-                for number in range(self.training.steps)
-            ]
-        )
+        comparers = []
+        for number, (one_process, *of_ranks) in enumerate(zip(steps, *ranks, strict=True)):
+            training, before = replace(self.training, steps=number + 1), steps[number - 1] if number else None
+            run = training, self.processes, one_process, of_ranks, dtype, tolerance, notes
+            comparers.append(RankComparer(*run, before=before))
+        return compare_steps(comparers)
 
 
-def _check(num_ranks: Any, dtype: Any, tolerance: Any, timeout: Any) -> None:
-    if not isinstance(num_ranks, int) or num_ranks < 2:
-        raise ValueError(f"num_ranks must be an integer of at least 2, got {num_ranks!r}")
+def _check(num_ranks: Any, dtype: Any, tolerance: Any, timeout: Any, steps: Any) -> None:
+    for name, number, least in (("num_ranks", num_ranks, 2), ("steps", steps, 1)):
+        if not isinstance(number, int) or number < least:
+            raise ValueError(f"{name} must be an integer of at least {least}, got {number!r}")
     if dtype is not None and dtype not in TOLERANCES:
         names = ", ".join(str(known) for known in TOLERANCES)
         raise ValueError(f"dtype must be {names} or None, got {dtype!r}")
@@ -177,13 +167,6 @@ def _check(num_ranks: Any, dtype: Any, tolerance: Any, timeout: Any) -> None:
         raise ValueError(f"tolerance must be a number above 0 and below 1 or None, got {tolerance!r}")
     if not (isinstance(timeout, int | float) and 0 < timeout < float("inf")):
         raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
-
-
-def _check_steps(steps: Any, make_update: Any) -> None:
-    if not isinstance(steps, int) or steps < 1:
-        raise ValueError(f"steps must be a positive integer, got {steps!r}")
-    if steps > 1 and make_update is None:
-        raise ValueError(f"{steps} steps need make_update, got None")
 
 
 def _check_functions(training: Training) -> None:

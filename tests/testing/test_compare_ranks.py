@@ -64,6 +64,11 @@ def test_functions_must_be_importable(monkeypatch: pytest.MonkeyPatch) -> None:
         compare_ranks(build, ddp, make_batch, loss, step=of_a_notebook)
 
 
+def test_steps_need_an_update() -> None:
+    with pytest.raises(ValueError, match=r"^2 steps need make_update, got None$"):
+        compare_ranks(build, ddp, make_batch, loss, steps=2)
+
+
 def of_a_notebook(model: nn.Module, batch: Any) -> None: ...
 
 
@@ -71,6 +76,7 @@ def of_a_notebook(model: nn.Module, batch: Any) -> None: ...
     ("argument", "values", "message"),
     [
         ("num_ranks", (1, True, 2.5, "2"), "an integer of at least 2"),
+        ("steps", (0, False, 1.5, "2"), "an integer of at least 1"),
         ("timeout", (0, -1.0, math.inf, "3"), "a positive number of seconds"),
         ("tolerance", (0.0, 1.0, math.nan, "0.1"), "a number above 0 and below 1 or None"),
         ("dtype", (torch.int64, "float64"), "torch.float64, torch.float32, torch.float16, torch.bfloat16 or None"),
