@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from maxmoe.checks.whole_tensors import check_whole
 from maxmoe.config import MoEConfig
 from maxmoe.presets import from_transformers
-from maxmoe.presets.families import Family, family_of
+from maxmoe.presets.configs import family_of
+from maxmoe.presets.families import Family
 from maxmoe.presets.layouts import Held, check_tensors
 from maxmoe.quantization import QuantizedStack, on_meta, put_stack, state_with_stacks
 

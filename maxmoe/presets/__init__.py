@@ -1,6 +1,6 @@
 """Published model families: their configs, and the names of their fields and weights in transformers."""
 
-from maxmoe.presets.families import from_transformers
+from maxmoe.presets.configs import from_transformers
 from maxmoe.presets.published import (
     dbrx,
     deepseek_v2,
