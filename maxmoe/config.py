@@ -8,6 +8,8 @@ from maxmoe.checks.fields import check_bool, check_int, check_number, refuse_unk
 
 ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus", "identity"]
 GroupScore = Literal["top2", "max"]
+Selection = Literal["scores", "logits"]
+OtherGroups = Literal["excluded", "zero"]
 Normalization = Literal["none", "sum", "softmax"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swigluoai"]
 WeightsTarget = Literal["output", "input"]
@@ -42,6 +44,10 @@ class MoEConfig:
         num_groups: number of groups of equal size that the experts form; 1 with zero, copy or constant experts.
         top_k_groups: number of groups with the best scores from which the experts of a token are selected.
         group_score: score of a group: the sum of its two best scores, "top2", or its best score, "max".
+        other_groups: what becomes of the experts of all other groups: they are "excluded", or selected with a score of
+            "zero", bias included, if fewer than K experts of the best groups have a higher one, as in A.X-K2.
+        selection: whether experts are selected by their "scores" or by their "logits", as in Kolibri; the correction
+            bias is added to either.
         normalization: normalization of the K selected scores: "none", "sum" (divide by their sum) or "softmax". With
             top_k=1, "sum" and "softmax" make the weight constant, so that only auxiliary losses train the router; a
             warning is issued.
@@ -93,6 +99,8 @@ class MoEConfig:
     num_groups: int = 1
     top_k_groups: int = 1
     group_score: GroupScore = "top2"
+    other_groups: OtherGroups = "excluded"
+    selection: Selection = "scores"
     normalization: Normalization = "sum"
     routed_scaling_factor: float = 1.0
     apply_weights_to: WeightsTarget = "output"
@@ -231,6 +239,8 @@ class MoEConfig:
             )
         if self.num_groups != 1:
             raise ValueError(f"correction_bias_rule='quantile' needs num_groups=1, got {self.num_groups}")
+        if self.selection != "scores":
+            raise ValueError(f"correction_bias_rule='quantile' needs selection='scores', got {self.selection!r}")
         if self.top_k == self.num_selectable_experts:
             raise ValueError(
                 f"correction_bias_rule='quantile' needs top_k ({self.top_k}) below the number of experts "

@@ -1,6 +1,7 @@
 """Router of a layer: linear, then the best experts of each token; the rules that balance their load."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -180,6 +181,9 @@ def select_experts(
     config: MoEConfig, logits: Tensor, correction_bias: Tensor | None, token_mask: Tensor | None, experts: Tensor | None
 ) -> Routing:
     """Route tokens by their logits ``(T, E)``; mask and experts as in `Router.forward`."""
+    is_unpadded = experts is None
+    if experts is None and (config.selection == "logits" or config.other_groups == "zero"):
+        experts = _selected_by_other_rules(config, logits.detach(), correction_bias)
     weights, selected, probabilities = route(
         logits,
         config.top_k,
@@ -192,8 +196,29 @@ def select_experts(
         scale=config.routed_scaling_factor,
         experts=experts,
     )
-    routing = Routing(logits, probabilities, weights, selected, is_unpadded=experts is None)
+    routing = Routing(logits, probabilities, weights, selected, is_unpadded=is_unpadded)
     return routing if token_mask is None else routing.without_padding(token_mask)
+
+
+def _selected_by_other_rules(config: MoEConfig, logits: Tensor, correction_bias: Tensor | None) -> Tensor:
+    """Select experts ``(T, K)`` by a rule that `maxmoe.ops.route` does not have, made of the rules that it has."""
+    by_logits = config.selection == "logits"
+    in_groups = partial(
+        route,
+        logits,
+        score_function="identity" if by_logits else config.score_function,
+        correction_bias=correction_bias,
+        num_groups=config.num_groups,
+        top_k_groups=config.top_k_groups,
+        group_score=config.group_score,
+        normalization="none",
+    )
+    if config.other_groups == "excluded" or config.top_k_groups == config.num_groups:
+        return in_groups(config.top_k)[1]
+    scores, members, _ = in_groups(config.num_experts // config.num_groups * config.top_k_groups)
+    if correction_bias is not None:
+        scores = scores + correction_bias[members]
+    return route(scores.new_zeros(logits.shape).scatter(1, members, scores), config.top_k, score_function="identity")[1]
 
 
 def _widen_correction_bias(router: Router, _keys: object) -> None:

@@ -2,14 +2,18 @@
 
 from maxmoe.presets.families import from_transformers
 from maxmoe.presets.published import (
+    axk2,
+    beam,
     deepseek_v2,
     deepseek_v3,
     glm4_moe,
     gpt_oss,
     kimi_k2,
+    kolibri1,
     llama4,
     longcat_flash,
     minimax_m2,
+    mistral_large4,
     mixtral,
     nemotron_h,
     olmoe,
@@ -19,15 +23,19 @@ from maxmoe.presets.published import (
 )
 
 __all__ = [
+    "axk2",
+    "beam",
     "deepseek_v2",
     "deepseek_v3",
     "from_transformers",
     "glm4_moe",
     "gpt_oss",
     "kimi_k2",
+    "kolibri1",
     "llama4",
     "longcat_flash",
     "minimax_m2",
+    "mistral_large4",
     "mixtral",
     "nemotron_h",
     "olmoe",

@@ -7,7 +7,7 @@ from typing import Any
 from maxmoe.checks.fields import check_bool, check_int, check_number
 from maxmoe.config import MoEConfig
 from maxmoe.presets import published
-from maxmoe.presets.layouts import Entry, Layout, per_expert, router, shared, stacked
+from maxmoe.presets.layouts import Entry, Layout, per_expert, router, shared, stacked, within
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +62,9 @@ _LONGCAT_FLASH_FIELDS = {
     "top_k": "moe_topk",
     "routed_scaling_factor": "routed_scaling_factor",
 }
+_KOLIBRI1_FIELDS = {ours: theirs for ours, theirs in _QWEN2_FIELDS.items() if ours != "load_balance_loss_weight"}
+_BEAM_FIELDS = {ours: theirs for ours, theirs in _DEEPSEEK_V3_FIELDS.items() if ours != "num_shared_experts"}
+_BEAM_FIELDS["num_experts"] = "num_experts"
 _GPT_OSS_FIELDS = {ours: theirs for ours, theirs in _MIXTRAL_FIELDS.items() if ours != "activation"}
 _GPT_OSS_FIELDS["activation_limit"] = "swiglu_limit"
 
@@ -75,6 +78,7 @@ _SHARED_GATED = (
 )
 _W123 = per_expert("w1", "w3", "w2")
 _PROJ = per_expert("gate_proj", "up_proj", "down_proj")
+_SHARED = shared("shared_experts")
 _LLAMA4 = Layout("feed_forward", router("router") + stacked(transposed=False) + shared("shared_expert"))
 _GPT_OSS = Layout(
     "mlp",
@@ -158,6 +162,25 @@ _MINIMAX_M2 = replace(
     checkpoint=Layout("block_sparse_moe", _GATE_BIASED_OUTSIDE + _W123),
 )
 
+_KOLIBRI1 = Family(
+    preset=published.kolibri1,
+    fields=_KOLIBRI1_FIELDS,
+    block=Layout("mlp", _GATE_BIASED + stacked() + _SHARED),
+    checkpoint=Layout("", router("mlp.gate", "moe.router.expert_bias") + within("mlp", _PROJ + _SHARED)),
+)
+_MISTRAL_LARGE4 = Family(
+    preset=published.mistral_large4,
+    fields=_DEEPSEEK_V2_FIELDS,
+    block=Layout("mlp", _GATE + stacked() + _SHARED),
+    checkpoint=Layout("", _GATE + _W123 + shared("shared_experts", "w1", "w3", "w2")),
+)
+_BEAM = Family(
+    preset=published.beam,
+    fields=_BEAM_FIELDS,
+    block=Layout("mlp", _GATE_BIASED + stacked()),
+    checkpoint=Layout("mlp", _GATE_BIASED + _PROJ),
+)
+
 FAMILIES: dict[str, Family] = {
     "mixtral": _MIXTRAL,
     "qwen2_moe": _QWEN2_MOE,
@@ -170,6 +193,10 @@ FAMILIES: dict[str, Family] = {
     "kimi_k2": replace(_DEEPSEEK_V3, preset=published.kimi_k2),
     "glm4_moe": replace(_DEEPSEEK_V3, preset=published.glm4_moe),
     "longcat_flash": _LONGCAT_FLASH,
+    "kolibri1": _KOLIBRI1,
+    "axk2": replace(_DEEPSEEK_V3, preset=published.axk2),
+    "mistral_large4_text": _MISTRAL_LARGE4,
+    "beam": _BEAM,
     "minimax_m2": _MINIMAX_M2,
     "nemotron_h": _NEMOTRON_H,
     "gpt_oss": Family(
@@ -234,8 +261,10 @@ def _text_config(config: Any) -> Any:
 
 def _read(config: Any, attribute: str) -> Any:
     """Return an attribute of a transformers config, converted to the value of `MoEConfig`."""
-    if attribute in ("n_group", "topk_group") and getattr(config, "topk_method", None) == "greedy":
-        return 1
+    if attribute in ("n_group", "topk_group"):
+        has_none = config.model_type == "axk2" and getattr(config, attribute, None) is None
+        if has_none or getattr(config, "topk_method", None) == "greedy":
+            return 1
     if attribute == "moe_latent_size":
         return getattr(config, attribute, None)
     value = _get(config, attribute)

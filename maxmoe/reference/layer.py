@@ -18,7 +18,7 @@ from maxmoe.reference.operators import (
     ragged_sort,
     ragged_unsort,
 )
-from maxmoe.reference.routing import route, scores, stack, wide
+from maxmoe.reference.routing import route, scores, select_experts, stack, wide
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj", "gate_bias", "up_bias", "down_bias")
 
@@ -68,6 +68,15 @@ def router_logits(tokens: Tensor, config: MoEConfig, parameters: dict[str, Tenso
     """Return logits [T, E] of tokens [T, D], float32 or wider."""
     logits = wide(tokens) @ wide(parameters["router.weight"]).T
     return logits + wide(parameters["router.bias"]) if config.router_bias else logits
+
+
+def selected_experts(logits: Tensor, config: MoEConfig, correction_bias: Tensor | None) -> Tensor:
+    """Return the experts [T, K] of tokens with logits [T, E]."""
+    score = wide(logits) if config.selection == "logits" else scores(logits, config.score_function)
+    biased = score if correction_bias is None else score + correction_bias
+    rule = (config.top_k, config.num_groups, config.top_k_groups, config.group_score, config.other_groups)
+    chosen = [torch.tensor(select_experts(token, *rule)) for token in biased.tolist()]
+    return stack(chosen, torch.empty(0, dtype=torch.int64), config.top_k)
 
 
 def routed_experts(
@@ -175,12 +184,9 @@ def moe(
         logits,
         config.top_k,
         score_function=config.score_function,
-        correction_bias=parameters["router.score_correction_bias"] if config.score_correction_bias else None,
-        num_groups=config.num_groups,
-        top_k_groups=config.top_k_groups,
-        group_score=config.group_score,
         normalization=config.normalization,
         scale=config.routed_scaling_factor,
+        experts=selected_experts(logits, config, parameters.get("router.score_correction_bias")),
     )
     kept = experts
     if config.capacity_factor is not None:

@@ -28,7 +28,8 @@ def family_of(name: str) -> str:
 
 def empty_layers(name: str) -> dict[str, MoE]:
     config = presets.from_transformers(small_models.config_of(name))
-    return {f"model.layers.{number}": MoE(config) for number in range(2)}
+    decoder = "model.language_model" if name in small_models.MULTIMODAL else "model"
+    return {f"{decoder}.layers.{number}": MoE(config) for number in range(2)}
 
 
 def converted_layers(model: torch.nn.Module) -> dict[str, MoE]:
@@ -36,9 +37,11 @@ def converted_layers(model: torch.nn.Module) -> dict[str, MoE]:
 
 
 def as_saved(name: str, layers: dict[str, MoE], *, stacked: bool = False) -> dict[str, MoE]:
-    """The layers by their names in files: those of Nemotron-H are published with another name of the decoder."""
-    is_renamed = name == "nemotron_h" and not stacked
-    return {block.replace("model.", "backbone.") if is_renamed else block: layer for block, layer in layers.items()}
+    """The layers by their names in files: some are published with another name of the decoder, or without one."""
+    ours, theirs = {"nemotron_h": ("model.", "backbone."), "mistral_large4": ("model.language_model.", "")}.get(
+        name, ("", "")
+    )
+    return {block if stacked else block.replace(ours, theirs, 1): layer for block, layer in layers.items()}
 
 
 def assert_same_layers(got: dict[str, MoE], expected: dict[str, MoE]) -> None:
@@ -53,7 +56,8 @@ def moe_tensors(folder: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for file in folder.glob("*.safetensors"):
         tensors |= load_file(file)
-    names = r"(model|backbone)\.layers\.\d\.(mlp|block_sparse_moe|feed_forward|mixer)\..*"
+    decoder = r"((model|backbone)\.)?(language_model\.)?layers\.\d"
+    names = rf"{decoder}\.(mlp|moe|block_sparse_moe|feed_forward|mixer|gate|experts|shared_experts)\..*"
     return {key: tensor for key, tensor in tensors.items() if re.fullmatch(names, key)}
 
 
