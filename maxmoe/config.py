@@ -39,6 +39,7 @@ class MoEConfig:
             MoE++.
         score_function: function of the logits that gives the scores; "identity" for the logits themselves.
         router_bias: add a trained bias to the logits.
+        router_scale: multiply the routing weights by a trained number.
         score_correction_bias: add a bias to the scores for the selection only, updated after each optimizer step by
             `StatsAccumulator.update` or `MoE.update_correction_bias`.
         num_groups: number of groups of equal size that the experts form; 1 with zero, copy or constant experts.
@@ -60,6 +61,8 @@ class MoEConfig:
         expert_bias: add biases to the three projections of the routed experts.
         num_shared_experts: n, for one dense expert of width n * F that computes all tokens.
         shared_expert_gate: scale the output of the shared expert by sigmoid(x . w), as Qwen2-MoE does.
+        shared_expert_scores: make n shared experts of width F, which further rows of the router score. Their weights
+            are normalized together with the weights of the selected experts, as in Inkling.
         load_balance_loss_weight: weight of the auxiliary balance loss, 0 for none.
         load_balance_scope: compute the balance loss per "sequence", over the whole "batch", or with the load of the
             optimizer "step" so far, which `maxmoe.StatsAccumulator` counts.
@@ -95,6 +98,7 @@ class MoEConfig:
 
     score_function: ScoreFunction = "softmax"
     router_bias: bool = False
+    router_scale: bool = False
     score_correction_bias: bool = False
     num_groups: int = 1
     top_k_groups: int = 1
@@ -112,6 +116,7 @@ class MoEConfig:
     expert_bias: bool = False
     num_shared_experts: int = 0
     shared_expert_gate: bool = False
+    shared_expert_scores: bool = False
 
     load_balance_loss_weight: float = 0.0
     load_balance_scope: LoadBalanceScope = "sequence"
@@ -205,6 +210,16 @@ class MoEConfig:
             )
         if self.shared_expert_gate and self.num_shared_experts == 0:
             raise ValueError("shared_expert_gate=True needs num_shared_experts >= 1, got 0")
+        if self.shared_expert_scores:
+            self._check_shared_expert_scores()
+
+    def _check_shared_expert_scores(self) -> None:
+        if self.num_shared_experts == 0:
+            raise ValueError("shared_expert_scores=True needs num_shared_experts >= 1, got 0")
+        wanted = {"score_function": "sigmoid", "normalization": "sum", "apply_weights_to": "output"}
+        for name, value in {**wanted, "shared_expert_gate": False}.items():
+            if getattr(self, name) != value:
+                raise ValueError(f"shared_expert_scores=True needs {name}={value!r}, got {getattr(self, name)!r}")
 
     def _check_limits(self) -> None:
         check_number("routed_scaling_factor", self.routed_scaling_factor, above=0)

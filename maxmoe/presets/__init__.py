@@ -2,18 +2,14 @@
 
 from maxmoe.presets.families import from_transformers
 from maxmoe.presets.published import (
-    axk2,
-    beam,
     deepseek_v2,
     deepseek_v3,
     glm4_moe,
     gpt_oss,
     kimi_k2,
-    kolibri1,
     llama4,
     longcat_flash,
     minimax_m2,
-    mistral_large4,
     mixtral,
     nemotron_h,
     olmoe,
@@ -21,6 +17,7 @@ from maxmoe.presets.published import (
     qwen3_moe,
     qwen3_next,
 )
+from maxmoe.presets.published_2026 import axk2, beam, inkling, kolibri1, mistral_large4
 
 __all__ = [
     "axk2",
@@ -30,6 +27,7 @@ __all__ = [
     "from_transformers",
     "glm4_moe",
     "gpt_oss",
+    "inkling",
     "kimi_k2",
     "kolibri1",
     "llama4",

@@ -6,7 +6,7 @@ from typing import Any
 
 from maxmoe.checks.fields import check_bool, check_int, check_number
 from maxmoe.config import MoEConfig
-from maxmoe.presets import published
+from maxmoe.presets import published, published_2026
 from maxmoe.presets.layouts import Entry, Layout, per_expert, router, shared, stacked, within
 
 
@@ -65,6 +65,12 @@ _LONGCAT_FLASH_FIELDS = {
 _KOLIBRI1_FIELDS = {ours: theirs for ours, theirs in _QWEN2_FIELDS.items() if ours != "load_balance_loss_weight"}
 _BEAM_FIELDS = {ours: theirs for ours, theirs in _DEEPSEEK_V3_FIELDS.items() if ours != "num_shared_experts"}
 _BEAM_FIELDS["num_experts"] = "num_experts"
+_INKLING_FIELDS = _FIELDS | {
+    "intermediate_size": "moe_intermediate_size",
+    "num_experts": "n_routed_experts",
+    "num_shared_experts": "n_shared_experts",
+    "routed_scaling_factor": "route_scale",
+}
 _GPT_OSS_FIELDS = {ours: theirs for ours, theirs in _MIXTRAL_FIELDS.items() if ours != "activation"}
 _GPT_OSS_FIELDS["activation_limit"] = "swiglu_limit"
 
@@ -162,20 +168,32 @@ _MINIMAX_M2 = replace(
     checkpoint=Layout("block_sparse_moe", _GATE_BIASED_OUTSIDE + _W123),
 )
 
+_INKLING = Layout(
+    "mlp",
+    (
+        *_GATE_BIASED,
+        Entry("gate.global_scale", ("router.scale",)),
+        *stacked(),
+        *(
+            Entry(f"shared_experts.{name}", (f"shared_experts.{name}",), transposed=True)
+            for name in ("gate_proj", "up_proj", "down_proj")
+        ),
+    ),
+)
 _KOLIBRI1 = Family(
-    preset=published.kolibri1,
+    preset=published_2026.kolibri1,
     fields=_KOLIBRI1_FIELDS,
     block=Layout("mlp", _GATE_BIASED + stacked() + _SHARED),
     checkpoint=Layout("", router("mlp.gate", "moe.router.expert_bias") + within("mlp", _PROJ + _SHARED)),
 )
 _MISTRAL_LARGE4 = Family(
-    preset=published.mistral_large4,
+    preset=published_2026.mistral_large4,
     fields=_DEEPSEEK_V2_FIELDS,
     block=Layout("mlp", _GATE + stacked() + _SHARED),
     checkpoint=Layout("", _GATE + _W123 + shared("shared_experts", "w1", "w3", "w2")),
 )
 _BEAM = Family(
-    preset=published.beam,
+    preset=published_2026.beam,
     fields=_BEAM_FIELDS,
     block=Layout("mlp", _GATE_BIASED + stacked()),
     checkpoint=Layout("mlp", _GATE_BIASED + _PROJ),
@@ -194,9 +212,16 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe": replace(_DEEPSEEK_V3, preset=published.glm4_moe),
     "longcat_flash": _LONGCAT_FLASH,
     "kolibri1": _KOLIBRI1,
-    "axk2": replace(_DEEPSEEK_V3, preset=published.axk2),
+    "axk2": replace(_DEEPSEEK_V3, preset=published_2026.axk2),
     "mistral_large4_text": _MISTRAL_LARGE4,
     "beam": _BEAM,
+    "inkling_text": Family(
+        preset=published_2026.inkling,
+        fields=_INKLING_FIELDS,
+        required={"shared_expert_sink": [True]},
+        block=_INKLING,
+        checkpoint=_INKLING,
+    ),
     "minimax_m2": _MINIMAX_M2,
     "nemotron_h": _NEMOTRON_H,
     "gpt_oss": Family(

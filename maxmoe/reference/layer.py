@@ -136,9 +136,23 @@ def project(rows: Tensor, weight: Tensor) -> Tensor:
     return stack([wide(row) @ wide(weight) for row in rows], rows, weight.shape[1])
 
 
-def shared_experts(tokens: Tensor, config: MoEConfig, parameters: dict[str, Tensor]) -> Tensor:
-    """Return the outputs of the shared expert, scaled by sigmoid(x . output_gate) if it has that gate."""
+def shared_experts(
+    tokens: Tensor, config: MoEConfig, parameters: dict[str, Tensor], weights: Tensor | None = None
+) -> Tensor:
+    """Return the outputs of the shared expert, scaled by sigmoid(x . output_gate) if it has that gate.
+
+    With weights [T, n], the sum of the outputs of n shared experts times their weights.
+    """
     matrices = [parameters.get(f"shared_experts.{name}") for name in PROJECTIONS]
+    if weights is not None:
+        rows = []
+        for token, of_experts in zip(tokens, weights, strict=True):
+            row = wide(torch.zeros_like(token))
+            for j, weight in enumerate(of_experts):
+                expert = [None if each is None else each[j] for each in matrices]
+                row = row + weight * feed_forward(token, expert, config.activation, config.activation_limit)
+            rows.append(row)
+        return stack(rows, tokens, tokens.shape[1])
     out = [feed_forward(token, matrices, config.activation, config.activation_limit) for token in tokens]
     if config.shared_expert_gate:
         gate = wide(parameters["shared_experts.output_gate"])
@@ -180,14 +194,23 @@ def moe(
     lengths = [int(sequence.sum()) for sequence in is_valid.reshape(math.prod(x.shape[:-2]), x.shape[-2])]
 
     logits = router_logits(tokens, config, parameters)
+    logits, of_shared = logits[:, : config.num_selectable_experts], logits[:, config.num_selectable_experts :]
     weights, experts, _ = route(
         logits,
         config.top_k,
         score_function=config.score_function,
-        normalization=config.normalization,
+        normalization="none" if config.shared_expert_scores else config.normalization,
         scale=config.routed_scaling_factor,
         experts=selected_experts(logits, config, parameters.get("router.score_correction_bias")),
     )
+    shared_weights = None
+    if config.shared_expert_scores:
+        scores_of_shared = config.routed_scaling_factor * torch.sigmoid(of_shared)
+        total = (weights.sum(1, keepdim=True) + scores_of_shared.sum(1, keepdim=True)) / config.routed_scaling_factor
+        weights, shared_weights = weights / total, scores_of_shared / total
+    if config.router_scale:
+        weights = weights * wide(parameters["router.scale"])
+        shared_weights = None if shared_weights is None else shared_weights * wide(parameters["router.scale"])
     kept = experts
     if config.capacity_factor is not None:
         factor = config.capacity_factor
@@ -205,7 +228,7 @@ def moe(
     if config.has_zero_computation_outputs:
         outputs = outputs + zero_computation_experts(tokens, weights, experts, config, parameters)
     if config.num_shared_experts:
-        outputs = outputs + shared_experts(tokens, config, parameters)
+        outputs = outputs + shared_experts(tokens, config, parameters, shared_weights)
     hidden_states = torch.zeros_like(x)
     hidden_states[is_valid] = outputs
     return (

@@ -44,7 +44,7 @@ def routing_of(block: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     if hasattr(block, "e_score_correction_bias"):
         _, weights, experts = block.gate(tokens, block.e_score_correction_bias)
     elif hasattr(block, "gate"):
-        _, weights, experts = block.gate(tokens)
+        _, weights, experts, *_ = block.gate(tokens)
     elif hasattr(block.router, "classifier") or block.router.__class__.__name__ == "GptOssTopKRouter":
         _, weights, experts = block.router(tokens)
     else:  # Llama 4 gives the weights of all experts, 0 for those not chosen

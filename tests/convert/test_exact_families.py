@@ -26,6 +26,7 @@ ON_RANKS: dict[str, dict[str, Any]] = {
     "axk2": {},
     "mistral_large4": {},
     "beam": {},
+    "inkling": {},
 }
 import_models(*ON_RANKS)
 

@@ -35,6 +35,9 @@ FAMILIES = {
         normalization="none",
         num_shared_experts=1,
     ),
+    "inkling": presets.inkling(
+        **SIZES, **LOSSES, top_k=3, num_groups=4, top_k_groups=2, other_groups="zero", selection="logits"
+    ),
     "nemotron_h": MoEConfig(
         **SIZES,
         **LOSSES,

@@ -168,6 +168,17 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 2.5,
         "hidden_act": "silu",
     },
+    "inkling": {
+        "model_type": "inkling_text",
+        "hidden_size": 6144,
+        "moe_intermediate_size": 3072,
+        "n_routed_experts": 256,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "shared_expert_sink": True,
+        "route_scale": 8.0,
+        "hidden_act": "silu",
+    },
     "minimax_m2": {
         "model_type": "minimax_m2",
         "hidden_size": 3072,

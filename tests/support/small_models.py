@@ -64,6 +64,21 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Beam",
         QWEN | GROUPS | {"num_experts": 8, "mlp_layer_types": ["sparse"] * 2},
     ),
+    "inkling": (
+        "inkling",
+        "Inkling",
+        {
+            "moe_intermediate_size": 10,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 2,
+            "route_scale": 2.5,
+            "mlp_layer_types": ["sparse"] * 2,
+            "swa_num_attention_heads": 2,
+            "swa_num_key_value_heads": 2,
+            "swa_head_dim": 8,
+        },
+    ),
     "minimax_m2": (
         "minimax_m2",
         "MiniMaxM2",
@@ -89,7 +104,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }
 
-TEXT_CONFIGS = {"llama4", "mistral_large4"}
+TEXT_CONFIGS = {"inkling", "llama4", "mistral_large4"}
 # The configs of their other parts, for families that have no class for the language model with its head alone.
 VISION: dict[str, Any] = {
     "hidden_size": 8,

@@ -100,12 +100,29 @@ class TransformersMoE(MoEFeedForward):
         router, bias = self.router, self._correction_bias
         is_outside = bias is not None and "." not in self._keys["router.score_correction_bias"]
         outputs = router(x, bias) if is_outside else router(x)
+        if self.config.shared_expert_scores:
+            return self._routed_with_shared(outputs, token_mask, given)
         logits = outputs[1 if isinstance(adapted_module(router), nn.Linear) else 0]  # second in Llama 4
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         try:
             return select_experts(self.config, logits, bias, token_mask, given)
         except ValueError as error:
             raise ValueError(f"{module_path(self)}: {error}") from error
+
+    def _routed_with_shared(
+        self, outputs: Sequence[Tensor], token_mask: Tensor | None, given: Tensor | None
+    ) -> Routing:
+        """Take experts and weights as the router of the block gives them; it has no logits of the shared experts."""
+        if given is not None:
+            raise ValueError(
+                f"{module_path(self)}: replay_routing needs the logits of the shared experts, which this block does "
+                "not return: replay in maxmoe.MoE, see MoE.from_transformers"
+            )
+        logits, weights, experts, shared_weights = outputs
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        routing = select_experts(replace(self.config, shared_expert_scores=False), logits.to(wide), None, None, experts)
+        routing = routing._replace(weights=weights.to(wide), shared_weights=shared_weights, is_unpadded=True)
+        return routing if token_mask is None else routing.without_padding(token_mask)
 
     def _expert_function(self, x: Tensor, weights: Tensor | None, plan: RaggedPlan, *foreign: Any) -> Tensor:
         """Compute rows as `maxmoe.nn.Experts`, by a call of the experts of the block, around which adapters may lie."""
@@ -125,7 +142,8 @@ class TransformersMoE(MoEFeedForward):
         shared_experts, output_gate = self.shared_experts, self.output_gate
         parts = []
         if shared_experts is not None:
-            out = shared_experts(inputs.router)
+            weights = () if routing.shared_weights is None else (routing.shared_weights,)
+            out = shared_experts(inputs.router, *weights)
             parts.append(out if output_gate is None else output_gate(inputs.router).sigmoid() * out)
         if self.zero_computation_experts is not None:
             parts.append(self.zero_computation_experts(inputs.router, routing.top_k, dtype))
@@ -186,7 +204,7 @@ def _declare(router: nn.Module, experts: nn.Module, config: MoEConfig, entries: 
         added_to_output=tuple(name for name in ("down_proj_bias",) if name in names),
     )
     keys = {entry.names[0]: entry.key.partition(".")[2] for entry in entries}
-    of_router = {"router.weight": (None, "embed"), "router.bias": (None,)}
+    of_router = {"router.weight": (None, "embed"), "router.bias": (None,), "router.scale": (None,)}
     router.declaration = Declaration(  # type: ignore[assignment]
         logical_names={keys[name]: dims for name, dims in of_router.items() if name in keys}, fsdp_unit=True
     )

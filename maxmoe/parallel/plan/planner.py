@@ -224,7 +224,7 @@ class _Planner:
         except ValueError as error:
             raise ValueError(f"{path or 'the layer'}: {error}") from None
         shared = layer.shared_experts
-        of_shared = set(self.parallel_axes[shared]) if isinstance(shared, SharedExperts) else None
+        of_shared = set(self.parallel_axes.get(shared, ())) if isinstance(shared, SharedExperts) else None
         # Routed and shared experts share one all-reduce of the input's gradient and one of the output, if they are
         # partial over the same axes.
         return replace(plan, shared_is_partial=of_shared == set(plan.partial_axes))
