@@ -32,6 +32,8 @@ class MoEConfig:
         latent_size: width of the rows that the routed experts read and write, between two projections that they share,
             as in Nemotron 3; None for hidden_size, without projections. Router, shared, copy and constant experts take
             the tokens themselves.
+        latent_in_norm: normalize the rows after the projection in, as in Muse Spark; see `maxmoe.nn.LatentNorm`.
+        latent_out_norm: normalize the sum over the experts before the projection out, as in Kimi K3.
         num_zero_experts: further experts that the router selects from, whose output is zero. See
             `maxmoe.nn.ZeroComputationExperts`.
         num_copy_experts: further experts whose output is their input, as in LongCat-Flash and MoE++.
@@ -39,6 +41,7 @@ class MoEConfig:
             MoE++.
         score_function: function of the logits that gives the scores; "identity" for the logits themselves.
         router_bias: add a trained bias to the logits.
+        logit_scale: factor of the logits.
         router_scale: multiply the routing weights by a trained number.
         score_correction_bias: add a bias to the scores for the selection only, updated after each optimizer step by
             `StatsAccumulator.update` or `MoE.update_correction_bias`.
@@ -59,6 +62,9 @@ class MoEConfig:
         gated: compute activation(gate) * up; otherwise activation(up).
         activation_limit: limit to which the gate is clipped from above and up on both sides; None for no clipping.
         expert_bias: add biases to the three projections of the routed experts.
+        expert_norm: normalize the output of each expert before it is weighted, as in Muse Spark; all share the norm.
+        norm_eps: epsilon of the latent norms.
+        expert_norm_eps: epsilon of the norm of the outputs.
         num_shared_experts: n, for one dense expert of width n * F that computes all tokens.
         shared_expert_gate: scale the output of the shared expert by sigmoid(x . w), as Qwen2-MoE does.
         shared_expert_scores: make n shared experts of width F, which further rows of the router score. Their weights
@@ -92,12 +98,15 @@ class MoEConfig:
     num_experts: int
     top_k: int
     latent_size: int | None = None
+    latent_in_norm: bool = False
+    latent_out_norm: bool = False
     num_zero_experts: int = 0
     num_copy_experts: int = 0
     num_constant_experts: int = 0
 
     score_function: ScoreFunction = "softmax"
     router_bias: bool = False
+    logit_scale: float = 1.0
     router_scale: bool = False
     score_correction_bias: bool = False
     num_groups: int = 1
@@ -114,6 +123,9 @@ class MoEConfig:
     gated: bool = True
     activation_limit: float | None = None
     expert_bias: bool = False
+    expert_norm: bool = False
+    norm_eps: float = 1e-5
+    expert_norm_eps: float = 1e-8
     num_shared_experts: int = 0
     shared_expert_gate: bool = False
     shared_expert_scores: bool = False
@@ -166,6 +178,9 @@ class MoEConfig:
             check_int(name, getattr(self, name), at_least=0)
         if self.latent_size is not None:
             check_int("latent_size", self.latent_size, at_least=1)
+        for name in ("latent_in_norm", "latent_out_norm"):
+            if getattr(self, name) and self.latent_size is None:
+                raise ValueError(f"{name}=True needs a latent_size, got None")
         if self.top_k > self.num_selectable_experts:
             raise ValueError(f"top_k ({self.top_k}) must not exceed {self._selectable}")
 
@@ -204,6 +219,8 @@ class MoEConfig:
             check_number("activation_limit", self.activation_limit, above=0)
             if not self.gated:
                 raise ValueError(f"activation_limit ({self.activation_limit}) needs gated=True, got gated=False")
+        if self.expert_norm and self.apply_weights_to == "input":
+            raise ValueError("expert_norm=True needs apply_weights_to='output', got 'input'")
         if self.num_constant_experts and self.apply_weights_to == "input":
             raise ValueError(
                 f"num_constant_experts ({self.num_constant_experts}) needs apply_weights_to='output', got 'input'"
@@ -222,7 +239,8 @@ class MoEConfig:
                 raise ValueError(f"shared_expert_scores=True needs {name}={value!r}, got {getattr(self, name)!r}")
 
     def _check_limits(self) -> None:
-        check_number("routed_scaling_factor", self.routed_scaling_factor, above=0)
+        for name in ("logit_scale", "routed_scaling_factor", "norm_eps", "expert_norm_eps"):
+            check_number(name, getattr(self, name), above=0)
         for name in ("load_balance_loss_weight", "router_z_loss_weight", "correction_bias_update_rate"):
             check_number(name, getattr(self, name), at_least=0)
         if self.correction_bias_update_rate and not self.score_correction_bias:

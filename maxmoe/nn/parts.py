@@ -9,6 +9,7 @@ from torch.nn.functional import pad
 from maxmoe.config import Activation, MoEConfig
 from maxmoe.declaration import TOKEN_DIMS, Declaration, SavedTensor
 from maxmoe.nn.experts import check_activation_is_known
+from maxmoe.nn.rms_norm import LatentNorm
 from maxmoe.nn.routing import TopK
 from maxmoe.ops import ActivationFunction, RaggedPlan, expert_ffn, gmm, linear, ragged_plan
 
@@ -288,6 +289,9 @@ class ZeroComputationExperts(nn.Module):
 class LatentProjection(nn.Module):
     """Linear map between tokens and the rows of latent experts: x @ weight. All routed experts share it.
 
+    With `latent_in_norm`, the projection "in" returns norm(x @ weight), with `latent_out_norm` the projection "out"
+    norm(x) @ weight.
+
     The projection "in", before the experts, has a `weight` [D, L], the projection "out", after their weighted sum,
     [L, D]. What is sent to experts on other ranks has L elements per row.
 
@@ -308,11 +312,15 @@ class LatentProjection(nn.Module):
         if direction == "out":
             sizes, self._names = sizes[::-1], self._names[::-1]
         self.weight = nn.Parameter(torch.empty(sizes, **options))
+        has_norm = config.latent_in_norm if direction == "in" else config.latent_out_norm
+        self.norm = LatentNorm(config.row_size, config.norm_eps, **options) if has_norm else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Initialize the weight so that the projection preserves the variance of its input."""
         nn.init.normal_(self.weight, std=self.weight.shape[0] ** -0.5)
+        if self.norm is not None:
+            self.norm.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
         """Project rows.
@@ -323,7 +331,10 @@ class LatentProjection(nn.Module):
         Returns:
             ``(T, L)``, or ``(T, D)`` for "out", dtype of x. A row is bitwise independent of the other rows.
         """
-        return gmm(x, self.weight.unsqueeze(0), torch.full((1,), x.shape[0], device=x.device))
+        norm, is_in = self.norm, self.direction == "in"
+        rows = x if norm is None or is_in else norm(x)
+        rows = gmm(rows, self.weight.unsqueeze(0), torch.full((1,), x.shape[0], device=x.device))
+        return norm(rows) if norm is not None and is_in else rows
 
     @property
     def declaration(self) -> Declaration:
@@ -339,4 +350,8 @@ class LatentProjection(nn.Module):
         saved = {"group_sizes": SavedTensor((1,), (None,), torch.int64)}
         if self.direction == "out":
             saved["input"] = SavedTensor((batch, length, self.weight.shape[0]), (*TOKEN_DIMS, None))
+        if self.norm is not None:
+            size = len(self.norm.weight)
+            saved["norm_input"] = SavedTensor((batch, length, size), (*TOKEN_DIMS, None))
+            saved["norm_factor"] = SavedTensor((size,), (None,))
         return saved

@@ -22,7 +22,7 @@ from maxmoe.ranks.token_group import LocalTokens, TokenGroupAttribute
 class Router(ConvertedModule):
     """Linear map to logits, then `maxmoe.ops.route`, both in float32 or wider for any dtype of the input.
 
-    logits = x @ weight^T + bias
+    logits = logit_scale * (x @ weight^T + bias)
 
     Args:
         config: config of the layer.
@@ -77,6 +77,8 @@ class Router(ConvertedModule):
         """
         config = self.config
         logits = linear(x.flatten(0, -2), self.weight, self.bias)
+        if config.logit_scale != 1:
+            logits = logits * config.logit_scale
         if config.router == "random":
             # The values are noise, but the gradient flows to the logits: a balanced load with the cost of training.
             sequences = logits.view(x.shape[:-2].numel(), x.shape[-2], logits.shape[1])

@@ -17,7 +17,7 @@ from maxmoe.presets.published import (
     qwen3_moe,
     qwen3_next,
 )
-from maxmoe.presets.published_2026 import axk2, beam, inkling, kolibri1, mistral_large4
+from maxmoe.presets.published_2026 import axk2, beam, inkling, kolibri1, mistral_large4, muse_spark
 
 __all__ = [
     "axk2",
@@ -35,6 +35,7 @@ __all__ = [
     "minimax_m2",
     "mistral_large4",
     "mixtral",
+    "muse_spark",
     "nemotron_h",
     "olmoe",
     "qwen2_moe",

@@ -65,6 +65,15 @@ _LONGCAT_FLASH_FIELDS = {
 _KOLIBRI1_FIELDS = {ours: theirs for ours, theirs in _QWEN2_FIELDS.items() if ours != "load_balance_loss_weight"}
 _BEAM_FIELDS = {ours: theirs for ours, theirs in _DEEPSEEK_V3_FIELDS.items() if ours != "num_shared_experts"}
 _BEAM_FIELDS["num_experts"] = "num_experts"
+_MUSE_SPARK_FIELDS = _FIELDS | {
+    "intermediate_size": "moe_intermediate_size",
+    "num_experts": "num_local_experts",
+    "latent_size": "moe_hidden_size",
+    "logit_scale": "output_multiplier",
+    "routed_scaling_factor": "routed_scaling_factor",
+    "norm_eps": "rms_norm_eps",
+    "expert_norm_eps": "post_norm_eps",
+}
 _INKLING_FIELDS = _FIELDS | {
     "intermediate_size": "moe_intermediate_size",
     "num_experts": "n_routed_experts",
@@ -168,6 +177,17 @@ _MINIMAX_M2 = replace(
     checkpoint=Layout("block_sparse_moe", _GATE_BIASED_OUTSIDE + _W123),
 )
 
+_MUSE_SPARK = Layout(
+    "mlp",
+    (
+        *_GATE_BIASED,
+        *stacked(),
+        Entry("experts.post_expert_norm.weight", ("experts.norm.weight",)),
+        Entry("pre_expert_proj.weight", ("latent_in.weight",), transposed=True),
+        Entry("pre_expert_norm.weight", ("latent_in.norm.weight",)),
+        Entry("post_expert_proj.weight", ("latent_out.weight",), transposed=True),
+    ),
+)
 _INKLING = Layout(
     "mlp",
     (
@@ -215,6 +235,9 @@ FAMILIES: dict[str, Family] = {
     "axk2": replace(_DEEPSEEK_V3, preset=published_2026.axk2),
     "mistral_large4_text": _MISTRAL_LARGE4,
     "beam": _BEAM,
+    "muse_spark_text": Family(
+        preset=published_2026.muse_spark, fields=_MUSE_SPARK_FIELDS, block=_MUSE_SPARK, checkpoint=_MUSE_SPARK
+    ),
     "inkling_text": Family(
         preset=published_2026.inkling,
         fields=_INKLING_FIELDS,

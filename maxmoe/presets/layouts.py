@@ -41,8 +41,8 @@ class Entry:
 
     @property
     def is_of_experts(self) -> bool:
-        """Whether the tensor contains parameters of routed experts."""
-        return self.names[0].startswith("experts.")
+        """Whether the tensor contains parameters with an expert dim."""
+        return self.names[0].startswith("experts.") and not self.names[0].startswith("experts.norm.")
 
     @property
     def is_stack(self) -> bool:

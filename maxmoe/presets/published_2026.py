@@ -83,3 +83,20 @@ def inkling(**overrides: Any) -> MoEConfig:
         num_shared_experts=2,
         shared_expert_scores=True,
     )
+
+
+def muse_spark(**overrides: Any) -> MoEConfig:
+    """Muse Spark: latent experts half as wide as the tokens, with norms before and after each, and scaled logits.
+
+    Source: MuseSparkTextConfig of transformers 5.24; loss weights and the update rate of the bias are not published.
+    """
+    return _config(
+        overrides,
+        sizes=(8192, 4096, 256, 8),
+        latent_size=4096,
+        latent_in_norm=True,
+        score_function="sigmoid",
+        score_correction_bias=True,
+        logit_scale=0.1767766952966369,
+        expert_norm=True,
+    )

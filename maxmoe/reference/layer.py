@@ -67,7 +67,13 @@ def apply_capacity(experts: Tensor, num_experts: int, capacity_factor: float) ->
 def router_logits(tokens: Tensor, config: MoEConfig, parameters: dict[str, Tensor]) -> Tensor:
     """Return logits [T, E] of tokens [T, D], float32 or wider."""
     logits = wide(tokens) @ wide(parameters["router.weight"]).T
-    return logits + wide(parameters["router.bias"]) if config.router_bias else logits
+    logits = logits + wide(parameters["router.bias"]) if config.router_bias else logits
+    return config.logit_scale * logits
+
+
+def rms_norm(rows: Tensor, eps: float) -> Tensor:
+    """Return row / sqrt(mean(row^2) + eps) for each row."""
+    return stack([row / torch.sqrt(wide(row).square().mean() + eps) for row in rows], rows, rows.shape[1])
 
 
 def selected_experts(logits: Tensor, config: MoEConfig, correction_bias: Tensor | None) -> Tensor:
@@ -77,6 +83,31 @@ def selected_experts(logits: Tensor, config: MoEConfig, correction_bias: Tensor 
     rule = (config.top_k, config.num_groups, config.top_k_groups, config.group_score, config.other_groups)
     chosen = [torch.tensor(select_experts(token, *rule)) for token in biased.tolist()]
     return stack(chosen, torch.empty(0, dtype=torch.int64), config.top_k)
+
+
+def routing(
+    tokens: Tensor, config: MoEConfig, parameters: dict[str, Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return logits [T, E], weights and experts [T, K], and weights [T, n] of shared experts that the router scores."""
+    logits = router_logits(tokens, config, parameters)
+    logits, of_shared = logits[:, : config.num_selectable_experts], logits[:, config.num_selectable_experts :]
+    weights, experts, _ = route(
+        logits,
+        config.top_k,
+        score_function=config.score_function,
+        normalization="none" if config.shared_expert_scores else config.normalization,
+        scale=config.routed_scaling_factor,
+        experts=selected_experts(logits, config, parameters.get("router.score_correction_bias")),
+    )
+    shared_weights = None
+    if config.shared_expert_scores:
+        scores_of_shared = config.routed_scaling_factor * torch.sigmoid(of_shared)
+        total = (weights.sum(1, keepdim=True) + scores_of_shared.sum(1, keepdim=True)) / config.routed_scaling_factor
+        weights, shared_weights = weights / total, scores_of_shared / total
+    if config.router_scale:
+        weights = weights * wide(parameters["router.scale"])
+        shared_weights = None if shared_weights is None else shared_weights * wide(parameters["router.scale"])
+    return logits, weights, experts, shared_weights
 
 
 def routed_experts(
@@ -96,13 +127,16 @@ def routed_experts(
         activation=config.activation,
         limit=config.activation_limit,
     )
-    if config.apply_weights_to == "output":
+    scales_input = config.apply_weights_to == "input"
+    if not scales_input and not config.expert_norm:
         return experts(tokens, weights, plan)
-    rows = ragged_sort(tokens, plan, weights)
+    rows = ragged_sort(tokens, plan, weights if scales_input else None)
     itself = torch.arange(len(rows))
     in_place = plan._replace(slots=itself, rows=itself, top_k=1)
     rows = experts(rows, None, in_place)
-    return ragged_unsort(rows, plan)
+    if config.expert_norm:
+        rows = rms_norm(rows * (1 + parameters["experts.norm.weight"]), config.expert_norm_eps)
+    return ragged_unsort(rows, plan, None if scales_input else weights)
 
 
 def zero_computation_experts(
@@ -193,24 +227,7 @@ def moe(
     tokens = x[is_valid]
     lengths = [int(sequence.sum()) for sequence in is_valid.reshape(math.prod(x.shape[:-2]), x.shape[-2])]
 
-    logits = router_logits(tokens, config, parameters)
-    logits, of_shared = logits[:, : config.num_selectable_experts], logits[:, config.num_selectable_experts :]
-    weights, experts, _ = route(
-        logits,
-        config.top_k,
-        score_function=config.score_function,
-        normalization="none" if config.shared_expert_scores else config.normalization,
-        scale=config.routed_scaling_factor,
-        experts=selected_experts(logits, config, parameters.get("router.score_correction_bias")),
-    )
-    shared_weights = None
-    if config.shared_expert_scores:
-        scores_of_shared = config.routed_scaling_factor * torch.sigmoid(of_shared)
-        total = (weights.sum(1, keepdim=True) + scores_of_shared.sum(1, keepdim=True)) / config.routed_scaling_factor
-        weights, shared_weights = weights / total, scores_of_shared / total
-    if config.router_scale:
-        weights = weights * wide(parameters["router.scale"])
-        shared_weights = None if shared_weights is None else shared_weights * wide(parameters["router.scale"])
+    logits, weights, experts, shared_weights = routing(tokens, config, parameters)
     kept = experts
     if config.capacity_factor is not None:
         factor = config.capacity_factor
@@ -222,7 +239,11 @@ def moe(
     plan = ragged_plan(kept, config.num_selectable_experts, num_local_experts=config.num_experts, max_rows=max_rows)
 
     rows = tokens if config.latent_size is None else project(tokens, parameters["latent_in.weight"])
+    if config.latent_in_norm:
+        rows = rms_norm(rows, config.norm_eps) * (1 + parameters["latent_in.norm.weight"])
     outputs = routed_experts(rows, weights, plan, config, parameters)
+    if config.latent_out_norm:
+        outputs = rms_norm(outputs, config.norm_eps) * (1 + parameters["latent_out.norm.weight"])
     if config.latent_size is not None:
         outputs = project(outputs, parameters["latent_out.weight"])
     if config.has_zero_computation_outputs:

@@ -27,6 +27,7 @@ ON_RANKS: dict[str, dict[str, Any]] = {
     "mistral_large4": {},
     "beam": {},
     "inkling": {},
+    "muse_spark": {},
 }
 import_models(*ON_RANKS)
 

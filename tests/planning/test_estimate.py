@@ -57,6 +57,7 @@ VARIANTS = {
     "scored shared experts": replace(
         WIDE, score_function="sigmoid", num_shared_experts=3, shared_expert_scores=True, router_scale=True
     ),
+    "norms": replace(WIDE, latent_size=24, latent_in_norm=True, latent_out_norm=True, expert_norm=True),
     "scale of the router": replace(WIDE, router_scale=True, selection="logits"),
     "no gate, biases": replace(WIDE, gated=False, activation="relu2", expert_bias=True, router_bias=True),
 }

@@ -64,6 +64,18 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Beam",
         QWEN | GROUPS | {"num_experts": 8, "mlp_layer_types": ["sparse"] * 2},
     ),
+    "muse_spark": (
+        "muse_spark",
+        "MuseSpark",
+        {
+            "moe_intermediate_size": 10,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_hidden_size": 6,
+            "routed_scaling_factor": 2.5,
+            "mlp_layer_types": ["sparse"] * 2,
+        },
+    ),
     "inkling": (
         "inkling",
         "Inkling",
@@ -104,7 +116,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }
 
-TEXT_CONFIGS = {"inkling", "llama4", "mistral_large4"}
+TEXT_CONFIGS = {"inkling", "llama4", "mistral_large4", "muse_spark"}
 # The configs of their other parts, for families that have no class for the language model with its head alone.
 VISION: dict[str, Any] = {
     "hidden_size": 8,
@@ -114,7 +126,13 @@ VISION: dict[str, Any] = {
     "image_size": 8,
     "patch_size": 4,
 }
-MULTIMODAL: dict[str, dict[str, Any]] = {"mistral_large4": {"vision_config": VISION | {"model_type": "pixtral"}}}
+MULTIMODAL: dict[str, dict[str, Any]] = {
+    "mistral_large4": {"vision_config": VISION | {"model_type": "pixtral"}},
+    "muse_spark": {
+        "vision_config": VISION,
+        "audio_config": {"hidden_sizes": [8] * 4, "depths": [1] * 4, "out_hidden_size": 16},
+    },
+}
 
 # Those whose files have other names for weights outside of the sparse blocks, which `from_pretrained` alone converts.
 RENAMED_ELSEWHERE = {"axk2", "kolibri1", "mistral_large4", "nemotron_h"}

@@ -1,6 +1,6 @@
 """The layer in the place of a sparse block of transformers, made of the modules of the block."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -52,7 +52,8 @@ class TransformersMoE(MoEFeedForward):
 
     # Every process computes the shared experts whole.
     router, shared_experts = _part("router.weight"), _part("shared_experts.up_proj")
-    latent_in, latent_out = _part("latent_in.weight"), _part("latent_out.weight")
+    latent_out = _part("latent_out.weight")
+    latent_projection, latent_norm = _part("latent_in.weight"), _part("latent_in.norm.weight")
     output_gate = _part("shared_experts.output_gate")
 
     def __init__(self, block: nn.Module, **training: Any) -> None:
@@ -76,6 +77,12 @@ class TransformersMoE(MoEFeedForward):
             self.experts.uses_maxmoe = True  # type: ignore[assignment]  # read by patched_families.py
         _declare(self.router, self.experts, config, family.block.entries)
         self.train(block.training)
+
+    @property
+    def latent_in(self) -> Callable[[Tensor], Tensor] | None:  # type: ignore[override]
+        """Projection before latent experts, with the norm after it if the block has one."""
+        projection, norm = self.latent_projection, self.latent_norm
+        return projection if norm is None else lambda x: norm(projection(x))
 
     @classmethod
     def from_transformers(cls, block: nn.Module) -> Self:
@@ -203,6 +210,8 @@ def _declare(router: nn.Module, experts: nn.Module, config: MoEConfig, entries: 
         tensor_parallel_dims={} if "concatenated" in fused.values() else of_ours.tensor_parallel_dims,
         added_to_output=tuple(name for name in ("down_proj_bias",) if name in names),
     )
+    if config.expert_norm:  # the experts gather it, so that its gradient is summed over the ranks of all experts
+        experts.post_expert_norm.declaration = Declaration(logical_names={"weight": ("norm",)})  # type: ignore
     keys = {entry.names[0]: entry.key.partition(".")[2] for entry in entries}
     of_router = {"router.weight": (None, "embed"), "router.bias": (None,), "router.scale": (None,)}
     router.declaration = Declaration(  # type: ignore[assignment]
