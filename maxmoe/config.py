@@ -178,9 +178,6 @@ class MoEConfig:
             check_int(name, getattr(self, name), at_least=0)
         if self.latent_size is not None:
             check_int("latent_size", self.latent_size, at_least=1)
-        for name in ("latent_in_norm", "latent_out_norm"):
-            if getattr(self, name) and self.latent_size is None:
-                raise ValueError(f"{name}=True needs a latent_size, got None")
         if self.top_k > self.num_selectable_experts:
             raise ValueError(f"top_k ({self.top_k}) must not exceed {self._selectable}")
 
@@ -219,6 +216,9 @@ class MoEConfig:
             check_number("activation_limit", self.activation_limit, above=0)
             if not self.gated:
                 raise ValueError(f"activation_limit ({self.activation_limit}) needs gated=True, got gated=False")
+        for name in ("latent_in_norm", "latent_out_norm"):
+            if getattr(self, name) and self.latent_size is None:
+                raise ValueError(f"{name}=True needs a latent_size, got None")
         if self.expert_norm and self.apply_weights_to == "input":
             raise ValueError("expert_norm=True needs apply_weights_to='output', got 'input'")
         if self.num_constant_experts and self.apply_weights_to == "input":
@@ -287,7 +287,8 @@ class MoEConfig:
 
     def _warn_of_constant_weights(self) -> None:
         # No warning with one expert, for which there is nothing to route, or with the random router.
-        if self.top_k == 1 < self.num_selectable_experts and self.normalization != "none" and self.router == "learned":
+        is_constant = self.normalization != "none" and not self.shared_expert_scores
+        if self.top_k == 1 < self.num_selectable_experts and is_constant and self.router == "learned":
             warnings.warn(
                 f"top_k=1 with normalization={self.normalization!r} makes every routing weight constant, so that the "
                 "router gets no gradient from the output of the layer: set normalization='none'",

@@ -88,7 +88,10 @@ class Router(ConvertedModule):
             routing = select_experts(config, logits, self.score_correction_bias, token_mask, experts)
         except ValueError as error:
             raise ValueError(f"{module_path(self)}: {error}") from error
-        return routing if self.scale is None else routing.scaled(self.scale)
+        if not config.router_scale:
+            return routing
+        assert self.scale is not None
+        return routing.scaled(self.scale)
 
     @property
     def declaration(self) -> Declaration:

@@ -54,21 +54,32 @@ def draw_config(random: Random) -> MoEConfig:
     factor = sometimes(min(random.choice([0.1, 0.5, 0.8, 1.0, 1.25, 2, 4.0]), num_experts), None)
     score_function = random.choice(get_args(config.ScoreFunction))
     top_k = random.randint(1, min(reachable, random.choice([1, 2, 4, 40])))
+    normalization = random.choice(get_args(config.Normalization))
+    latent_size = sometimes(random.choice(WIDTHS), None, 0.25)
+    can_be_scored = (score_function, normalization, weights_to) == ("sigmoid", "sum", "output")
+    scored = num_shared_experts > 0 and can_be_scored and random.random() < 0.7
     has_quantiles = correction and num_groups == 1 and score_function in ("sigmoid", "softmax") and top_k < reachable
+    rule = random.choice(get_args(config.CorrectionBiasRule)) if has_quantiles else "sign"
     return MoEConfig(
         hidden_size=random.choice(WIDTHS),
         intermediate_size=random.choice(WIDTHS),
         num_experts=num_experts,
         top_k=top_k,
-        latent_size=sometimes(random.choice(WIDTHS), None, 0.25),
+        latent_size=latent_size,
+        latent_in_norm=latent_size is not None and random.random() < 0.3,
+        latent_out_norm=latent_size is not None and random.random() < 0.3,
         **kinds,
         score_function=score_function,
         router_bias=random.random() < 0.4,
+        logit_scale=sometimes(0.3, 1.0, 0.2),
+        router_scale=random.random() < 0.2,
         score_correction_bias=correction,
         num_groups=num_groups,
         top_k_groups=top_k_groups,
         group_score=random.choice(get_args(config.GroupScore)),
-        normalization=random.choice(get_args(config.Normalization)),
+        other_groups=sometimes("zero", "excluded", 0.3),
+        selection=sometimes("logits", "scores", 0.3) if rule == "sign" else "scores",
+        normalization=normalization,
         routed_scaling_factor=random.choice([1.0, 1, 0.25, 2.5]),
         apply_weights_to=weights_to,
         router=sometimes("random", "learned", 0.15),
@@ -77,11 +88,15 @@ def draw_config(random: Random) -> MoEConfig:
         activation_limit=sometimes(random.choice([0.3, 1, 7.0]), None) if gated else None,
         expert_bias=random.random() < 0.4,
         num_shared_experts=num_shared_experts,
-        shared_expert_gate=num_shared_experts > 0 and random.random() < 0.5,
+        norm_eps=random.choice([1e-5, 0.1]),
+        expert_norm_eps=random.choice([1e-8, 0.1]),
+        expert_norm=weights_to == "output" and random.random() < 0.2,
+        shared_expert_gate=num_shared_experts > 0 and not scored and random.random() < 0.5,
+        shared_expert_scores=scored,
         load_balance_loss_weight=sometimes(random.choice([0.01, 0.3, 1]), 0.0, 0.6),
         load_balance_scope=random.choice(get_args(config.LoadBalanceScope)),
         router_z_loss_weight=sometimes(random.choice([0.001, 0.2]), 0.0),
-        correction_bias_rule=random.choice(get_args(config.CorrectionBiasRule)) if has_quantiles else "sign",
+        correction_bias_rule=rule,
         correction_bias_update_rate=sometimes(1e-3, 0.0) if correction else 0.0,
         implementation=implementation,
         capacity_factor=factor if implementation == "dense" else None,
@@ -167,7 +182,7 @@ def run_reference(layer: MoE, x: Tensor, mask: Tensor | None, got: Result, noise
         state[name] = noisy.requires_grad_()
     hidden_states, aux_loss, load, dropped = reference.moe(state["x"], settings, state, mask)
     tokens = state["x"].flatten(0, -2) if mask is None else state["x"][mask]
-    logits = reference.layer.router_logits(tokens, settings, state)
+    logits = reference.layer.router_logits(tokens, settings, state)[:, : settings.num_selectable_experts]
     scores = reference.routing.scores(
         logits, "softmax" if settings.score_function == "identity" else settings.score_function
     )

@@ -91,6 +91,17 @@ def test_recomputed_and_compiled() -> None:
     assert_same(outcome(layer, x), expected, 1e-14)
 
 
+def test_autocast() -> None:
+    layer = make(torch.float32, **MUSE_SPARK)
+    x = tokens(layer, 20)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = layer(x)
+        output.hidden_states.float().sum().backward()
+    expected = layer(x).hidden_states
+    assert (output.hidden_states.float() - expected).norm() <= 0.05 * expected.norm()
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in layer.parameters())
+
+
 def test_initialization_and_surgery() -> None:
     layer = make(**{**MUSE_SPARK, "num_experts": 18, "top_k": 2})
     x, norm = tokens(layer, 4), layer.experts.norm.weight

@@ -1,5 +1,6 @@
 """Shared experts that the router scores, and the trained scale of its weights: values, gradients, config, surgery."""
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -68,6 +69,17 @@ def test_narrow_dtypes(dtype: torch.dtype) -> None:
     assert (got - expected).norm() <= 4 * torch.finfo(dtype).eps * expected.norm()
 
 
+def test_autocast() -> None:
+    layer = make(torch.float32, **INKLING)
+    x = tokens(layer, 20)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = layer(x)
+        output.hidden_states.float().sum().backward()
+    expected = layer(x).hidden_states
+    assert (output.hidden_states.float() - expected).norm() <= 0.05 * expected.norm()
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in layer.parameters())
+
+
 def test_initialization() -> None:
     layer = MoE(MoEConfig(**{**SIZES, **INKLING, "hidden_size": 300}))
     shapes = {name: tuple(value.shape) for name, value in layer.state_dict().items()}
@@ -102,6 +114,14 @@ def test_surgery_keeps_the_rows_of_shared_experts_and_the_scale() -> None:
 def test_contradictions_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^shared_expert_scores=True needs {message}$"):
         MoEConfig(**{**SIZES, **SCORED, **options})
+
+
+def test_one_expert_beside_shared_ones_has_a_weight_that_is_trained() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layer = make(**{**SCORED, "top_k": 1})
+    assert_meets_specification(layer, tokens(layer))
+    assert outcome(layer, tokens(layer)).gradients["router.weight"].any()
 
 
 def test_a_custom_router_is_refused() -> None:
