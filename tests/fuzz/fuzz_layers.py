@@ -55,7 +55,6 @@ def draw_config(random: Random) -> MoEConfig:
     score_function = random.choice(get_args(config.ScoreFunction))
     top_k = random.randint(1, min(reachable, random.choice([1, 2, 4, 40])))
     normalization = random.choice(get_args(config.Normalization))
-    latent_size = sometimes(random.choice(WIDTHS), None, 0.25)
     can_be_scored = (score_function, normalization, weights_to) == ("sigmoid", "sum", "output")
     scored = num_shared_experts > 0 and can_be_scored and random.random() < 0.7
     has_quantiles = correction and num_groups == 1 and score_function in ("sigmoid", "softmax") and top_k < reachable
@@ -65,9 +64,7 @@ def draw_config(random: Random) -> MoEConfig:
         intermediate_size=random.choice(WIDTHS),
         num_experts=num_experts,
         top_k=top_k,
-        latent_size=latent_size,
-        latent_in_norm=latent_size is not None and random.random() < 0.3,
-        latent_out_norm=latent_size is not None and random.random() < 0.3,
+        **draw_latent_experts(random, weights_to),
         **kinds,
         score_function=score_function,
         router_bias=random.random() < 0.4,
@@ -88,20 +85,36 @@ def draw_config(random: Random) -> MoEConfig:
         activation_limit=sometimes(random.choice([0.3, 1, 7.0]), None) if gated else None,
         expert_bias=random.random() < 0.4,
         num_shared_experts=num_shared_experts,
-        norm_eps=random.choice([1e-5, 0.1]),
-        expert_norm_eps=random.choice([1e-8, 0.1]),
-        expert_norm=weights_to == "output" and random.random() < 0.2,
         shared_expert_gate=num_shared_experts > 0 and not scored and random.random() < 0.5,
         shared_expert_scores=scored,
-        load_balance_loss_weight=sometimes(random.choice([0.01, 0.3, 1]), 0.0, 0.6),
-        load_balance_scope=random.choice(get_args(config.LoadBalanceScope)),
-        router_z_loss_weight=sometimes(random.choice([0.001, 0.2]), 0.0),
+        **draw_losses(random),
         correction_bias_rule=rule,
         correction_bias_update_rate=sometimes(1e-3, 0.0) if correction else 0.0,
         implementation=implementation,
         capacity_factor=factor if implementation == "dense" else None,
         buffer_factor=factor if implementation == "sparse" else None,
     )
+
+
+def draw_latent_experts(random: Random, weights_to: str) -> dict[str, Any]:
+    """Draw the width of the experts' rows, often the width of the tokens, and norms."""
+    is_latent = random.random() < 0.25
+    return {
+        "latent_size": random.choice(WIDTHS) if is_latent else None,
+        "latent_in_norm": is_latent and random.random() < 0.3,
+        "latent_out_norm": is_latent and random.random() < 0.3,
+        "norm_eps": random.choice([1e-5, 0.1]),
+        "expert_norm": weights_to == "output" and random.random() < 0.2,
+        "expert_norm_eps": random.choice([1e-8, 0.1]),
+    }
+
+
+def draw_losses(random: Random) -> dict[str, Any]:
+    return {
+        "load_balance_loss_weight": random.choice([0.01, 0.3, 1]) if random.random() < 0.6 else 0.0,
+        "load_balance_scope": random.choice(get_args(config.LoadBalanceScope)),
+        "router_z_loss_weight": random.choice([0.001, 0.2]) if random.random() < 0.4 else 0.0,
+    }
 
 
 def draw_zero_computation_experts(random: Random, weights_to: str) -> dict[str, int]:
