@@ -21,6 +21,7 @@ class Family:
         block: layout of the weights of the sparse block in memory.
         checkpoint: layout of the weights in published checkpoints.
         returns_scores: whether the sparse block returns a tuple, with scores that the model drops.
+        scales_sum: whether the sparse block multiplies the sum over the experts by the factor of the routing weights.
     """
 
     preset: Callable[..., MoEConfig]
@@ -29,6 +30,7 @@ class Family:
     block: Layout
     checkpoint: Layout
     returns_scores: bool = False
+    scales_sum: bool = False
 
 
 _FIELDS = {"hidden_size": "hidden_size", "top_k": "num_experts_per_tok", "activation": "hidden_act"}
@@ -217,6 +219,7 @@ _BEAM = Family(
     fields=_BEAM_FIELDS,
     block=Layout("mlp", _GATE_BIASED + stacked()),
     checkpoint=Layout("mlp", _GATE_BIASED + _PROJ),
+    scales_sum=True,
 )
 
 FAMILIES: dict[str, Family] = {

@@ -46,12 +46,8 @@ def draw_config(random: Random) -> MoEConfig:
     weights_to = random.choice(get_args(config.WeightsTarget))
     kinds = draw_zero_computation_experts(random, weights_to) if num_groups == 1 else {}
     reachable = num_experts // num_groups * top_k_groups + sum(kinds.values())
-    gated = random.random() < 0.75
-    activations = [name for name in get_args(config.Activation) if gated or name != "swigluoai"]
     correction = random.random() < 0.4
     num_shared_experts = sometimes(random.randint(1, 3), 0)
-    implementation = random.choice(get_args(config.Implementation))
-    factor = sometimes(min(random.choice([0.1, 0.5, 0.8, 1.0, 1.25, 2, 4.0]), num_experts), None)
     score_function = random.choice(get_args(config.ScoreFunction))
     top_k = random.randint(1, min(reachable, random.choice([1, 2, 4, 40])))
     normalization = random.choice(get_args(config.Normalization))
@@ -80,9 +76,7 @@ def draw_config(random: Random) -> MoEConfig:
         routed_scaling_factor=random.choice([1.0, 1, 0.25, 2.5]),
         apply_weights_to=weights_to,
         router=sometimes("random", "learned", 0.15),
-        activation=random.choice(activations),
-        gated=gated,
-        activation_limit=sometimes(random.choice([0.3, 1, 7.0]), None) if gated else None,
+        **draw_activation(random),
         expert_bias=random.random() < 0.4,
         num_shared_experts=num_shared_experts,
         shared_expert_gate=num_shared_experts > 0 and not scored and random.random() < 0.5,
@@ -90,10 +84,24 @@ def draw_config(random: Random) -> MoEConfig:
         **draw_losses(random),
         correction_bias_rule=rule,
         correction_bias_update_rate=sometimes(1e-3, 0.0) if correction else 0.0,
-        implementation=implementation,
-        capacity_factor=factor if implementation == "dense" else None,
-        buffer_factor=factor if implementation == "sparse" else None,
+        **draw_implementation(random, num_experts),
     )
+
+
+def draw_activation(random: Random) -> dict[str, Any]:
+    gated = random.random() < 0.75
+    activations = [name for name in get_args(config.Activation) if gated or name != "swigluoai"]
+    limit = random.choice([0.3, 1, 7.0]) if gated and random.random() < 0.4 else None
+    return {"activation": random.choice(activations), "gated": gated, "activation_limit": limit}
+
+
+def draw_implementation(random: Random, num_experts: int) -> dict[str, Any]:
+    implementation = random.choice(get_args(config.Implementation))
+    factor = min(random.choice([0.1, 0.5, 0.8, 1.0, 1.25, 2, 4.0]), num_experts) if random.random() < 0.4 else None
+    return {
+        "implementation": implementation,
+        {"dense": "capacity_factor", "sparse": "buffer_factor"}[implementation]: factor,
+    }
 
 
 def draw_latent_experts(random: Random, weights_to: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The layer in the place of a sparse block of transformers, made of the modules of the block."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -109,8 +109,7 @@ class TransformersMoE(MoEFeedForward):
         outputs = router(x, bias) if is_outside else router(x)
         if self.config.shared_expert_scores:
             return self._routed_with_shared(outputs, token_mask, given)
-        logits = outputs[1 if isinstance(adapted_module(router), nn.Linear) else 0]  # second in Llama 4
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logits = router_logits(router, outputs)
         try:
             return select_experts(self.config, logits, bias, token_mask, given)
         except ValueError as error:
@@ -121,10 +120,7 @@ class TransformersMoE(MoEFeedForward):
     ) -> Routing:
         """Take experts and weights as the router of the block gives them; it has no logits of the shared experts."""
         if given is not None:
-            raise ValueError(
-                f"{module_path(self)}: replay_routing needs the logits of the shared experts, which this block does "
-                "not return: replay in maxmoe.MoE, see MoE.from_transformers"
-            )
+            check_replayable(self.config, module_path(self))
         logits, weights, experts, shared_weights = outputs
         wide = torch.promote_types(logits.dtype, torch.float32)
         routing = select_experts(replace(self.config, shared_expert_scores=False), logits.to(wide), None, None, experts)
@@ -158,10 +154,7 @@ class TransformersMoE(MoEFeedForward):
 
     @property
     def _correction_bias(self) -> Tensor | None:
-        if not self.config.score_correction_bias:
-            return None
-        owner, _, name = self._keys["router.score_correction_bias"].rpartition(".")
-        return (adapted_module(self.router) if owner else self).get_buffer(name)
+        return correction_bias_of(self, self._keys) if self.config.score_correction_bias else None
 
     @property
     def balanced_router(self) -> Router | None:
@@ -180,6 +173,27 @@ class TransformersMoE(MoEFeedForward):
     def _dtype(self) -> torch.dtype:
         dtype: torch.dtype = self.routed_experts.down_proj.dtype  # type: ignore[assignment]
         return dtype
+
+
+def check_replayable(config: MoEConfig, block: str) -> None:
+    """Raise if the router of a block returns too little to weigh the experts of a replay."""
+    if config.shared_expert_scores:
+        raise ValueError(
+            f"{block}: replay_routing needs the logits of the shared experts, which the router of this block does not "
+            "return: replay in maxmoe.MoE, see MoE.from_transformers"
+        )
+
+
+def router_logits(router: nn.Module, outputs: Any) -> Tensor:
+    """Return the logits ``(T, E)``, float32 or wider, among the outputs of the router of a block."""
+    logits: Tensor = outputs[1 if isinstance(adapted_module(router), nn.Linear) else 0]  # second in Llama 4
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def correction_bias_of(block: nn.Module, keys: Mapping[str, str]) -> Tensor:
+    """Return the correction bias ``(E,)`` of a block, given its names of the parameters of a layer."""
+    *owner, name = keys["router.score_correction_bias"].split(".")
+    return (adapted_module(block.get_submodule(owner[0])) if owner else block).get_buffer(name)
 
 
 def _declare(router: nn.Module, experts: nn.Module, config: MoEConfig, entries: Sequence[Entry]) -> None:
