@@ -202,6 +202,22 @@ _INKLING = Layout(
         ),
     ),
 )
+_INKLING_PUBLISHED = Layout(
+    "mlp",
+    (
+        *router("gate", correction_bias="gate.bias"),
+        Entry("gate.global_scale", ("router.scale",)),
+        Entry("experts.w13_weight", ("experts.gate_proj", "experts.up_proj"), transposed=True, interleaved=True),
+        Entry("experts.w2_weight", ("experts.down_proj",), transposed=True),
+        Entry(
+            "shared_experts.shared_w13_weight",
+            ("shared_experts.gate_proj", "shared_experts.up_proj"),
+            transposed=True,
+            interleaved=True,
+        ),
+        Entry("shared_experts.shared_w2_weight", ("shared_experts.down_proj",), transposed=True),
+    ),
+)
 _KOLIBRI1 = Family(
     preset=published_2026.kolibri1,
     fields=_KOLIBRI1_FIELDS,
@@ -246,7 +262,7 @@ FAMILIES: dict[str, Family] = {
         fields=_INKLING_FIELDS,
         required={"shared_expert_sink": [True]},
         block=_INKLING,
-        checkpoint=_INKLING,
+        checkpoint=_INKLING_PUBLISHED,
     ),
     "minimax_m2": _MINIMAX_M2,
     "nemotron_h": _NEMOTRON_H,
