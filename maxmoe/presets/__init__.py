@@ -21,8 +21,11 @@ from maxmoe.presets.published import (
     qwen3_next,
     switch_transformers,
 )
+from maxmoe.presets.published_2026 import axk2, beam, inkling, kolibri1, mistral_large4, muse_spark
 
 __all__ = [
+    "axk2",
+    "beam",
     "dbrx",
     "deepseek_v2",
     "deepseek_v3",
@@ -30,12 +33,16 @@ __all__ = [
     "glm4_moe",
     "gpt_oss",
     "granitemoe",
+    "inkling",
     "jetmoe",
     "kimi_k2",
+    "kolibri1",
     "llama4",
     "longcat_flash",
     "minimax_m2",
+    "mistral_large4",
     "mixtral",
+    "muse_spark",
     "nemotron_h",
     "olmoe",
     "qwen2_moe",

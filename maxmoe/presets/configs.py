@@ -63,8 +63,10 @@ def _text_config(config: Any) -> Any:
 
 def _read(config: Any, attribute: str, top_k: str | None) -> Any:
     """Return an attribute of a transformers config, converted to the value of `MoEConfig`; `top_k` is where K is."""
-    if attribute in ("n_group", "topk_group") and getattr(config, "topk_method", None) == "greedy":
-        return 1
+    if attribute in ("n_group", "topk_group"):
+        has_none = config.model_type == "axk2" and getattr(config, attribute, None) is None
+        if has_none or getattr(config, "topk_method", None) == "greedy":
+            return 1
     if attribute == "moe_latent_size":
         return getattr(config, attribute, None)
     if attribute == "ffn_config.moe_normalize_expert_weights":  # the p of a norm of the weights, which divides them

@@ -21,6 +21,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in 
     "dbrx_not_normalised": ("dbrx", {"ffn_config": {"moe_normalize_expert_weights": None}}),
     "qwen2_moe_normalised": ("qwen2_moe", {"norm_topk_prob": True}),
     "deepseek_v2_lite": ("deepseek_v2", {"topk_method": "greedy"}),
+    "kolibri1_normalised": ("kolibri1", {"norm_topk_prob": True}),
+    "axk2_without_groups": ("axk2", {"n_group": None, "topk_group": None}),
     "deepseek_v3_not_normalised": ("deepseek_v3", {"norm_topk_prob": False}),
     "llama4_two_experts": ("llama4", {"num_experts_per_tok": 2}),
     "mixtral_gelu": ("mixtral", {"hidden_act": "gelu_pytorch_tanh"}),
@@ -46,12 +48,14 @@ def routing_of(block: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     elif hasattr(block, "route_tokens_to_experts"):
         weights, experts = block.route_tokens_to_experts(block.router(tokens))
     elif hasattr(block, "gate"):
-        _, weights, experts = block.gate(tokens)
+        _, weights, experts, *_ = block.gate(tokens)
     elif len(outputs := block.router(tokens)) == 3:
         _, weights, experts = outputs
     else:  # Llama 4 gives the weights of all experts, 0 for those not chosen
         scores, _ = block.router(tokens)
         weights, experts = scores.topk(block.top_k)
+    if type(block).__name__ == "BeamMoE":
+        weights = weights * block.routed_scaling_factor  # of the sum there
     order = experts.argsort(-1)
     return weights.gather(1, order), experts.gather(1, order)
 

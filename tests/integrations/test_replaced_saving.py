@@ -29,11 +29,10 @@ SQUARE |= {"ffn_config": {"ffn_hidden_size": 16}}
 READ = """
 import sys
 sys.modules["maxmoe"] = None
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+import torch, transformers
 for name in sys.argv[1:]:
-    kind = AutoModelForSeq2SeqLM if AutoConfig.from_pretrained(name).is_encoder_decoder else AutoModelForCausalLM
-    model, info = kind.from_pretrained(name, output_loading_info=True)
+    (architecture,) = transformers.AutoConfig.from_pretrained(name).architectures
+    model, info = getattr(transformers, architecture).from_pretrained(name, output_loading_info=True)
     assert not any(map(len, info.values())), info
     torch.save(model.state_dict(), f"{name}/read.pt")
 """
