@@ -277,8 +277,8 @@ def _declare(block: nn.Module, router: nn.Module, config: MoEConfig, entries: Se
             logical_names=names,
             input_dims=input_dims,
             fused_gates=fused,
-            # Of modules whose forward is not called.
-            fsdp_unit=any(entry.is_flat or not entry.is_stack for entry in of_experts.values()),
+            # Parameters are also in modules whose forward is not called.
+            fsdp_unit=of_ours.fsdp_unit or any(each.is_flat or not each.is_stack for each in of_experts.values()),
             tensor_parallel_dims={} if is_whole or not names else of_ours.tensor_parallel_dims,
             added_to_output=tuple(name for name in ("down_proj_bias",) if name in names),
         )
