@@ -157,8 +157,7 @@ class Experts(nn.Module):
                 weights,
                 plan,
                 *experts,
-                activation=self.activation,
-                limit=self.config.activation_limit,
+                **activation_arguments(self.config, self.activation),
                 recompute="experts" in self.recompute,
             )
 
@@ -208,7 +207,7 @@ class Experts(nn.Module):
             if callable(self.activation):
                 activated = activate_with(self.activation, gate, up)
             else:
-                activated = activate(gate, up, self.activation, self.config.activation_limit)
+                activated = activate(gate, up, **self.config.activation_arguments)
             return project(activated, weights.down)
 
         if "experts" not in self.recompute or not torch.is_grad_enabled():
@@ -256,6 +255,11 @@ class Experts(nn.Module):
             )
             saved["order"] = SavedTensor(shape, EXPERT_TOKEN_DIMS, torch.int64)
         return saved
+
+
+def activation_arguments(config: MoEConfig, activation: Activation | ActivationFunction) -> dict[str, Any]:
+    """Return the arguments of `expert_ffn` for the activation of the config, or for a function in its place."""
+    return {"activation": activation} if callable(activation) else dict(config.activation_arguments)
 
 
 def check_activation_is_known(activation: Activation | ActivationFunction) -> None:

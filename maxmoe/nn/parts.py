@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 
 from maxmoe.config import Activation, MoEConfig
 from maxmoe.declaration import TOKEN_DIMS, Declaration, SavedTensor
-from maxmoe.nn.experts import check_activation_is_known
+from maxmoe.nn.experts import activation_arguments, check_activation_is_known
 from maxmoe.nn.routing import TopK
 from maxmoe.ops import ActivationFunction, RaggedPlan, expert_ffn, gmm, linear, ragged_plan
 
@@ -69,8 +69,7 @@ class SharedExperts(nn.Module):
             None if self.gate_proj is None else self.gate_proj.unsqueeze(0),
             self.up_proj.unsqueeze(0),
             self.down_proj.unsqueeze(0),
-            activation=self.activation,
-            limit=self.config.activation_limit,
+            **activation_arguments(self.config, self.activation),
             recompute="shared_experts" in self.recompute,
         )
 

@@ -84,8 +84,7 @@ def routed_experts(
         gate=gate,
         up=projection("up"),
         down=projection("down"),
-        activation=config.activation,
-        limit=config.activation_limit,
+        **config.activation_arguments,
     )
     if config.apply_weights_to == "output":
         return experts(tokens, weights, plan)
@@ -130,7 +129,7 @@ def project(rows: Tensor, weight: Tensor) -> Tensor:
 def shared_experts(tokens: Tensor, config: MoEConfig, parameters: dict[str, Tensor]) -> Tensor:
     """Return the outputs of the shared expert, scaled by sigmoid(x . output_gate) if it has that gate."""
     matrices = [parameters.get(f"shared_experts.{name}") for name in PROJECTIONS]
-    out = [feed_forward(token, matrices, config.activation, config.activation_limit) for token in tokens]
+    out = [feed_forward(token, matrices, **config.activation_arguments) for token in tokens]
     if config.shared_expert_gate:
         gate = wide(parameters["shared_experts.output_gate"])
         out = [torch.sigmoid(wide(token) @ gate) * y for token, y in zip(tokens, out, strict=True)]

@@ -25,6 +25,7 @@ from torch import Tensor  # noqa: E402
 import maxmoe  # noqa: E402
 from fuzz import loop  # noqa: E402
 from maxmoe import MoE, MoEConfig, config, ops, reference  # noqa: E402
+from support import activations  # noqa: E402
 from support.moe_layers import differentiate  # noqa: E402
 from support.operator_calls import Result, cotangents_of, floating, strided  # noqa: E402
 
@@ -47,7 +48,7 @@ def draw_config(random: Random) -> MoEConfig:
     kinds = draw_zero_computation_experts(random, weights_to) if num_groups == 1 else {}
     reachable = num_experts // num_groups * top_k_groups + sum(kinds.values())
     gated = random.random() < 0.75
-    activations = [name for name in get_args(config.Activation) if gated or name != "swigluoai"]
+    activation = random.choice([*activations.EACH, *activations.LIMITED] if gated else activations.PLAIN)
     correction = random.random() < 0.4
     num_shared_experts = sometimes(random.randint(1, 3), 0)
     implementation = random.choice(get_args(config.Implementation))
@@ -72,9 +73,8 @@ def draw_config(random: Random) -> MoEConfig:
         routed_scaling_factor=random.choice([1.0, 1, 0.25, 2.5]),
         apply_weights_to=weights_to,
         router=sometimes("random", "learned", 0.15),
-        activation=random.choice(activations),
+        **activations.fields(activation),
         gated=gated,
-        activation_limit=sometimes(random.choice([0.3, 1, 7.0]), None) if gated else None,
         expert_bias=random.random() < 0.4,
         num_shared_experts=num_shared_experts,
         shared_expert_gate=num_shared_experts > 0 and random.random() < 0.5,
