@@ -2,7 +2,7 @@
 
 import warnings
 from dataclasses import dataclass, fields
-from typing import Literal, TypedDict, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from maxmoe.checks.fields import check_bool, check_int, check_number, refuse_unknown_fields
 
@@ -18,16 +18,6 @@ CorrectionBiasRule = Literal["sign", "quantile"]
 Implementation = Literal["sparse", "dense"]
 
 NEED_GATE: tuple[Activation, ...] = ("swigluoai", "situ")  # activations with a function of up as well
-
-
-class ActivationArguments(TypedDict, total=False):
-    """Arguments of `maxmoe.ops.expert_ffn` that say what experts compute between their products, in its order."""
-
-    activation: Activation
-    limit: float | None
-    limit_target: LimitTarget
-    gate_softcap: float | None
-    up_softcap: float | None
 
 
 @refuse_unknown_fields
@@ -160,8 +150,8 @@ class MoEConfig:
         return self.num_experts + self.num_zero_experts + self.num_copy_experts + self.num_constant_experts
 
     @property
-    def activation_arguments(self) -> ActivationArguments:
-        """Arguments of `maxmoe.ops.expert_ffn` that say what the experts compute between their products."""
+    def activation_arguments(self) -> dict[str, Any]:
+        """Arguments of `maxmoe.ops.expert_ffn` that say what the experts compute between products, in its order."""
         return {
             "activation": self.activation,
             "limit": self.activation_limit,

@@ -70,7 +70,7 @@ TORCH_LIBRARY_FRAGMENT(maxmoe, library) {
   const std::string schema =
       "routed_experts(Tensor x, Tensor router, Tensor? router_bias, int top_k, str score_function, Tensor? "
       "correction_bias, int num_groups, int top_k_groups, str group_score, str normalization, float scale, Tensor? "
-      "gate, Tensor up, Tensor down, Tensor? gate_bias, Tensor? up_bias, Tensor? down_bias, *, ";
+      "gate, Tensor up, Tensor down, Tensor? gate_bias, Tensor? up_bias, Tensor? down_bias, ";
   library.def((schema + ActivationArguments::kSchema +
                ", bool recompute=False) -> (Tensor out, Tensor logits, Tensor weights, Tensor experts, Tensor "
                "probabilities, Tensor dropped)")

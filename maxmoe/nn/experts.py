@@ -100,6 +100,7 @@ class Experts(nn.Module):
         super().__init__()
         self.config = config
         self.activation: Activation | ActivationFunction = config.activation if activation is None else activation
+        self.activation_arguments = activation_arguments(config, self.activation)
         num_experts, row_size, width = config.num_experts, config.row_size, config.intermediate_size
 
         def parameter(exists: bool, *shape: int) -> nn.Parameter | None:
@@ -157,7 +158,7 @@ class Experts(nn.Module):
                 weights,
                 plan,
                 *experts,
-                **activation_arguments(self.config, self.activation),
+                **self.activation_arguments,
                 recompute="experts" in self.recompute,
             )
 
@@ -207,7 +208,7 @@ class Experts(nn.Module):
             if callable(self.activation):
                 activated = activate_with(self.activation, gate, up)
             else:
-                activated = activate(gate, up, **self.config.activation_arguments)
+                activated = activate(gate, up, **self.activation_arguments)
             return project(activated, weights.down)
 
         if "experts" not in self.recompute or not torch.is_grad_enabled():
@@ -259,7 +260,7 @@ class Experts(nn.Module):
 
 def activation_arguments(config: MoEConfig, activation: Activation | ActivationFunction) -> dict[str, Any]:
     """Return the arguments of `expert_ffn` for the activation of the config, or for a function in its place."""
-    return {"activation": activation} if callable(activation) else dict(config.activation_arguments)
+    return {"activation": activation} if callable(activation) else config.activation_arguments
 
 
 def check_activation_is_known(activation: Activation | ActivationFunction) -> None:

@@ -36,6 +36,7 @@ class SharedExperts(nn.Module):
         super().__init__()
         self.config = config
         self.activation: Activation | ActivationFunction = config.activation if activation is None else activation
+        self.activation_arguments = activation_arguments(config, self.activation)
         hidden_size, width = config.hidden_size, config.num_shared_experts * config.intermediate_size
 
         def parameter(exists: bool, *shape: int) -> nn.Parameter | None:
@@ -69,7 +70,7 @@ class SharedExperts(nn.Module):
             None if self.gate_proj is None else self.gate_proj.unsqueeze(0),
             self.up_proj.unsqueeze(0),
             self.down_proj.unsqueeze(0),
-            **activation_arguments(self.config, self.activation),
+            **self.activation_arguments,
             recompute="shared_experts" in self.recompute,
         )
 

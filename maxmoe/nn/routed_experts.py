@@ -74,8 +74,8 @@ def in_one_operator(x: Tensor, router: nn.Module, experts: Experts) -> tuple[Rou
             experts.gate_bias,
             experts.up_bias,
             experts.down_bias,
-            **config.activation_arguments,
-            recompute="experts" in experts.recompute,
+            *experts.activation_arguments.values(),
+            "experts" in experts.recompute,
         )
     except ValueError as error:
         part = experts if str(error).startswith("maxmoe::expert_ffn") else router

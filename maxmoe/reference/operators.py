@@ -1,12 +1,12 @@
 """Specification of the operators, with the names, arguments and results of `maxmoe.ops`."""
 
-from typing import NamedTuple, Unpack
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from maxmoe.config import Activation, ActivationArguments, LimitTarget
+from maxmoe.config import Activation, LimitTarget
 from maxmoe.reference.routing import stack, wide
 
 
@@ -220,8 +220,8 @@ def activate(
     return active if gate is None else active * up
 
 
-def feed_forward(x: Tensor, matrices: list[Tensor | None], **activation: Unpack[ActivationArguments]) -> Tensor:
-    """Compute one expert on one token; matrices are gate, up, down and their biases, or None."""
+def feed_forward(x: Tensor, matrices: list[Tensor | None], **activation: Any) -> Tensor:
+    """Compute one expert on one token; matrices are gate, up, down and biases, or None; the rest is for `activate`."""
 
     def project(row: Tensor, matrix: Tensor | None, bias: Tensor | None) -> Tensor:
         assert matrix is not None
@@ -249,7 +249,7 @@ def expert_ffn(
     down: Projection | Tensor,
     *,
     fused_gate: str | None = None,
-    **activation: Unpack[ActivationArguments],
+    **activation: Any,
 ) -> Tensor:
     """out[t] = sum over k of weights[t, k] * expert(x[t]), over the slots that have a row."""
     gates, gate_bias = (None, None) if gate is None else merged(gate)
