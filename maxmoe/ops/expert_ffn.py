@@ -49,8 +49,8 @@ def expert_ffn(
     gate_e, up_e and down_e are projections, x -> x (W_e + scale * a_e b_e) + bias_e. Without `gate`: down_e(f(up_e(x)))
     instead. With a limit, the gate is first clipped from above, or f(gate) afterwards, and up on both sides.
 
-    "swigluoai": gate * sigmoid(1.702 gate) * (up + 1)
-    "situ": b tanh(gate / b) * sigmoid(gate) * c tanh(up / c), with b = gate_softcap and c = up_softcap
+    "swigluoai" is gate * sigmoid(1.702 gate) * (up + 1). "situ" is b tanh(gate / b) * sigmoid(gate) * c tanh(up / c),
+    with b = gate_softcap and c = up_softcap.
 
     The forward saves x, the pre-activations ``(R, 2F)`` and the plan: D + 2KF elements per token. The gradient of the
     routing weights is <d out[t] down_e^T, f(...)>, so that no expert output is saved.
