@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from itertools import pairwise
 
 import torch
@@ -79,13 +78,11 @@ def routed_experts(
         return Projection(parameters[f"experts.{name}_proj"], parameters.get(f"experts.{name}_bias"))
 
     gate = projection("gate") if config.gated else None
-    experts = partial(
-        expert_ffn,
-        gate=gate,
-        up=projection("up"),
-        down=projection("down"),
-        **config.activation_arguments,
-    )
+    projections = (gate, projection("up"), projection("down"))
+
+    def experts(x: Tensor, weights: Tensor | None, plan: RaggedPlan) -> Tensor:
+        return expert_ffn(x, weights, plan, *projections, **config.activation_arguments)
+
     if config.apply_weights_to == "output":
         return experts(tokens, weights, plan)
     rows = ragged_sort(tokens, plan, weights)
