@@ -84,7 +84,7 @@ _ACTIVATIONS: dict[object, Activation] = {
 
 # Gates that families of transformers.models define themselves and `expert_ffn` supports.
 _FAMILY_GATES: dict[str, Callable[[Any], Options | None]] = {
-    # In the accumulator's type, as expert_ffn computes all.
+    # silu(gate) * up in float32, as `expert_ffn` computes it.
     "beam.modeling_beam.BeamExperts._apply_gate": lambda experts: recognise_activation(experts.act_fn),
     "deepseek_v4.modeling_deepseek_v4.DeepseekV4Experts._apply_gate": lambda experts: recognise_activation(
         experts.act_fn, experts.limit
