@@ -25,8 +25,9 @@ _MISSING = {
     "a preset; softmax of the selected logits": "aria granitemoe_swa",
     "a preset; other names and places of the router or of the shared expert": "afmoe flint hunyuan_v1_moe hy_v3 jamba "
     "lara_mini minimax_m3_vl openai_privacy_filter",
-    "not yet: the activation, a clipped silu": "glm5_next hy_v4 hy_v4_vl step3p7",
-    "not yet: the activation, a soft-capped SwiGLU": "inkling2 inkling2_loop",
+    "a preset; the block is the one of DeepSeek-V3 with a clipped activation": "glm5_next hy_v4 hy_v4_vl",
+    "a preset; a limit for each layer, and another one for the shared expert": "step3p7",
+    "a preset; a block without shared experts, and a soft-capped SwiGLU": "inkling2 inkling2_loop",
     "a preset; the block is the one of Mistral Large 4": "mistral4",
     "a router whose hidden state goes from layer to layer": "zaya",
     "a norm of the sum of routed and shared experts": "axk1",
@@ -133,8 +134,13 @@ def _activation_and_operator(experts: Any) -> tuple[str, str]:
         return "a gate of its own", "`gmm`"
     if experts.has_post_expert_norm:
         return f"{gate['activation']}, norm after each expert", "`gmm`"
-    clipped = "" if gate["limit"] is None else f", clipped at {gate['limit']:g}"
-    return f"{gate['activation']}{clipped}", "`expert_ffn`"
+    return f"{gate['activation']}{_constants(gate)}", "`expert_ffn`"
+
+
+def _constants(gate: dict[str, Any]) -> str:
+    if "gate_softcap" in gate:
+        return f", softcaps {gate['gate_softcap']:g} and {gate['up_softcap']:g}"
+    return "" if gate["limit"] is None else f", clipped at {gate['limit']:g}"
 
 
 def replacement_table() -> str:
@@ -156,7 +162,9 @@ from transformers {transformers.__version__} with the defaults of each family, b
 
 Llama 4 (`Llama4TextExperts`, transposed, silu) has no experts implementations in transformers; maxmoe patches its
 block. It runs on `expert_ffn` and computes the routed tokens only, whereas the original code computes every expert on
-every token. Families that are in the second table alone ignore the setting, as any experts implementation.
+every token. Step-3.7 (`Step3p7Experts`, concatenated, silu, whose output is clipped at a limit for each layer) has none
+either; with maxmoe it takes "maxmoe" and runs on `expert_ffn`, and has its own code under every other name. Families
+that are in the second table alone ignore the setting, as any experts implementation.
 
 {table()}
 
