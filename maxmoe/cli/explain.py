@@ -28,8 +28,8 @@ STEP = (
 CONVENTIONS = (
     "Memory is counted at the beginning of the backward. Parameters are {dtype}; so are gradients and optimizer state "
     "without dtypes of their own. "
-    "Gathered parameters: those of the largest module and of the model itself. Activations: the tensors that autograd "
-    "saves on the CPU. Recomputed activations: those of the module with the most. Work space and the all-reduces of "
+    "Gathered parameters: of the largest module and of the model itself. Activations: the tensors that autograd "
+    "saves on the CPU. Recomputed activations: of the module with the most. Work space and the all-reduces of "
     "losses, statistics and the gradient norm are not counted.",
     "Bytes that each of n ranks in a ring sends, and receives: (n - 1) / n of the whole tensor for all-gather and "
     "reduce-scatter, twice that for all-reduce, one ring per axis; axes joined by a comma are one ring. All-to-all: "
@@ -37,9 +37,9 @@ CONVENTIONS = (
 )
 
 STAGE_CONVENTION = (
-    "Pipeline stages: bytes are those of one rank. Work: multiplications per token with weights, relative to the mean "
+    "Pipeline stages: bytes of one rank. Work: multiplications per token with weights, relative to the mean "
     "of the stages. In flight: the most micro-batches whose forward has run and whose backward has not. Activations: "
-    "those of the micro-batches in flight. Unsharded: gradients of whole parameters, which FSDP2 keeps until the last "
+    "of the micro-batches in flight. Unsharded: gradients of whole parameters, which FSDP2 keeps until the last "
     "backward of a stage. Gathered: parameters of all stages of a rank. Sent: hidden states and their gradients, to "
     "the ranks of other stages in a step."
 )
@@ -63,7 +63,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     add("--schedule", choices=list(SCHEDULES), default="1f1b", help="schedule of pipeline stages")
     add("--num-micro-batches", type=positive, help="micro-batches of a step, for a mesh with an axis stage")
     add("--blocks-per-stage", type=positives, help="blocks of each stage, as 4,4,3; the default balances them")
-    add("--stages-per-rank", type=positive, help="stages of each rank, if not those of the schedule")
+    add("--stages-per-rank", type=positive, help="stages of each rank (default: as the schedule has)")
     add("--recompute", default="", help="parts to recompute in the backward, as experts,attention")
     add_state_dtypes(add)
 

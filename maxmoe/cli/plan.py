@@ -23,7 +23,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     add_model(add)
     add("--world-size", type=positive, help="number of ranks")
     add("--device", default="h100", help=f"the device: {', '.join(device_names())}, or a YAML file")
-    add("--memory", type=parse_bytes, help="bytes of a rank, as 80GiB; those of the device by default")
+    add("--memory", type=parse_bytes, help="bytes of a rank, as 80GiB (default: the device's memory)")
     add("--batch-size", type=positive, default=256, help="number of sequences per step, over all ranks")
     add("--sequence-length", type=positive, default=4096, help="number of tokens per sequence")
     add("--rules", nargs="+", help=f"presets or YAML files to try, all by default: {', '.join(preset_names())}")

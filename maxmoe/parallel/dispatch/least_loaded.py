@@ -20,7 +20,7 @@ from maxmoe.parallel.dispatch.strategy import PlannedDispatch, Received
 from maxmoe.sharding.planned_collective import PlannedCollective
 
 # Floating-point operations of a rank, in the time in which it sends a byte to another one, by the type of its device.
-# A CPU of two cores through gloo: 1e11 / 1e9. An H100: 4e14 / 4.5e11 over NVLink; between nodes, ten times as many.
+# A CPU of two cores through gloo: 1e11 / 1e9. An H100: 4e14 / 4.5e11 over NVLink; between nodes, ten times more.
 FLOP_PER_BYTE = {"cpu": 100, "cuda": 1000}
 
 
@@ -91,7 +91,7 @@ class LeastLoaded(RaggedAllToAll):
         return arrive
 
     def _split(self, plan: RaggedPlan, computed: ComputedRows) -> tuple[RaggedPlan, RaggedPlan]:
-        """Split the plan of all experts that this rank computes into those of its own experts and of foreign ones."""
+        """Split the plan of all experts that this rank computes into plans of its own and of foreign experts."""
         rank, count = self.ranks.group.rank(), self.ranks.experts.count
         num_rows = int(computed.of_rank(rank)[:, :count].sum())
         own = plan._replace(
