@@ -9,7 +9,7 @@ from maxmoe.cli.numbers import parse_bytes, positive
 from maxmoe.planning import search
 from maxmoe.planning.device import Device, device_names
 from maxmoe.sharding.rules import preset_names
-from maxmoe.text_table import paragraph, terminal_width
+from maxmoe.text_table import report
 
 CONVENTION = (
     "Predicted by the time model of docs/planning.md; memory and bytes are those of `explain`. A step: compute, exposed"
@@ -55,9 +55,8 @@ def plan(options: argparse.Namespace) -> str:
         f"{text} On {options.world_size} ranks of {options.device}. A step: {options.batch_size} sequences of "
         f"{options.sequence_length} tokens."
     )
-    width = terminal_width()
     first, _, rest = str(result).partition("\n\n")
-    return "\n\n".join([first, paragraph(head, width=width), rest, paragraph(CONVENTION, width=width or 120)])
+    return "\n\n".join([first, report([head]), rest, report([CONVENTION])])
 
 
 def calibrate(path: Path, num_ranks: int) -> str:
