@@ -108,7 +108,7 @@ build/cuda/%.o: cpp/cuda/%.cu .venv-cuda/packages $(wildcard cpp/cuda/*.h) $(fil
 # build/cuda/maxmoe_cuda_tests: the tests of cpp/cuda/tests for a machine with an NVIDIA GPU, on which they are run as
 # CUDA_LAUNCH_BLOCKING=1 maxmoe_cuda_tests --gtest_filter=-*Error*. An assertion of the device ends its use: the tests of
 # errors are left out.
-CUDA_TESTS := $(patsubst cpp/cuda/%.cu,build/cuda/test_%.o,$(wildcard cpp/cuda/*.cu))
+CUDA_TESTS := $(patsubst cpp/cuda/tests/%.cpp,build/cuda/%.o,$(filter-out %_emulator.cpp,$(wildcard cpp/cuda/tests/*.cpp)))
 cuda-tests: $(CUDA_OBJECTS) $(CUDA_TESTS) build/cuda/managed_memory.o
 	@$(CXX) $^ -L"$(CUDA_HOME)/lib" -lgtest_main -lgtest -static-libstdc++ -static-libgcc -lcudart_static -ldl -lrt -lpthread \
 	  -o build/cuda/maxmoe_cuda_tests
@@ -170,7 +170,7 @@ build/torch%/requirements: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf .venv .venv-torch* .venv-cuda build dist *.egg-info maxmoe/_C_torch*.so
+	rm -rf .venv .venv-torch* .venv-cuda build dist *.egg-info maxmoe/_C_torch*.so maxmoe/libmaxmoe_cuda*.so
 
 # The package, built in place, and what one use of it needs: examples, test, docs or dev. The environments share the build
 # of the kernels (setup.py). They are built for this machine alone, until tests need all instruction sets; with them come the

@@ -1,5 +1,5 @@
 // The Python module maxmoe._C. Importing it registers the operators of cpp/ops. Its functions report the build and the
-// memory in use, release cached memory, and force ATen in place of the kernels.
+// memory in use, release cached memory, and force other implementations in place of the kernels.
 #include <pybind11/pybind11.h>
 
 #include <Eigen/Core>
@@ -9,6 +9,7 @@
 #include "kernels/isa/caches.h"
 #include "kernels/isa/isa.h"
 #include "ops/backend.h"
+#include "ops/cuda_kernels.h"
 #include "ops/memory.h"
 
 namespace py = pybind11;
@@ -39,6 +40,7 @@ py::dict build_info() {
   info["openmp"] = _OPENMP;
   info["isa"] = maxmoe::name(maxmoe::active_isa());
   info["supported_isas"] = supported;
+  info["cuda_kernels"] = maxmoe::ops::state_of_cuda_kernels();
   info["second_level_cache_bytes"] = maxmoe::second_level_cache_bytes();
   return info;
 }
@@ -53,7 +55,7 @@ PYBIND11_MODULE(_C, module) {
     throw py::import_error(error.what());
   }
   module.def("build_info", &build_info);
-  module.def("force_aten", &maxmoe::ops::force_aten);
+  module.def("force_path", &maxmoe::ops::force_path);
   module.def("empty_cache", &maxmoe::ops::empty_cache);
   module.def("memory_allocated", &maxmoe::ops::bytes_allocated);
   module.def("memory_reserved", &maxmoe::ops::bytes_reserved);

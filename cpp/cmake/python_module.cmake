@@ -31,7 +31,7 @@ foreach(minor IN LISTS MAXMOE_TORCH_MINORS)
   pybind11_add_module(${module} MODULE NO_EXTRAS cpp/module.cpp)
   target_compile_definitions(${module} PRIVATE
     MAXMOE_VERSION="${MAXMOE_VERSION}" MAXMOE_TORCH_VERSION="${MAXMOE_TORCH_VERSION_${minor}}")
-  target_link_libraries(${module} PRIVATE ${ops})
+  target_link_libraries(${module} PRIVATE ${ops} ${CMAKE_DL_LIBS})
   target_link_options(${module} PRIVATE -Wl,--as-needed -Wl,--exclude-libs,ALL)
   set_target_properties(${module} PROPERTIES INSTALL_RPATH "$ORIGIN/../torch/lib")
   install(TARGETS ${module} LIBRARY DESTINATION . COMPONENT maxmoe_python)
