@@ -6,7 +6,7 @@ torch as well: for device checks alone, whose machine may have no other (tests/d
 the Python package alone, without a compiler: enough for maxmoe.testing, configs, presets, rules and the reference.
 
 MAXMOE_CUDA=on builds the kernels for NVIDIA GPUs as well, which takes nvcc and some minutes; auto, the default, builds
-them if there is an nvcc, and off does not.
+them if there is an nvcc and torch has CUDA, and off does not.
 """
 
 import fcntl

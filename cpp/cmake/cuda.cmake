@@ -1,12 +1,24 @@
 # libmaxmoe_cuda.so: the kernels of cpp/cuda for NVIDIA GPUs, which the operators open at run time. It knows neither torch
 # nor Python, so that one serves all of them. It needs nvcc alone: of a CUDA toolkit, of PyPI (nvidia-cuda-nvcc,
 # -cuda-crt, -nvvm, -cuda-runtime and -cuda-cccl), or the one that MAXMOE_NVCC names.
-set(MAXMOE_CUDA auto CACHE STRING "CUDA kernels: on, off, or auto for on if nvcc is found")
+set(MAXMOE_CUDA auto CACHE STRING "CUDA kernels: on, off, or auto for on if there are an nvcc and a torch with CUDA")
 if(NOT MAXMOE_CUDA MATCHES "^(auto|on|off)$")
   message(FATAL_ERROR "MAXMOE_CUDA must be auto, on or off, got ${MAXMOE_CUDA}")
 endif()
 if(MAXMOE_CUDA STREQUAL "off")
   return()
+endif()
+
+if(MAXMOE_CUDA STREQUAL "auto")
+  set(MAXMOE_CUDA_TORCH)
+  foreach(folder IN LISTS MAXMOE_TORCH)
+    file(STRINGS ${folder}/version.py cuda REGEX "^cuda.*= '")
+    list(APPEND MAXMOE_CUDA_TORCH ${cuda})
+  endforeach()
+  if(NOT MAXMOE_CUDA_TORCH)
+    message(STATUS "no CUDA kernels, since torch has no CUDA")
+    return()
+  endif()
 endif()
 
 if(Python_EXECUTABLE)

@@ -25,7 +25,7 @@ def recomputed(call: Call) -> Call:
 
 @each_variant
 @each_shape
-def test_every_shape_gives_the_same_bits(every_path: str, shape: Shape, options: dict[str, Any]) -> None:
+def test_every_shape_gives_the_same_bits(path: str, shape: Shape, options: dict[str, Any]) -> None:
     call = ffn_call(shape, **options)
     assert_same(result(recomputed(call)), result(call))
 
@@ -72,7 +72,7 @@ def test_backward_runs_again_from_a_retained_graph(every_path: str) -> None:
         assert torch.equal(one, other)
 
 
-def test_second_derivatives(every_path: str) -> None:
+def test_second_derivatives(path: str) -> None:
     call = recomputed(ffn_call(UNROUTED, activation="gelu"))
     names = [name for name, value in call.floats().items() if value.numel()]
 
