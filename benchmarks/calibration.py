@@ -35,7 +35,7 @@ REPEATS = 7
 def calibrate(name: str, *, num_ranks: int = 2) -> Device:
     """Measure products, attention, memory, collectives and the overhead of blocks, and return them as a device.
 
-    Each rank is a process with one thread that shares the cores of this machine; collectives are those of gloo.
+    Each rank is a process with one thread that shares the cores of this machine; collectives run through gloo.
 
     Args:
         name: name of the device.

@@ -31,7 +31,7 @@ class Contender:
         name: in tables and figures.
         kind: "maxmoe", "alternative", "part" of a layer, or "bound".
         settle_seconds: to wait after its turn, for threads that go on spinning.
-        weight_copies: how often it holds the weights, beside those of the problem.
+        weight_copies: how often it holds the weights, beside the weights of the problem.
         gradient_copies: how often it needs the size of the weights for their gradients while it computes these.
     """
 
@@ -46,7 +46,7 @@ class Contender:
         return None
 
     def prepare(self, problem: Problem) -> None:
-        """Put the weights into its own layout, or take those of the problem."""
+        """Put the weights into its own layout, or take the problem's."""
         raise NotImplementedError
 
     def parameters(self) -> Sequence[Tensor]:

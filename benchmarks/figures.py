@@ -62,7 +62,7 @@ class Curves(NamedTuple):
 
 
 def time_panels(results: Iterable[Result]) -> list[Panel]:
-    """Times, those of maxmoe being 1."""
+    """Times relative to maxmoe."""
     bars, label = {}, ""
     for case, group in by_case(results).items():
         baseline = baseline_of(group)

@@ -39,7 +39,7 @@ def measured(results: list[Result]) -> dict[Case, list[Result]]:
 
 
 def relative(result: Result, group: list[Result]) -> float:
-    """Its peak, that of maxmoe being 1."""
+    """Its peak relative to maxmoe."""
     return result.numbers["peak"] / max(baseline_of(group).numbers["peak"], 4096)
 
 
@@ -77,7 +77,7 @@ def saved(result: Result) -> list[str]:
 
 
 def panels(results: list[Result]) -> list[Panel]:
-    """The peaks, that of maxmoe being 1."""
+    """The peaks relative to maxmoe."""
     bars = {
         case: [Bar(result.contender, relative(result, group), result.kind) for result in group]
         for case, group in measured(results).items()

@@ -9,7 +9,7 @@ from torch import Tensor
 from benchmarks.results import Case
 from benchmarks.shapes import Shape
 
-# Logits of the first expert lie this much above those of the last: the load of real routers is not even.
+# Logits of the first expert lie this much above the last expert's: the load of real routers is not even.
 SKEW = 1.5
 # Length of x along the direction that carries the skew; large against the noise of 1 in every direction.
 SKEW_LENGTH = 8.0

@@ -113,7 +113,7 @@ def compute(experts: Experts, batch: Batch, factors: Sequence[LowRankFactors]) -
 
 
 def check(name: str, experts: Experts, batch: Batch, factors: Sequence[LowRankFactors]) -> None:
-    """Raise unless the results are those of the dequantized weights, to the bit."""
+    """Raise unless the results equal the ones of the dequantized weights, bit for bit."""
     dense = Experts(*(stack.dequantize() for stack in experts))
     pairs = zip(compute(experts, batch, factors), compute(dense, batch, factors), strict=True)
     if not all(torch.equal(one, other) for one, other in pairs):

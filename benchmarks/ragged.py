@@ -3,7 +3,7 @@
 R rows of D elements of s bytes, an index (8 bytes) and a weight (4 bytes) for each row; K = 8 rows make a sum. The
 bytes that must be read or written: 2 R D s + 12 R for the gather, (1 + 1/K) R D s + 12 R for the sums. The bound is
 the bandwidth of `copy_` of all rows, in order, into a tensor like theirs: it reads what the operators read, and does
-not fit into a cache where they do not. A second bound is that of copying the same rows in the same random order: each
+not fit into a cache where they do not. A second bound copies the same rows in the same random order: each
 short row is a look-up of a page, which nobody who moves them is spared. The allocator is told to keep what is freed:
 with its usual settings it returns such large results to the system, and new pages at every call would cost more than
 the moving.

@@ -68,7 +68,7 @@ class Result:
 def by_case(
     results: Iterable[Result], is_measured: Callable[[Result], object] = lambda result: result.seconds
 ) -> dict[Case, list[Result]]:
-    """The results that were measured, timed unless told otherwise, together with those of the same case."""
+    """The results that were measured, timed unless told otherwise, grouped by case."""
     groups: dict[Case, list[Result]] = {}
     for result in filter(is_measured, results):
         groups.setdefault(result.case, []).append(result)

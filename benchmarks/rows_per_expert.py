@@ -22,7 +22,7 @@ ROWS_PER_EXPERT = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 
 
 
 def points(shape: AnyShape, mode: str) -> list[Shape]:
-    """The shape with as many tokens as give each number of rows per expert, at least that many."""
+    """The shape with the fewest tokens that give at least each number of rows per expert."""
     assert isinstance(shape, Shape)
     num_slots = [rows * shape.num_experts for rows in ROWS_PER_EXPERT]
     return [shape._replace(num_tokens=-(-number // shape.top_k)) for number in num_slots]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from maxmoe import MoE, MoEConfig, parallelize, replay_routing
-from maxmoe.nn.replay import RoutingRecord
+from maxmoe.nn import RoutingRecord
 from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.sharding import Mesh
 

@@ -3,7 +3,7 @@
     python examples/balancing.py                                   all ways with two seeds, five minutes each
     python examples/balancing.py --ways sign quantile --seeds 0 --steps 400
 
-All other options are those of examples/pretrain.py: the text, the sizes, the steps. All runs of a seed start from the
+Other options are the ones of examples/pretrain.py: the text, the sizes, the steps. All runs of a seed start from the
 same parameters and read the same batches. Results are kept in balancing.json in the folder --out, and a run that is
 in there already is not repeated. The table is written to balancing.md and the picture to balancing.png.
 

@@ -60,7 +60,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     weights = parser.add_mutually_exclusive_group()
     weights.add_argument("--preset", choices=PRESETS, default="small", help="sizes of a model with random weights")
     weights.add_argument("--checkpoint", type=Path, help="folder with config.json and safetensors of gpt-oss")
-    add("--num-layers", type=at_least(1, at_most=LARGEST_DEPTH), help="blocks (default: those of the model)")
+    add("--num-layers", type=at_least(1, at_most=LARGEST_DEPTH), help="blocks (default: the model's)")
     add("--experts", choices=["mxfp4", "bfloat16"], default="mxfp4", help="bfloat16: the same values, expanded")
     add("--data", nargs="+", default=[], help="files, folders, patterns; else the standard library")
     add("--out", type=Path, default=Path("runs/quantized"), help="folder of the results")
@@ -68,7 +68,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--learning-rate", type=at_least(0, float), default=1e-3, help="at its peak")
     add("--seed", type=at_least(0, at_most=LARGEST_SEED), default=0, help="of parameters and data order")
     add("--threads", type=at_least(1, at_most=1024), default=os.cpu_count(), help="to compute with")
-    steps = f"optimizer steps (default: {DEFAULT_STEPS}, with --resume those of the run)"
+    steps = f"optimizer steps (default: {DEFAULT_STEPS}, with --resume the run's)"
     add("--steps", type=at_least(1), help=steps)
     add("--save-every", type=at_least(1), default=100, help="steps from one checkpoint to the next")
     add("--batch-size", type=at_least(1), default=2, help="sequences per step")

@@ -51,7 +51,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def table(runs: list[Run]) -> str:
-    """Format a table with one row per run, which compares its losses with those of the first run.
+    """Format a table with one row per run, which compares its losses with the first run's losses.
 
     The runs start equal. They sum in different orders, so rounding differs; later a router selects a different expert,
     and the losses diverge. None of the runs is more accurate than the others.

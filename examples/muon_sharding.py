@@ -8,7 +8,7 @@ computes and scatters the result. Under `shard-exp-on-fsdp` experts are whole, s
 the dense block are gathered. Under `ep-as-dp` without FSDP there is no collective: every rank computes all matrices
 except the routed experts of other ranks.
 
-The model is that of `examples/strategies.py`. All runs start from the same parameters and read the same batches. The
+The model is the one of `examples/strategies.py`. All runs start from the same parameters and read the same batches. The
 ranks are processes on this machine. The table is written to muon_sharding.md and the picture to muon_sharding.png,
 both in the folder --out.
 """

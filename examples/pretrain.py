@@ -11,10 +11,10 @@ The checkpoint and two pictures, loss.png and expert_load.png, are written to th
 one run can write at a time. Ctrl-C finishes the step and saves. A resumed run gives bit for bit the results of
 an uninterrupted run.
 
-Under torchrun the model and every batch are sharded as --mesh and --rules say; the results are those of one
+Under torchrun the model and every batch are sharded as --mesh and --rules say; the results equal the results of one
 process, up to rounding. An axis stage in --mesh cuts the model into pipeline stages. They take a batch in
-micro-batches, which change no result, because the load balance loss is that of each sequence. With a loss over
-the whole batch (load_balance_scope="batch"), it would be that of each micro-batch.
+micro-batches, which change no result, because the load balance loss is computed for each sequence. With a loss over
+the whole batch (load_balance_scope="batch"), it would be computed for each micro-batch.
 A checkpoint can be loaded on any mesh, with any number of ranks and stages and any --dispatch.
 When a rank dies, hangs or raises an error, all other ranks end with an error that names it.
 """
@@ -75,7 +75,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--optimizer", choices=get_args(Optimizer), default="adamw", help="muon: for the matrices of blocks only")
     add("--learning-rate", type=at_least(0, float), help=f"peak learning rate (default: {of_each})")
     add("--seed", type=at_least(0, at_most=LARGEST_SEED), default=0, help="seed of parameters and data order")
-    add("--steps", type=at_least(1), help="optimizer steps (default: 1600, with --resume those of the run)")
+    add("--steps", type=at_least(1), help="optimizer steps (default: 1600, with --resume the run's)")
     add("--batch-size", type=at_least(1), default=8, help="sequences per step")
     add("--sequence-length", type=at_least(1), default=256, help="bytes per sequence")
     add("--eval-every", type=at_least(1), default=200, help="steps from one evaluation to the next")

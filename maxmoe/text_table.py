@@ -3,16 +3,39 @@
 import re
 import shutil
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 
 GAP = 2  # spaces between columns
 INDENT = 2  # spaces before the continuation lines of a row and of a cell
+NUMBER = re.compile(r"[\d.,]+(e[+-]\d+)?( of [\d,]+| [A-Za-z]+|%)?")  # "1.50 GiB", "3 of 8"
 
 
 def terminal_width() -> int | None:
     """Return the width of the terminal, or of the environment variable COLUMNS; None if there is neither."""
     return shutil.get_terminal_size(fallback=(0, 0)).columns or None
+
+
+def report(blocks: Iterable[str | Sequence[Sequence[str]]]) -> str:
+    """Join texts and the rows of tables by empty lines, as wide as the terminal; lines with an indent are not wrapped.
+
+    Columns of numbers are aligned to the right.
+    """
+    width = terminal_width()
+    texts = []
+    for block in blocks:
+        if isinstance(block, str):
+            lines = (line if line.startswith(" ") else paragraph(line, width=width) for line in block.split("\n"))
+            texts.append("\n".join(lines))
+        else:
+            columns = enumerate(zip(*block[1:], strict=True))
+            right = [index for index, cells in columns if index and any(cells) and all(map(_is_number, cells))]
+            texts.append(text_table(block, right=right, width=width))
+    return "\n\n".join(filter(None, texts))
+
+
+def _is_number(cell: str) -> bool:
+    return not cell or NUMBER.fullmatch(cell) is not None
 
 
 def text_table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = (), width: int | None = None) -> str:

@@ -34,6 +34,6 @@ BOUNDS = ("flops", "bandwidth")
 
 
 def bounds(names: Collection[str], dtype: torch.dtype) -> list[Contender]:
-    """Those of `BOUNDS` that are asked for; that of FLOPs in this dtype, and in float32 where that is another one."""
+    """The ones of `BOUNDS` that are asked for; the bound of FLOPs in this dtype, and in float32 if that differs."""
     of_flops = [DenseBound(each) for each in dict.fromkeys([dtype, torch.float32])] if "flops" in names else []
     return [*of_flops, *([BandwidthBound()] if "bandwidth" in names else [])]

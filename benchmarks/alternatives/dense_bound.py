@@ -31,7 +31,7 @@ class DenseBound(Contender):
         self.gate, self.up, self.down = (
             matrices[0].to(self.dtype).clone() for matrices in (problem.gate, problem.up, problem.down)
         )
-        # One result for each product, of the sizes [R, F], [R, D] or that of a matrix. Zeros, so that their pages are
+        # One result for each product, of the size [R, F], [R, D] or a matrix's. Zeros, so that their pages are
         # there before the clock starts.
         self.wide = [self.rows.new_empty(len(self.rows), F).normal_() for _ in range(3)]
         self.narrow = [torch.zeros_like(self.rows) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""The experts of transformers: those of Qwen3-MoE, whose code most other models share."""
+"""The experts of transformers: Qwen3-MoE's, whose code most other models share."""
 
 from collections.abc import Sequence
 

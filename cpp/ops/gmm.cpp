@@ -74,7 +74,7 @@ class GmmNode : public torch::autograd::Function<GmmNode> {
   static Tensor forward(AutogradContext* ctx, const GmmArguments& a, const auto&... /*inputs*/) {
     GmmArguments kept = a;
     const bool has_factors = a.rhs.has_factors();
-    // The gradient of each factor needs the other one, and that of b the reduced rows.
+    // The gradient of each factor needs the other factor, and the gradient of b the reduced rows.
     if (has_factors && !a.reduced.has_value()) kept.reduced = gmm(a.lhs, {*a.rhs.a}, a.group_sizes, a.group_offset);
     const Tensor out = gmm(a.lhs, a.rhs, a.group_sizes, a.group_offset, kept.reduced);  // checks the arguments
     if (!a.rhs.tensor->requires_grad() && !has_factors) kept.lhs = without_columns(a.lhs);

@@ -34,7 +34,7 @@ variable_list ragged_unsort_backward(WantedGradients wanted, const Tensor& grad,
   variable_list gradients(5);
   if (wanted[0]) {
     gradients[0] = ragged_sort(grad, slots, row_of_slot, top_k, weights);
-    // Rows past those of the plan contribute to no result, so that their gradient is zero.
+    // Rows past the rows of the plan contribute to no result, so that their gradient is zero.
     const c10::SymInt spare_rows = rows.sym_size(0) - slots.sym_size(0);
     if (spare_rows != 0) gradients[0] = at::constant_pad_nd_symint(gradients[0], {0, 0, 0, spare_rows});
   }

@@ -24,7 +24,7 @@ Tensor selected_rows(const Tensor& rows, const Tensor& index, const OptionalTens
 class RowSums {
  public:
   // For each group of slots, the sum of their rows, each times the weight of its slot. index [M]: the row of each slot,
-  // negative for none. weights: one for each slot, or None. dtype: that of the rows.
+  // negative for none. weights: one for each slot, or None. dtype: the dtype of the rows.
   static RowSums of_groups(const Tensor& index, int64_t group_size, const OptionalTensor& weights,
                            at::ScalarType dtype);
 

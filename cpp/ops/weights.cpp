@@ -59,7 +59,7 @@ ScaleType scale_type(at::ScalarType type) {
   }
 }
 
-// `prefix` is that of the names of the arguments.
+// The names of the arguments begin with `prefix`.
 void check_scales(const char* op, const std::string& prefix, const Format& format, const Weights& w) {
   const Tensor& scales = *w.scales;
   const bool is_exponent = format.codes == Codes::e2m1;

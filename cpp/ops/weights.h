@@ -37,8 +37,8 @@ struct Weights {
   Weights in_kernel_layout() const;
 };
 
-// Checks the dims and dtypes of a stack, and that the parts of a quantized one fit together; `name` is that of the
-// argument with the codes, and <name>_scales and so on are those of the others. Sizes are left to the caller.
+// Checks the dims and dtypes of a stack, and that the parts of a quantized one fit together; `name` names the
+// argument with the codes, and <name>_scales and so on the other arguments. Sizes are left to the caller.
 void check_weights(const char* op, const char* name, const char* shape, const Weights& weights);
 
 // Raises if the scales of the argument `name` require a gradient or have a tangent. Sizes, which may be symbolic, are

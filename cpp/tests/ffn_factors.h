@@ -74,7 +74,7 @@ View columns_of(View view, int64_t begin, int64_t end) {
   return view;
 }
 
-// The factors of gate, up and down as the kernels get them: those of `up` are also those of a fused gate.
+// The factors of gate, up and down as the kernels get them. A fused gate has the factors of `up`.
 template <class T>
 struct FfnFactors {
   FfnFactors() = default;

@@ -1,5 +1,5 @@
 // Tests of the backward pass of the fused experts: gradients against float64, against differences in random directions,
-// and those of low-rank factors against the gradients of the merged matrices.
+// and gradients of low-rank factors against the gradients of the merged matrices.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -50,7 +50,7 @@ FfnTensors<T> gradients(const FfnShape& shape, const Variant& variant, const Ffn
   return FfnBackward<T>(shape, variant, tensors, preactivations, grad_out, SerialExecutor()).run().tensors;
 }
 
-// Compares gradients of type T with those of float64, up to the rounding of T.
+// Compares gradients of type T with gradients in float64, up to the rounding of T.
 template <class T>
 void expect_near_gradients(const Variant& variant, const FfnTensors<T>& got, const FfnTensors<double>& want) {
   for_every_gradient(variant, [&](const char* name, const auto& get) {
@@ -118,7 +118,7 @@ TYPED_TEST(ExpertFfnBackwardTest, GradientsAreThoseOfFloat64) {
 }
 
 // The gradients of the factors follow from those of the merged matrices W + reduce * expand, which the same kernels
-// compute without factors. All other gradients are those of the merged matrices.
+// compute without factors. All other gradients equal the gradients with the merged matrices.
 TYPED_TEST(ExpertFfnBackwardTest, GradientsOfLowRankFactorsFollowFromThoseOfMergedMatrices) {
   for_every_low_rank_case([](const FfnShape& shape, const Variant& variant, const FactorShape& ranks) {
     const GateLayout layout = variant.kind.gate;

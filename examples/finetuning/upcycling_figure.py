@@ -35,7 +35,7 @@ def draw(path: Path, before: ModelRun, runs: Sequence[ModelRun]) -> None:
         begin = runs[0].first_step + 0.5
         axes.axvline(begin, color="black", linewidth=0.8, linestyle=":")
         axes.annotate("upcycled ", (begin, 0.02), xycoords=("data", "axes fraction"), ha="right")
-    # The first losses are those of random weights and would compress the rest of the curves.
+    # The first losses come from random weights and would compress the rest of the curves.
     ends = [moving_average(run.losses, WINDOW)[-1] for run, _, _ in shown]
     if ends:
         axes.set_ylim(0.8 * min(ends), 1.6 * max(ends))

@@ -14,6 +14,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     """Add the options of the comparison."""
     command.add_argument("module", help="name of a module, importable from here, with the functions of the training")
     command.add_argument("--num-ranks", type=positive, default=2, help="number of ranks, processes on the CPU")
+    command.add_argument("--steps", type=positive, default=1, help="number of steps, with make_update of the module")
     command.add_argument("--timeout", type=positive, default=300, help="seconds for each start of processes")
 
 
@@ -24,5 +25,6 @@ def compare_ranks(options: argparse.Namespace) -> RankComparison:
     missing = [name for name, function in functions.items() if function is None]
     if missing:
         raise ValueError(f"{options.module} must have the functions {', '.join(TRAINING)}, got no {', '.join(missing)}")
-    step = getattr(module, "step", None)
-    return testing.compare_ranks(**functions, num_ranks=options.num_ranks, step=step, timeout=options.timeout)  # type: ignore[arg-type]
+    functions |= {name: getattr(module, name, None) for name in ("step", "make_update")}
+    numbers = {"num_ranks": options.num_ranks, "steps": options.steps, "timeout": options.timeout}
+    return testing.compare_ranks(**functions, **numbers)  # type: ignore[arg-type]

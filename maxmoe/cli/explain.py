@@ -11,35 +11,33 @@ from maxmoe.pipelining.schedules import SCHEDULES
 from maxmoe.planning.estimate import Optimizer
 from maxmoe.sharding.mesh import Mesh, parse_mesh
 from maxmoe.sharding.rules import LogicalRules, preset_names
-from maxmoe.text_table import paragraph, readable_bytes, terminal_width
+from maxmoe.text_table import readable_bytes, report
 
-STEP = (
-    "batch_size",
-    "sequence_length",
+PLAN = (
     "dispatch",
     "num_chunks",
-    "imbalance",
     "allow_unused",
     "schedule",
     "num_micro_batches",
     "blocks_per_stage",
     "stages_per_rank",
 )
+STEP = ("batch_size", "sequence_length", "optimizer", "imbalance")
 CONVENTIONS = (
     "Memory is counted at the beginning of the backward. Parameters are {dtype}; so are gradients and optimizer state "
     "without dtypes of their own. "
-    "Gathered parameters: those of the largest module and of the model itself. Activations: the tensors that autograd "
-    "saves on the CPU. Recomputed activations: those of the module with the most. Work space and the all-reduces of "
-    "losses, statistics and the gradient norm are not counted.",
+    "Gathered parameters: of the largest module and of the model itself. Activations: the tensors that autograd "
+    "saves on the CPU. Recomputed activations: of the module with the most. Work space and the all-reduces of "
+    "losses, statistics and the gradient norm are not counted.\n"
     "Bytes that each of n ranks in a ring sends, and receives: (n - 1) / n of the whole tensor for all-gather and "
     "reduce-scatter, twice that for all-reduce, one ring per axis; axes joined by a comma are one ring. All-to-all: "
-    "(n - 1) / n of all rows of a rank, with equally many rows per expert; for Muon, the mean over the ranks.",
+    "(n - 1) / n of all rows of a rank, with equally many rows per expert; for Muon, the mean over the ranks."
 )
 
 STAGE_CONVENTION = (
-    "Pipeline stages: bytes are those of one rank. Work: multiplications per token with weights, relative to the mean "
+    "Pipeline stages: bytes of one rank. Work: multiplications per token with weights, relative to the mean "
     "of the stages. In flight: the most micro-batches whose forward has run and whose backward has not. Activations: "
-    "those of the micro-batches in flight. Unsharded: gradients of whole parameters, which FSDP2 keeps until the last "
+    "of the micro-batches in flight. Unsharded: gradients of whole parameters, which FSDP2 keeps until the last "
     "backward of a stage. Gathered: parameters of all stages of a rank. Sent: hidden states and their gradients, to "
     "the ranks of other stages in a step."
 )
@@ -63,7 +61,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     add("--schedule", choices=list(SCHEDULES), default="1f1b", help="schedule of pipeline stages")
     add("--num-micro-batches", type=positive, help="micro-batches of a step, for a mesh with an axis stage")
     add("--blocks-per-stage", type=positives, help="blocks of each stage, as 4,4,3; the default balances them")
-    add("--stages-per-rank", type=positive, help="stages of each rank, if not those of the schedule")
+    add("--stages-per-rank", type=positive, help="stages of each rank (default: as the schedule has)")
     add("--recompute", default="", help="parts to recompute in the backward, as experts,attention")
     add_state_dtypes(add)
 
@@ -83,20 +81,17 @@ def _report(options: argparse.Namespace, *, with_explanation: bool) -> str:
     rules = LogicalRules.load(options.rules)
     recompute = tuple(name.strip() for name in options.recompute.split(",") if name.strip())
     text, model = chosen_model(options, recompute, max_sequence_length=options.sequence_length)
+    plan: dict[str, Any] = {name: getattr(options, name) for name in PLAN}
     step: dict[str, Any] = {name: getattr(options, name) for name in STEP}
-    dtypes = state_dtypes(options)
-    explanation = [str(planning.explain(model, mesh, rules, **step))] if with_explanation else []
-    costs = planning.estimate(model, mesh, rules, optimizer=options.optimizer, state_dtypes=dtypes, **step)
+    explanation = str(planning.explain(model, mesh, rules, **plan)) if with_explanation else ""
+    costs = planning.estimate(model, mesh, rules, state_dtypes=state_dtypes(options), **plan, **step)
     head = (
         text,
         f"{mesh.num_ranks} ranks: {options.mesh}. Rules: {options.rules}. A step: {options.batch_size} sequences of "
         f"{options.sequence_length} tokens.{f' Recomputed: {options.recompute}.' if recompute else ''}",
         f"The largest rank needs {readable_bytes(sum(costs.memory.values()))} of memory.",
     )
-    width = terminal_width()
-    opening = "\n".join(paragraph(line, width=width) for line in head)
     own = str(next(model.parameters()).dtype).removeprefix("torch.")
-    lines = [line.format(dtype=own) for line in CONVENTIONS]
-    lines += [] if costs.pipeline is None else [STAGE_CONVENTION]
-    conventions = "\n".join(paragraph(line, width=width or 120) for line in lines)
-    return "\n\n".join([opening, *explanation, str(costs), conventions])
+    conventions = [CONVENTIONS.format(dtype=own), *([STAGE_CONVENTION] if len(costs.ranks) > 1 else [])]
+    texts = (report(["\n".join(head)]), explanation, str(costs), report(["\n".join(conventions)]))
+    return "\n\n".join(filter(None, texts))

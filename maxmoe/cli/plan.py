@@ -9,7 +9,7 @@ from maxmoe.cli.numbers import parse_bytes, positive
 from maxmoe.planning import search
 from maxmoe.planning.device import Device, device_names
 from maxmoe.sharding.rules import preset_names
-from maxmoe.text_table import paragraph, terminal_width
+from maxmoe.text_table import report
 
 CONVENTION = (
     "Predicted by the time model of docs/planning.md; memory and bytes are those of `explain`. A step: compute, exposed"
@@ -23,7 +23,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     add_model(add)
     add("--world-size", type=positive, help="number of ranks")
     add("--device", default="h100", help=f"the device: {', '.join(device_names())}, or a YAML file")
-    add("--memory", type=parse_bytes, help="bytes of a rank, as 80GiB; those of the device by default")
+    add("--memory", type=parse_bytes, help="bytes of a rank, as 80GiB (default: the device's memory)")
     add("--batch-size", type=positive, default=256, help="number of sequences per step, over all ranks")
     add("--sequence-length", type=positive, default=4096, help="number of tokens per sequence")
     add("--rules", nargs="+", help=f"presets or YAML files to try, all by default: {', '.join(preset_names())}")
@@ -55,9 +55,8 @@ def plan(options: argparse.Namespace) -> str:
         f"{text} On {options.world_size} ranks of {options.device}. A step: {options.batch_size} sequences of "
         f"{options.sequence_length} tokens."
     )
-    width = terminal_width()
     first, _, rest = str(result).partition("\n\n")
-    return "\n\n".join([first, paragraph(head, width=width), rest, paragraph(CONVENTION, width=width or 120)])
+    return "\n\n".join([first, report([head]), rest, report([CONVENTION])])
 
 
 def calibrate(path: Path, num_ranks: int) -> str:

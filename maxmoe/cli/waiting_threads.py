@@ -17,7 +17,7 @@ def describe_waiting(environment: Mapping[str, str], *, num_threads: int, load: 
     Args:
         environment: environment variables of the process.
         num_threads: number of threads of torch.
-        load: mean number of processes that want a processor, those of this process included.
+        load: mean number of processes that want a processor, this process's threads included.
         num_processors: number of processors that this process may use.
     """
     if num_threads == 1:

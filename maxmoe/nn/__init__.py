@@ -13,9 +13,10 @@ from maxmoe.nn.losses import BalanceLoss, count_tokens, load_balance_loss, mean_
 from maxmoe.nn.moe import MoE, MoEOutput
 from maxmoe.nn.parts import LatentProjection, SharedExperts, ZeroComputationExperts
 from maxmoe.nn.random_numbers import rand_of_tokens
-from maxmoe.nn.replay import RoutingRecord, record_routing, replay_routing
+from maxmoe.nn.replay import record_routing, replay_routing
 from maxmoe.nn.router import Router, balanced_bias, required_bias_histogram
 from maxmoe.nn.routing import Routing, TopK
+from maxmoe.nn.routing_record import RoutingRecord
 from maxmoe.ranks.token_group import LocalTokens, TokenGroup, TokenGroupAttribute, same_tokens_everywhere
 from maxmoe.recompute.named_parts import Checkpointed, check_recompute, recompute_of, set_recompute
 from maxmoe.recompute.selective import keep_routing

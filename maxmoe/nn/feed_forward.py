@@ -18,7 +18,7 @@ from maxmoe.recompute.attached_gradient import with_gradient
 class MoEFeedForward(MoE):
     """A `MoE` layer that returns a tensor, for models whose feed-forward blocks return one.
 
-    The backward adds the gradient of the auxiliary loss, so that all gradients are those of
+    The backward adds the gradient of the auxiliary loss, so that all gradients equal the gradients of
 
         training loss + aux_loss_scale * aux_loss
 

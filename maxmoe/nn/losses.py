@@ -11,6 +11,7 @@ from maxmoe.declaration import TOKEN_DIMS, SavedTensor
 from maxmoe.expert_load.stats import MoEStats
 from maxmoe.expert_load.step_counts import StepCounts
 from maxmoe.nn.routing import Routing
+from maxmoe.nn.step_balance import dot_frequencies
 from maxmoe.ranks.token_group import FlattenedBatch, LocalTokens, TokenReductions
 
 LOCAL = LocalTokens()
@@ -103,7 +104,7 @@ def step_balance_loss(
         counts, num_tokens = step.all_reduce(counts, num_tokens)
     # Scaled first, so that the sum is the loss that `step` reports.
     scale = weight * probabilities.shape[1] / top_k
-    return step.dot_frequencies(mean_of(mass * scale, local_tokens), counts, num_tokens)
+    return dot_frequencies(mean_of(mass * scale, local_tokens), counts, num_tokens, step)
 
 
 def router_z_loss(logits: Tensor, *, token_mask: Tensor | None = None, tokens: TokenReductions = LOCAL) -> Tensor:

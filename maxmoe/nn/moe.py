@@ -263,7 +263,7 @@ class MoE(HookedModule):
             if latent_out is not None:
                 routed = latent_out(region.reduce_from_experts(routed))
         if hooks:
-            observe(hooks, routing, leading_dims)
+            observe(hooks, routing.experts, leading_dims)
         # The region sums partial outputs of both, in one collective if they are partial over the same axes.
         hidden_states = region.leave(routed, *self._compute_others(inputs, token_mask, routing, routed.dtype))
         # A view would lose the backward hook that FSDP registers on this tensor.

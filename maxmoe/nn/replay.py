@@ -2,11 +2,10 @@
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,8 +15,7 @@ from maxmoe._torch import never_compiled
 from maxmoe._torch.autograd import backward_id, checkpoint_frames, is_reentrant_checkpoint
 from maxmoe._torch.wrappers import unwrapped_path
 from maxmoe.config import MoEConfig
-from maxmoe.files import replacing
-from maxmoe.nn.routing import Routing
+from maxmoe.nn.routing_record import RoutingRecord
 from maxmoe.recompute.selective import is_recomputation
 
 
@@ -31,45 +29,22 @@ class HookedModule(nn.Module):
         return {name: value for name, value in self.__dict__.items() if name != "routing_hooks"}
 
 
-@dataclass(frozen=True)
-class RoutingRecord:
-    """Expert ids of the MoE layers of a model, for each call.
+class RoutingLayer(Protocol):
+    """Layer whose routing can be recorded and replayed: a `HookedModule`, or a layer of another library."""
 
-    Args:
-        calls: for each path of a layer, the expert ids ``(..., S, K)``, integer, of each call, with the leading dims of
-            the layer's input, ``(B, S)`` in a language model; -1 for a slot that was not routed.
-    """
+    config: MoEConfig
+    routing_hooks: "tuple[_Hook, ...]"
 
-    calls: Mapping[str, list[Tensor]] = field(default_factory=dict)
 
-    def __len__(self) -> int:
-        """Return the largest number of calls of a layer."""
-        return max(map(len, self.calls.values()), default=0)
+Finder: TypeAlias = Callable[[nn.Module], RoutingLayer | None]
 
-    def __getitem__(self, calls: slice) -> "RoutingRecord":
-        """Select calls: ``record[-1:]`` has the last call of every layer."""
-        return RoutingRecord({path: ids[calls] for path, ids in self.calls.items()})
+# Functions that know the layers of other libraries.
+_finders: list[Finder] = []
 
-    def joined(self) -> "RoutingRecord":
-        """Join all calls to one along the sequence, such as prompt and generated tokens of a model with a cache."""
-        return RoutingRecord({path: [torch.cat(ids, dim=-2)] for path, ids in self.calls.items() if ids})
 
-    def save(self, path: str | Path) -> None:
-        """Write the record to a file, which is replaced."""
-        with replacing(path) as new:
-            torch.save({layer: list(ids) for layer, ids in self.calls.items()}, new)
-
-    @classmethod
-    def load(cls, path: str | Path) -> "RoutingRecord":
-        """Read a record that `save` wrote, to the CPU, without executing code from it (``weights_only=True``)."""
-        calls: Any = torch.load(path, weights_only=True, map_location="cpu")
-        is_record = isinstance(calls, dict) and all(
-            isinstance(layer, str) and isinstance(ids, list) and all(isinstance(one, Tensor) for one in ids)
-            for layer, ids in calls.items()
-        )
-        if not is_record:
-            raise ValueError(f"{path} must be a record of routing: lists of tensors by the paths of layers")
-        return cls(calls)
+def finds_routing_layers(finder: Finder) -> None:
+    """Register a function that returns the routing layer for a module of another library, None for other modules."""
+    _finders.append(finder)
 
 
 @contextmanager
@@ -148,8 +123,8 @@ class _Hook:
         """Return the expert ids ``(T, K)``, int64; None to let the router choose."""
         return None
 
-    def observe(self, routing: Routing, leading_dims: Sequence[int]) -> None:
-        """See the routing of a call."""
+    def observe(self, experts: Tensor, leading_dims: Sequence[int]) -> None:
+        """See the expert ids ``(T, K)`` of a call."""
 
 
 class _Recorder(_Hook):
@@ -161,16 +136,16 @@ class _Recorder(_Hook):
         is_narrow = config.num_selectable_experts <= torch.iinfo(torch.int16).max
         self._dtype = torch.int16 if is_narrow else torch.int32
 
-    def observe(self, routing: Routing, leading_dims: Sequence[int]) -> None:
+    def observe(self, experts: Tensor, leading_dims: Sequence[int]) -> None:
         """Append the ids, unless the call is a recomputation."""
         if not is_recomputation():
-            self._calls.append(routing.experts.detach().to(self._dtype).view(*leading_dims, self._top_k))
+            self._calls.append(experts.detach().to(self._dtype).view(*leading_dims, self._top_k))
 
 
 class _Replay(_Hook):
     """Recorded expert ids of one layer, and those that a recomputation in the backward pass may need again."""
 
-    def __init__(self, path: str, layer: HookedModule, calls: list[Tensor]) -> None:
+    def __init__(self, path: str, layer: RoutingLayer, calls: list[Tensor]) -> None:
         self.path, self.layer, self.calls, self.num_calls = path or "the layer", layer, calls, 0
         super().__init__()
         self.has_ended = False  # then only recomputations of its calls get expert ids
@@ -257,17 +232,26 @@ class _CheckpointedCalls:
         return self.ids[self.num_recomputed[number] - 1]
 
 
-def _layers(model: nn.Module) -> dict[str, HookedModule]:
-    modules = model.named_modules()
-    layers = {unwrapped_path(model, path): module for path, module in modules if isinstance(module, HookedModule)}
+def _layers(model: nn.Module) -> dict[str, RoutingLayer]:
+    found = ((path, _routing_layer(module)) for path, module in model.named_modules())
+    layers = {unwrapped_path(model, path): layer for path, layer in found if layer is not None}
     # A rank of a pipeline may have dense blocks only.
     if not layers and not hasattr(model, "layers_of_stages"):
-        raise ValueError(f"{type(model).__name__} has no maxmoe.MoE layers")
+        raise ValueError(
+            f"{type(model).__name__} has no maxmoe.MoE layers, and no blocks of transformers with "
+            'experts_implementation="maxmoe"'
+        )
     return layers
 
 
+def _routing_layer(module: nn.Module) -> RoutingLayer | None:
+    if isinstance(module, HookedModule):
+        return module
+    return next((layer for finder in _finders if (layer := finder(module)) is not None), None)
+
+
 @contextmanager
-def _hooked(layer: HookedModule, hook: _Hook) -> Iterator[None]:
+def _hooked(layer: RoutingLayer, hook: _Hook) -> Iterator[None]:
     _add_hook(layer, hook)
     try:
         yield
@@ -283,10 +267,10 @@ def given_experts(hooks: Sequence[_Hook], leading_dims: Sequence[int], device: t
 
 
 @never_compiled
-def observe(hooks: Sequence[_Hook], routing: Routing, leading_dims: Sequence[int]) -> None:
-    """Show a routing to all hooks."""
+def observe(hooks: Sequence[_Hook], experts: Tensor, leading_dims: Sequence[int]) -> None:
+    """Show the expert ids ``(T, K)`` of a call to all hooks."""
     for hook in _of_this_call(hooks):
-        hook.observe(routing, leading_dims)
+        hook.observe(experts, leading_dims)
 
 
 def _of_this_call(hooks: Sequence[_Hook]) -> Sequence[_Hook]:
@@ -300,13 +284,13 @@ def _of_this_call(hooks: Sequence[_Hook]) -> Sequence[_Hook]:
 _hooks_change = threading.Lock()
 
 
-def _add_hook(layer: HookedModule, hook: _Hook) -> None:
+def _add_hook(layer: RoutingLayer, hook: _Hook) -> None:
     """Add a hook to a layer, which other threads may call meanwhile."""
     with _hooks_change:
         layer.routing_hooks += (hook,)
 
 
-def _remove_hook(layer: HookedModule, hook: _Hook) -> None:
+def _remove_hook(layer: RoutingLayer, hook: _Hook) -> None:
     """Remove a hook from a layer, if it has it."""
     with _hooks_change:
         layer.routing_hooks = tuple(other for other in layer.routing_hooks if other is not hook)

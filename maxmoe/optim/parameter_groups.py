@@ -199,7 +199,7 @@ class _Chooser:
         if "vocab" in dims or self._is_in(parameter, nn.Embedding):
             return None, ": an embedding or a head"
         if None in dims:
-            return None, ": a dim without a name, as that of a router"
+            return None, ": a dim without a name, such as a router's"
         if parameter.dim() == 2 and self._is_in(parameter, nn.Linear):
             return Matrix(), " of nn.Linear"
         return None, None

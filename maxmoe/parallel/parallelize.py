@@ -41,10 +41,10 @@ def parallelize(
     """Shard the parameters of a module and register the hooks with which it runs on each rank's tokens.
 
     Afterwards, the module takes and returns plain tensors with the tokens of this rank. The batch is sharded over the
-    axes of the rule `activation_batch`, the sequence over those of `activation_length`, see `token_sharding`. Ranks
+    axes of the rule `activation_batch`, the sequence over the axes of `activation_length`, see `token_sharding`. Ranks
     that differ on other axes only hold the same tokens. Parameters and gradients are DTensors, so the optimizer must be
     made afterwards. Each rank calls backward on its summand of the loss plus the global auxiliary loss. The gradients
-    are those of the sum over the ranks, in which the auxiliary loss counts once.
+    are the gradients of the sum over the ranks, in which the auxiliary loss counts once.
 
     Experts are sharded over the axes that the rules `exp` and `activation_exp` share. Tokens are dispatched over those
     of these axes that shard the tokens. All other parameters are all-gathered before the forward of their FSDP unit,
@@ -67,7 +67,7 @@ def parallelize(
         mesh: mesh on which the module runs.
         rules: rules that map logical names to mesh axes, or the name of a preset.
         dispatch: strategy for experts on other ranks. With "ring_of_experts", each rank receives all tokens and
-            computes those of its experts. With "ragged_all_to_all", each rank receives the rows of its experts. "auto"
+            computes its experts' rows. With "ragged_all_to_all", each rank receives the rows of its experts. "auto"
             takes the one of the two that communicates fewer bytes. With "least_loaded", a ragged all-to-all in which
             ranks with few rows also compute rows of other ranks' experts, whose weights they receive for the step.
             Where all ranks hold the same tokens, each of these means one all-reduce of the outputs. With
@@ -86,7 +86,7 @@ def parallelize(
     Raises:
         TypeError: if `mesh` is not a `maxmoe.sharding.Mesh`.
         ValueError: as `shard_parameters` and `set_recompute`; for an unknown dispatch or an invalid num_chunks; for a
-            mesh with an axis `stage`; for adapters in a MoE layer other than those of the expert matrices; for trained
+            mesh with an axis `stage`; for adapters in a MoE layer other than adapters of expert matrices; for trained
             parameters of several dtypes that FSDP2 shards together; if the axes of the experts do not divide their
             number; if the rules shard sequences that a layer needs whole; on every rank, if meshes, modules,
             parameters, rules, dispatch, num_chunks or recompute differ between ranks.

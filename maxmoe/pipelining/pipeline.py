@@ -71,7 +71,7 @@ def pipeline(
 
         sum over the micro-batches of (loss + aux_loss_scale * auxiliary losses),
 
-    those of one process that accumulates them over the same micro-batches. Nothing is divided by their number. For the
+    as in one process that accumulates them over the same micro-batches. Nothing is divided by their number. For the
     mean over the tokens of a step, divide by their number in `loss`, and set ``aux_loss_scale=1 / num_micro_batches``.
     The auxiliary losses are added to the gradients, so `loss` must not add them. The balance loss of the scope "batch"
     is computed per micro-batch; with the scope "sequence", it does not depend on the micro-batches::
@@ -207,7 +207,7 @@ class Pipeline:
         return self.model.named_parameters()
 
     def step(self, inputs: Tensor, targets: Any, **options: Any) -> PipelineOutput:
-        """Run forward and backward of all micro-batches, and add the gradients to those of the parameters.
+        """Run forward and backward of all micro-batches, and accumulate the gradients of the parameters.
 
         Args:
             inputs: first argument of the model: this rank's part of the batch, see `maxmoe.parallel.token_sharding`.

@@ -163,6 +163,36 @@ def plan_pipeline(
     return PipelinePlan(options=options, stages=stages, order=actions, timeline=timeline)
 
 
+def plan_model(
+    module: nn.Module,
+    mesh: Mesh,
+    rules: LogicalRules,
+    *,
+    dispatch: Dispatch,
+    num_chunks: int,
+    allow_unused: bool,
+    schedule: str,
+    num_micro_batches: int | None,
+    blocks_per_stage: Sequence[int] | None,
+    stages_per_rank: int | None,
+) -> tuple[Plan, PipelinePlan | None]:
+    """Plan a whole model on the ranks of a stage, and its stages if there are micro-batches and an axis `stage`."""
+    is_cut = num_micro_batches is not None and mesh.size(STAGE_AXIS) > 1
+    within = mesh.within_stage() if is_cut else mesh
+    plan = make_plan(module, within, rules, dispatch=dispatch, num_chunks=num_chunks, allow_unused=allow_unused)
+    if num_micro_batches is None or not is_cut:
+        return plan, None
+    options = PipelineOptions(schedule, num_micro_batches, blocks_per_stage, stages_per_rank)
+    return plan, plan_pipeline(module, mesh, rules, options, dispatch=dispatch, num_chunks=num_chunks)
+
+
+def without_stages(plan: Plan) -> PipelinePlan:
+    """Return the plan of a whole model as the plan of a pipeline of one stage with one micro-batch."""
+    stage, order = StagePlan(index=0, rank=0, parts="", plan=plan, work=1.0), schedule_order("gpipe", 1, None, 1)
+    options = PipelineOptions("gpipe", 1, None, None)
+    return PipelinePlan(options=options, stages=(stage,), order=order, timeline=simulate(order, [1.0]))
+
+
 def _names(module: nn.Module, part: StagePart) -> str:
     """Name the parts of a stage, such as "embedding, blocks.0-3"."""
     parts = pipeline_parts(module)

@@ -157,7 +157,7 @@ class ScheduledRun:
 
     @contextmanager
     def _gradients_kept(self) -> Iterator[None]:
-        """Keep the gradients of earlier steps: torch drops those of FSDP2 in the first step of a schedule."""
+        """Keep the gradients of earlier steps: torch drops the gradients of FSDP2 in the first step of a schedule."""
         if self._schedule is not None:
             yield
             return

@@ -74,7 +74,7 @@ class Stage(nn.Module):
         return losses
 
     def parameters(self, recurse: bool = True) -> Iterator[Any]:
-        """Yield the tensors whose gradients a split backward computes apart from those of the inputs.
+        """Yield the tensors whose gradients a split backward computes apart from the gradients of the inputs.
 
         Besides the parameters, these are the sums of `StatsAccumulator`, which are leaves of the graph as well.
         """

@@ -147,7 +147,7 @@ def _costs(model: nn.Module, parts: PipelineParts) -> list[Cost]:
 def partition_blocks(costs: Sequence[Cost], num_stages: int) -> list[int]:
     """Cut a list of blocks into stages such that the largest cost of a stage is as small as possible.
 
-    The costs are those of the part before the blocks, of each block, and of the part after them. The cost of a stage is
+    There is one cost for the part before the blocks, one per block, and one for the part after. The cost of a stage is
     the larger one of its two sums.
     """
     sums: list[list[float]] = [[*itertools.accumulate(shares, initial=0.0)] for shares in zip(*costs, strict=True)]

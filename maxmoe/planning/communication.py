@@ -4,12 +4,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-import torch
-
 from maxmoe.parallel.plan.plan import ParameterPlan, Plan
-from maxmoe.planning.saved_tensors import declared_tensors, local_tokens, planned_dispatches
+from maxmoe.planning.planned_batch import PlannedBatch
 from maxmoe.sharding.planned_collective import PlannedCollective, planned_redistribution
-from maxmoe.text_table import readable_bytes
 
 
 class Traffic(NamedTuple):
@@ -28,11 +25,6 @@ class Traffic(NamedTuple):
     axis: str
     times: int
     bytes: int
-
-    @property
-    def cells(self) -> tuple[str, str, str, str, str]:
-        """Cells of the row in a table."""
-        return self.purpose, self.kind, self.axis, str(self.times), readable_bytes(self.bytes)
 
 
 def times_and_bytes(
@@ -73,11 +65,9 @@ def parameter_communication(plan: Plan, num_chunks: int) -> Iterator[PlannedColl
         yield from module.planned_reductions(num_calls)
 
 
-def activation_communication(
-    plan: Plan, batch_size: int, sequence_length: int, dtype: torch.dtype
-) -> Iterator[PlannedCollective]:
-    """List the collectives of activations outside of MoE layers, for a global batch of hidden states in `dtype`."""
-    tokens = local_tokens(plan, batch_size, sequence_length)
+def activation_communication(batch: PlannedBatch) -> Iterator[PlannedCollective]:
+    """List the collectives of activations outside of MoE layers."""
+    plan, tokens, dtype = batch.plan, batch.local_tokens, batch.dtype
     for path, module in plan.items():
         recomputed = plan.recomputed_by(path)
         if (hooks := module.tensor_parallel_hooks) is not None:
@@ -87,26 +77,16 @@ def activation_communication(
         if (reader := module.residual_reader) is not None:
             again = recomputed is not None
             yield from reader.planned_collectives((*tokens, module.hidden_size), dtype, is_repeated=again)
-    for path, tensor in declared_tensors(plan, batch_size, sequence_length):
-        if "activation_kv_length" in tensor.names and plan.tokens.length_axes:
-            dims = len(tensor.names), tensor.names.index("activation_kv_length")
+    for path, (shape, names, *_) in batch.declared_tensors() if plan.tokens.length_axes else ():
+        if "activation_kv_length" in names:
+            redistribution = plan.tokens.sequence_redistribution(len(names), names.index("activation_kv_length"))
             again = plan.recomputed_by(path) is not None
-            yield from planned_redistribution(
-                "keys and values",
-                plan.tokens.sequence_redistribution(*dims),
-                tensor.shape,
-                dtype,
-                is_repeated=again,
-            )
+            yield from planned_redistribution("keys and values", redistribution, shape, dtype, is_repeated=again)
 
 
-def dispatch_communication(
-    plan: Plan, batch_size: int, sequence_length: int, num_chunks: int = 1
-) -> Iterator[tuple[str, PlannedCollective]]:
-    """List the collectives in every MoE layer, with the path of the layer."""
-    for path, tokens in planned_dispatches(plan, batch_size, sequence_length, num_chunks):
-        _, dispatch = plan.layers[path]
-        for collective in dispatch.strategy_class.planned_collectives(tokens):
-            yield path, collective
-        for collective in dispatch.partial_sums.planned_collectives(tokens):
-            yield path, collective
+def dispatch_communication(batch: PlannedBatch) -> Iterator[PlannedCollective]:
+    """List the collectives in every MoE layer."""
+    for path, tokens in batch.dispatches():
+        _, dispatch = batch.plan.layers[path]
+        yield from dispatch.strategy_class.planned_collectives(tokens)
+        yield from dispatch.partial_sums.planned_collectives(tokens)

@@ -1,9 +1,8 @@
 """Devices and networks of the time model, read from YAML files."""
 
-import math
 import reprlib
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +86,10 @@ class Device:
     sharded_block_overhead: float = 0.0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.sources, tuple) or not all(isinstance(line, str) for line in self.sources):
+            raise ValueError(f"sources must be a tuple of texts, got {reprlib.repr(self.sources)}")
+        if not isinstance(self.peak_flops, Mapping):
+            raise ValueError(f"peak_flops must be values by dtype, got {reprlib.repr(self.peak_flops)}")
         for dtype, peak in self.peak_flops.items():
             check_number(f"peak_flops of {dtype}", peak, above=0.0)
         for name in ("max_share", "attention_share", "memory_bandwidth"):
@@ -135,13 +138,7 @@ class Device:
             new.write_text(yaml.safe_dump(contents, sort_keys=False, allow_unicode=True, width=120))
 
     def peak(self, dtype: torch.dtype) -> float:
-        """Return the peak in a dtype, in floating-point operations per second.
-
-        Args:
-            dtype: dtype of the products.
-
-        Returns:
-            The peak of one rank.
+        """Return the peak of one rank in a dtype, in floating-point operations per second.
 
         Raises:
             ValueError: if the device has no peak in the dtype.
@@ -159,14 +156,7 @@ class Device:
         return self.attention_share / (1 + self.half_channels / channels)
 
     def slowdown(self, num_ranks: int) -> float:
-        """Return by how much the ranks of a node slow each other down, because they share its cores.
-
-        Args:
-            num_ranks: number of ranks.
-
-        Returns:
-            Factor of at least one on every time.
-        """
+        """Return the factor on every time if the ranks of a node share its cores, at least 1."""
         on_node = min(num_ranks, self.ranks_per_node or num_ranks)
         return max(1.0, on_node / self.cores) if self.cores else 1.0
 
@@ -188,27 +178,16 @@ def _from_file(path: Path) -> Device:
 
 def _device(contents: Any) -> Device:
     """Make a device of the contents of a file."""
-    values = _values("a device", contents, Device)
-    values |= {name: Link(**_values(name, values.get(name), Link)) for name in ("intra_node", "inter_node")}
-    if not isinstance(values.get("sources"), list) or not all(isinstance(line, str) for line in values["sources"]):
-        raise ValueError(f"sources must be a list of texts, got {reprlib.repr(values.get('sources'))}")
-    peaks = _mapping("peak_flops", values.get("peak_flops"))
-    if isinstance(values.get("memory"), float) and math.isfinite(values["memory"]):
+    if not isinstance(contents, dict):
+        raise ValueError(f"a device must be values by name, got {reprlib.repr(contents)}")
+    values = dict(contents)
+    for name in {"intra_node", "inter_node"} & values.keys():
+        try:
+            values[name] = Link(**values[name])
+        except TypeError as error:
+            raise ValueError(f"{name}: {error}, got {reprlib.repr(contents[name])}") from None
+    if isinstance(values.get("sources"), list):
+        values["sources"] = tuple(values["sources"])
+    if isinstance(values.get("memory"), float) and values["memory"].is_integer():
         values["memory"] = int(values["memory"])
-    return Device(**{**values, "sources": tuple(values["sources"]), "peak_flops": peaks})
-
-
-def _values(name: str, value: Any, kind: type[Device] | type[Link]) -> dict[str, Any]:
-    """Check that a mapping has all fields of a dataclass; the dataclass refuses unknown ones, with the nearest."""
-    values = _mapping(name, value)
-    required = [field.name for field in fields(kind) if field.default is MISSING]
-    missing = [field for field in required if field not in values]
-    if missing and values.keys() <= {field.name for field in fields(kind)}:
-        raise ValueError(f"{name} must have the fields {', '.join(required)}, got no {', '.join(missing)}")
-    return values
-
-
-def _mapping(name: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise ValueError(f"{name} must be values by name, got {reprlib.repr(value)}")
-    return value
+    return Device(**values)

@@ -1,19 +1,24 @@
 """Memory per rank and bytes communicated per training step, without running a step."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import nn
 
 from maxmoe.adapters import planned_copy
-from maxmoe.optim import Choice
+from maxmoe.checks.fields import check_number
 from maxmoe.optim.muon_communication import muon_communication
 from maxmoe.optim.newton_schulz import fast_dtype
 from maxmoe.optim.parameter_groups import choose
 from maxmoe.parallel.plan.dispatch_plan import Dispatch
-from maxmoe.pipelining.pipeline_plan import PipelinePlan
+from maxmoe.parallel.plan.plan import Plan
+from maxmoe.pipelining.boundary import Boundary
+from maxmoe.pipelining.fsdp_gathers import NUM_AHEAD, fsdp_gathers
+from maxmoe.pipelining.micro_batches import MicroBatch
+from maxmoe.pipelining.pipeline_plan import PipelinePlan, plan_model, without_stages
+from maxmoe.pipelining.schedules import schedule_kind
 from maxmoe.planning.communication import (
     Traffic,
     activation_communication,
@@ -28,58 +33,89 @@ from maxmoe.planning.memory import (
     gathered_memory,
     parameter_dtype,
     stored_memory,
+    unit_memory,
+    unsharded_memory,
 )
-from maxmoe.planning.pipeline_estimate import (
-    PipelineEstimate,
-    RankEstimate,
-    Tokens,
-    message_bytes,
-    messages,
-    rank_communication,
-    rank_memory,
-    rank_parameters,
-)
-from maxmoe.planning.plan_model import pipeline_options, plan_model
-from maxmoe.planning.saved_tensors import local_trace
-from maxmoe.sharding.mesh import Mesh
+from maxmoe.planning.planned_batch import PlannedBatch
+from maxmoe.sharding.mesh import STAGE_AXIS, Mesh
 from maxmoe.sharding.planned_collective import PlannedCollective
 from maxmoe.sharding.rules import LogicalRules
-from maxmoe.text_table import paragraph, readable_bytes, terminal_width, text_table
+from maxmoe.text_table import readable_bytes, report
 
 Optimizer = Literal["adamw", "muon"]
+SHORT = {"unsharded gradients": "unsharded", "gathered parameters": "gathered", "recomputed activations": "recomputed"}
+
+
+@dataclass(frozen=True)
+class RankEstimate:
+    """Memory of a rank along the axis `stage`, and its messages.
+
+    Args:
+        stages: stages of the rank.
+        memory: bytes by purpose, at the moment when the micro-batches in flight take the most. "activations" are saved
+            from the forward to the backward; "recomputed activations" are those of the module with the most.
+            With stages, "unsharded gradients" are those of whole parameters, which FSDP2 keeps until the end of the
+            step.
+        sent_bytes: bytes that the rank sends to the ranks of other stages in a step.
+    """
+
+    stages: tuple[int, ...]
+    memory: dict[str, int]
+    sent_bytes: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of all purposes."""
+        return sum(self.memory.values())
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Result of `estimate`. As a string, two tables as wide as the terminal.
+    """Result of `estimate`. As a string, tables as wide as the terminal.
 
     Args:
-        memory: bytes per rank at the beginning of the backward, by purpose. "activations" are saved from the forward
-            to the backward; "recomputed activations" are those of the module with the most.
-        traffic: collectives per step, without the all-reduces of losses, statistics and the gradient norm.
-        pipeline: costs of all ranks along the axis `stage`; None if the model is not cut into stages. Otherwise, memory
-            and traffic are those of the rank that needs the most memory.
+        ranks: memory of each rank along the axis `stage`; one without stages.
+        traffic: collectives per step of the rank that needs the most memory, without the all-reduces of losses,
+            statistics and the gradient norm.
         uncounted: what is not counted, because the forward of the module cannot be traced; None if all is.
     """
 
-    memory: dict[str, int]
+    ranks: tuple[RankEstimate, ...]
     traffic: tuple[Traffic, ...]
-    pipeline: PipelineEstimate | None = None
     uncounted: str | None = None
 
+    @property
+    def largest(self) -> int:
+        """Rank along the axis `stage` that needs the most memory."""
+        return max(range(len(self.ranks)), key=lambda rank: self.ranks[rank].total)
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes by purpose of the rank that needs the most memory."""
+        return self.ranks[self.largest].memory
+
     def __str__(self) -> str:
-        lines = [(name, readable_bytes(count)) for name, count in self.memory.items()]
-        rank = "per rank" if self.pipeline is None else f"of rank {self.pipeline.largest} along stage"
-        memory = [(f"memory {rank}", "bytes"), *lines, ("total", readable_bytes(sum(self.memory.values())))]
-        heading = "collectives per step" if self.pipeline is None else f"messages and collectives {rank}, per step"
+        has_stages = len(self.ranks) > 1
+        where = f"of rank {self.largest} along stage" if has_stages else "per rank"
+        memory = [(f"memory {where}", "bytes")]
+        memory += [(name, readable_bytes(count)) for name, count in self.memory.items()]
+        memory.append(("total", readable_bytes(sum(self.memory.values()))))
+        heading = f"messages and collectives {where}, per step" if has_stages else "collectives per step"
         traffic = [(heading, "kind", "axis", "times", "bytes sent per rank")]
-        traffic += [row.cells for row in self.traffic]
+        traffic += [(*row[:3], str(row.times), readable_bytes(row.bytes)) for row in self.traffic]
         total = readable_bytes(sum(row.bytes for row in self.traffic))
         traffic.append(("total", "", "", str(sum(row.times for row in self.traffic)), total))
-        width = terminal_width()
-        tables = [text_table(memory, right=[1], width=width), text_table(traffic, right=[3, 4], width=width)]
-        first = [] if self.uncounted is None else [paragraph(self.uncounted, width=width)]
-        return "\n\n".join([*first, *([] if self.pipeline is None else [str(self.pipeline)]), *tables])
+        return report([self.uncounted or "", *([self._table()] if has_stages else []), memory, traffic])
+
+    def _table(self) -> list[tuple[str, ...]]:
+        """Return the rows of a table of all ranks, without the columns of what no rank has."""
+        purposes = [name for name in self.memory if any(rank.memory[name] for rank in self.ranks)]
+        first = "stages" if len(self.ranks[0].stages) > 1 else "stage"
+        rows: list[tuple[str, ...]] = [(first, *(SHORT.get(name, name) for name in purposes), "total", "sent")]
+        for rank in self.ranks:
+            numbers = [*(rank.memory[name] for name in purposes), rank.total, rank.sent_bytes]
+            rows.append((", ".join(map(str, rank.stages)), *map(readable_bytes, numbers)))
+        return rows
 
 
 def estimate(
@@ -145,70 +181,145 @@ def estimate(
     """
     module, rules = planned_copy(module), LogicalRules.load(rules)
     choices = choose(module, {}) if optimizer == "muon" else ()
-    plan, pipeline = plan_model(
+    plan, stages = plan_model(
         module,
         mesh,
         rules,
-        pipeline_options(schedule, num_micro_batches, blocks_per_stage, stages_per_rank),
         dispatch=dispatch,
         num_chunks=num_chunks,
-        imbalance=imbalance,
         allow_unused=allow_unused,
+        schedule=schedule,
+        num_micro_batches=num_micro_batches,
+        blocks_per_stage=blocks_per_stage,
+        stages_per_rank=stages_per_rank,
     )
-    dtype = parameter_dtype(plan)
-    ns_dtype = fast_dtype(next(module.parameters()).device)
-    if pipeline is not None:
-        tokens = Tokens(batch_size, sequence_length)
-        message = message_bytes(module, plan, tokens, pipeline.options.num_micro_batches)
-        return _pipeline_estimate(pipeline, tokens, message, num_chunks, optimizer, choices, ns_dtype, state_dtypes)
-    kept, recomputed = activation_memory(plan, batch_size, sequence_length, num_chunks)
-    memory = {
-        **stored_memory(plan, optimizer, _matrices(choices), state_dtypes),
-        "gathered parameters": gathered_memory(plan),
-        "activations": kept,
-        "recomputed activations": recomputed,
-    }
-    communication: list[PlannedCollective] = []
-    communication += parameter_communication(plan, num_chunks)
-    communication += activation_communication(plan, batch_size, sequence_length, dtype)
-    communication += (item for _, item in dispatch_communication(plan, batch_size, sequence_length, num_chunks))
-    communication += muon_communication(plan, choices, ns_dtype)
-    uncounted = local_trace(plan, batch_size, sequence_length).problem
-    return Estimate(memory, traffic_of(communication), uncounted=uncounted)
-
-
-def _pipeline_estimate(
-    pipeline: PipelinePlan,
-    tokens: Tokens,
-    message: int,
-    num_chunks: int,
-    optimizer: Optimizer,
-    choices: Sequence[Choice],
-    ns_dtype: torch.dtype,
-    state_dtypes: StateDtypes,
-) -> Estimate:
-    """Estimate the costs of every rank along the axis `stage`, with the communication of the one with most memory."""
-    matrices, ranks = _matrices(choices), []
+    plan = with_imbalance(plan, imbalance, has_stages=stages is not None)
+    pipeline = without_stages(plan) if stages is None else stages
+    batch = PlannedBatch(plan, batch_size, sequence_length, parameter_dtype(plan), num_chunks)
+    largest = next(batch.micro_batches(pipeline.options.num_micro_batches))
+    message = 0 if stages is None else message_bytes(module, largest)
+    matrices = {choice.name for choice in choices if choice.matrix is not None}
+    ranks = []
     for rank in range(pipeline.num_ranks):
-        most = pipeline.max_in_flight(rank)
-        memory = rank_memory(pipeline, rank, tokens, message, num_chunks, optimizer, matrices, state_dtypes)
+        memory = rank_memory(pipeline, rank, batch, message, optimizer, matrices, state_dtypes)
         sent = sum(item.bytes for item in messages(pipeline, rank, message))
-        ranks.append(
-            RankEstimate(
-                tuple(most), tuple(most.values()), memory, sent, pipeline.work(rank), pipeline.timeline.idle(rank)
-            )
-        )
-    costs = PipelineEstimate(pipeline, tuple(ranks))
+        ranks.append(RankEstimate(tuple(stage.index for stage in pipeline.stages_of(rank)), memory, sent))
+    costs = Estimate(tuple(ranks), ())
     parameters = rank_parameters(pipeline, costs.largest)
     mine = [choice for choice in choices if choice.name in parameters.parameters]
     communication = [
-        *rank_communication(pipeline, costs.largest, tokens, message, num_chunks),
-        *muon_communication(parameters, mine, ns_dtype),
+        *rank_communication(pipeline, costs.largest, batch, message),
+        *muon_communication(parameters, mine, fast_dtype(next(module.parameters()).device)),
     ]
-    uncounted = (local_trace(stage.plan, *tokens).problem for stage in pipeline.stages)
-    return Estimate(ranks[costs.largest].memory, traffic_of(communication), costs, next(filter(None, uncounted), None))
+    problems = (replace(batch, plan=stage.plan).trace().problem for stage in pipeline.stages)
+    return replace(costs, traffic=traffic_of(communication), uncounted=next(filter(None, problems), None))
 
 
-def _matrices(choices: Sequence[Choice]) -> set[str]:
-    """Return the names of the parameters that Muon orthogonalizes."""
-    return {choice.name for choice in choices if choice.matrix is not None}
+def with_imbalance(plan: Plan, imbalance: float, *, has_stages: bool) -> Plan:
+    """Return a plan that assumes an imbalance in every layer; 1.0 for balanced routing."""
+    check_number("imbalance", imbalance, at_least=1.0)
+    if imbalance == 1.0:
+        return plan
+    if has_stages:
+        raise ValueError(f"imbalance must be 1.0 with pipeline stages, got {imbalance}")
+    for path, (_, dispatch) in plan.layers.items():
+        num_ranks = dispatch.mesh.size(*dispatch.group_axes)
+        if not dispatch.strategy_class.moves_experts:
+            raise ValueError(
+                f"imbalance ({imbalance}) needs dispatch='least_loaded' and tokens that are sent, got "
+                f"{dispatch.strategy!r} with tokens sent over {dispatch.token_axes} in {path or 'the layer'}: other "
+                "strategies are planned for balanced routing"
+            )
+        if imbalance > num_ranks:
+            raise ValueError(
+                f"imbalance must be at most the number of ranks that share the experts ({num_ranks}), got {imbalance}"
+            )
+    modules = dict(plan)
+    for path, module in plan.items():
+        if module.dispatch is not None:
+            modules[path] = replace(module, dispatch=replace(module.dispatch, imbalance=imbalance))
+    return replace(plan, modules=modules)
+
+
+def message_bytes(module: nn.Module, batch: PlannedBatch) -> int:
+    """Count the bytes of the hidden states that a rank passes to the next stage for a micro-batch."""
+    boundary = Boundary(module, batch.plan)
+    inputs = torch.empty(batch.local_tokens, dtype=torch.int64)
+    return boundary.local_part(boundary.hidden_states(MicroBatch(inputs, None, {}))).nbytes
+
+
+def rank_memory(
+    pipeline: PipelinePlan,
+    rank: int,
+    batch: PlannedBatch,
+    message: int,
+    optimizer: str,
+    matrices: Collection[str],
+    dtypes: StateDtypes,
+) -> dict[str, int]:
+    """Count the bytes of a rank by purpose, when the micro-batches in flight take the most.
+
+    With stages, torch gathers the parameters of all stages of a rank before it frees them, and keeps the gradients of
+    whole parameters until the last backward of a stage, also where FSDP2 would reduce them after each backward.
+    """
+    stages = pipeline.stages_of(rank)
+    stored = [stored_memory(stage.plan, optimizer, matrices, dtypes) for stage in stages]
+    memory = {name: sum(part[name] for part in stored) for name in stored[0]}
+    if len(pipeline.stages) == 1:
+        memory["gathered parameters"] = gathered_memory(batch.plan)
+    else:
+        unsharded = {stage.index: unsharded_memory(stage.plan) for stage in stages}
+        memory["unsharded gradients"] = pipeline.gradient_peak(rank, unsharded)
+        units = max(sum(unit_memory(stage.plan)) for stage in stages)
+        memory["gathered parameters"] = sum(sorted(unsharded.values())[-NUM_AHEAD:]) + units
+    kept, recomputed = {}, 0
+    for stage in stages:
+        largest = next(replace(batch, plan=stage.plan).micro_batches(pipeline.options.num_micro_batches))
+        saved, again = activation_memory(largest)
+        # The engine holds the output of a stage until its backward. On the same rank, it is the input of the next one.
+        has_output = _rank_of(pipeline, stage.index + 1) is not None
+        is_local = _rank_of(pipeline, stage.index - 1) == rank
+        kept[stage.index] = saved + message * (has_output - is_local)
+        recomputed = max(recomputed, again)
+    return {**memory, "activations": pipeline.peak(rank, kept), "recomputed activations": recomputed}
+
+
+def messages(pipeline: PipelinePlan, rank: int, message: int) -> Iterator[PlannedCollective]:
+    """List the messages that a rank sends to other ranks along the axis `stage` in a step."""
+    for stage in pipeline.stages_of(rank):
+        for other, purpose in ((stage.index + 1, "hidden states to stages"), (stage.index - 1, "gradients to stages")):
+            if _rank_of(pipeline, other) not in (None, rank):
+                for _ in range(pipeline.options.num_micro_batches):
+                    yield PlannedCollective(purpose, "send", (STAGE_AXIS,), message)
+
+
+def rank_communication(
+    pipeline: PipelinePlan, rank: int, batch: PlannedBatch, message: int
+) -> Iterator[PlannedCollective]:
+    """List the messages and collectives of a rank in a step, without those of the optimizer.
+
+    The parameters that FSDP2 does not manage are gathered for every micro-batch, and their gradients are reduced after
+    every backward.
+    """
+    yield from messages(pipeline, rank, message)
+    count = pipeline.options.num_micro_batches
+    gathers = fsdp_gathers(pipeline.order[rank], schedule_kind(pipeline.options.schedule))
+    for stage in pipeline.stages_of(rank):
+        for item in parameter_communication(stage.plan, batch.num_chunks):
+            times = count if item.bucket is None else gathers[stage.index].get(item.purpose, 1)
+            for number in range(times):
+                yield item._replace(bucket=None if item.bucket is None else f"{stage.index} {item.bucket} {number}")
+        for micro_batch in replace(batch, plan=stage.plan).micro_batches(count):
+            yield from activation_communication(micro_batch)
+            yield from dispatch_communication(micro_batch)
+
+
+def rank_parameters(pipeline: PipelinePlan, rank: int) -> Plan:
+    """Return a plan with the parameters of all stages of a rank, which one optimizer has."""
+    stages = pipeline.stages_of(rank)
+    modules = {f"{stage.index}.{path}": planned for stage in stages for path, planned in stage.plan.items()}
+    return replace(stages[0].plan, modules=modules)
+
+
+def _rank_of(pipeline: PipelinePlan, stage: int) -> int | None:
+    return pipeline.stages[stage].rank if 0 <= stage < len(pipeline.stages) else None

@@ -1,7 +1,6 @@
 """Sharding of every parameter and dispatch of every Mixture-of-Experts layer, with the reasons."""
 
 import re
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -9,20 +8,13 @@ from typing import TypeVar
 from torch import nn
 
 from maxmoe.adapters import planned_copy
-from maxmoe.parallel.dispatch.least_loaded import PlannedMoves, planned_moves
 from maxmoe.parallel.parallelize import undeclared_modules
 from maxmoe.parallel.plan.dispatch_plan import Dispatch, DispatchPlan
 from maxmoe.parallel.plan.parameter_sharding import ParameterSharding
-from maxmoe.parallel.plan.plan import Plan
-from maxmoe.pipelining.pipeline_plan import PipelinePlan
-from maxmoe.planning.communication import Traffic, dispatch_communication, traffic_of
-from maxmoe.planning.pipeline_estimate import stage_table
-from maxmoe.planning.plan_model import pipeline_options, plan_model
-from maxmoe.planning.saved_tensors import micro_batch_sizes, planned_dispatches
+from maxmoe.pipelining.pipeline_plan import PipelinePlan, plan_model
 from maxmoe.sharding.mesh import Mesh
-from maxmoe.sharding.planned_collective import PlannedCollective
 from maxmoe.sharding.rules import DroppedAxis, LogicalRules
-from maxmoe.text_table import paragraph, ranges, readable_bytes, terminal_width, text_table
+from maxmoe.text_table import ranges, readable_bytes, report
 
 # A replicated parameter is large if it takes at least this share of the bytes of a rank.
 LARGE_SHARE = 0.01
@@ -63,30 +55,13 @@ class ExplainedParameter:
 
 
 @dataclass(frozen=True)
-class ExplainedDispatch:
-    """The dispatch of one layer.
-
-    Args:
-        name: path of the layer.
-        plan: strategy, reason and axes.
-        traffic: collectives of the dispatch per step; None if the number of tokens is not given.
-        moves: moves of experts in the first chunk at the imbalance of the plan; None for balanced routing.
-    """
-
-    name: str
-    plan: DispatchPlan
-    traffic: tuple[Traffic, ...] | None
-    moves: PlannedMoves | None = None
-
-
-@dataclass(frozen=True)
 class Explanation:
     """Result of `explain`. As a string, tables as wide as the terminal, with repeated layers in one row.
 
     Args:
         mesh: mesh of the plan.
         parameters: parameters in the order of `named_parameters`, shared ones once.
-        dispatch: dispatch of each Mixture-of-Experts layer.
+        dispatch: strategy, reason and axes of each Mixture-of-Experts layer, by its path.
         unknown_names: logical names without a rule.
         axes_of_tokens: for each activation name, the axes of its rule without effect, because they shard the tokens.
         undeclared_modules: warning for modules that may mix the tokens of sharded sequences, or None.
@@ -95,7 +70,7 @@ class Explanation:
 
     mesh: Mesh
     parameters: tuple[ExplainedParameter, ...]
-    dispatch: tuple[ExplainedDispatch, ...]
+    dispatch: Mapping[str, DispatchPlan]
     unknown_names: tuple[str, ...]
     axes_of_tokens: Mapping[str, tuple[str, ...]]
     undeclared_modules: str | None = None
@@ -138,25 +113,16 @@ class Explanation:
         return (*large, *unnamed, *unknown, *of_tokens, *mixing)
 
     def __str__(self) -> str:
-        heading = ("parameter", "logical names and their rules", "on the mesh", "local shape", "bytes per rank")
-        rows = [
-            (
-                label,
-                self._rules_text(group[0]),
-                " | ".join(" ".join(axes) or "-" for axes in group[0].parameter.sharding.spec),
-                str(list(group[0].local_shape)),
-                readable_bytes(sum(parameter.local_bytes for parameter in group)),
-            )
-            for label, group in self._groups
-        ]
+        rows = [("parameter", "logical names and their rules", "on the mesh", "local shape", "bytes per rank")]
+        for label, (first, *others) in self._groups:
+            axes = " | ".join(" ".join(axes) or "-" for axes in first.parameter.sharding.spec)
+            num_bytes = readable_bytes(first.local_bytes * (1 + len(others)))
+            rows.append((label, self._rules_text(first), axes, str(list(first.local_shape)), num_bytes))
         total = f"all {self.num_parameters:,} parameters{', over all stages' if self.pipeline else ''}"
         rows.append((total, "", "", "", readable_bytes(self.local_bytes)))
-        width = terminal_width()
-        remarks = (paragraph(remark, width=width) for remark in self._remarks())
-        first = [paragraph(line, width=width) + "\n" for line in self._first_lines()]
-        parameters = "\n".join([*first, text_table([heading, *rows], right=[4], width=width), *remarks])
-        stages = () if self.pipeline is None else (stage_table(self.pipeline),)
-        return "\n\n".join([parameters, *stages, *dispatch_tables(self.dispatch, width)])
+        stages = [] if self.pipeline is None else [_stage_rows(self.pipeline), _schedule_text(self.pipeline)]
+        layers = [_dispatch_rows(self.dispatch)] if self.dispatch else []
+        return report([*self._first_lines(), rows, "\n".join(self._remarks()), *stages, *layers])
 
     def _first_lines(self) -> Iterator[str]:
         """Yield what a plan on many ranks must not hide: the bytes that all ranks hold because dims do not divide."""
@@ -198,9 +164,6 @@ def explain(
     *,
     dispatch: Dispatch = "auto",
     num_chunks: int = 1,
-    imbalance: float = 1.0,
-    batch_size: int | None = None,
-    sequence_length: int | None = None,
     allow_unused: bool = False,
     schedule: str = "1f1b",
     num_micro_batches: int | None = None,
@@ -215,12 +178,7 @@ def explain(
         rules: table of rules, or the name of a preset.
         dispatch: strategy for experts on other ranks, as for `maxmoe.parallelize`.
         num_chunks: number of chunks of the tokens of a MoE layer.
-        imbalance: with dispatch="least_loaded", number of rows of the rank with the most rows over the mean, before
-            experts are moved; one expert has all rows above an even load. The collectives are then those of the rank
-            that sends most. Needs `batch_size` and `sequence_length`.
         allow_unused: accept rules and mesh axes without effect.
-        batch_size: number of sequences per step, over all ranks; None to leave out the collectives of the dispatch.
-        sequence_length: number of tokens per sequence; None to leave out the collectives of the dispatch.
         schedule: schedule of the pipeline stages, as for `maxmoe.pipeline`.
         num_micro_batches: number of micro-batches of a step; None to explain the whole model, without pipeline stages,
             also on a mesh with an axis `stage`.
@@ -228,43 +186,36 @@ def explain(
         stages_per_rank: number of stages of each rank, as for `maxmoe.pipeline`.
 
     Raises:
-        ValueError: as `parameter_shardings`, `plan_dispatch` and `maxmoe.pipeline`; if axes that shard the tokens do
-            not divide them.
+        ValueError: as `parameter_shardings`, `plan_dispatch` and `maxmoe.pipeline`.
     """
     module, rules = planned_copy(module), LogicalRules.load(rules)
     plan, pipeline = plan_model(
         module,
         mesh,
         rules,
-        pipeline_options(schedule, num_micro_batches, blocks_per_stage, stages_per_rank),
         dispatch=dispatch,
         num_chunks=num_chunks,
-        imbalance=imbalance,
         allow_unused=allow_unused,
+        schedule=schedule,
+        num_micro_batches=num_micro_batches,
+        blocks_per_stage=blocks_per_stage,
+        stages_per_rank=stages_per_rank,
     )
-    if imbalance != 1.0 and (batch_size is None or sequence_length is None):
-        raise ValueError(
-            f"imbalance ({imbalance}) needs batch_size and sequence_length, got {batch_size} and {sequence_length}"
-        )
-    parameters = plan.parameters
-    micro_batches: list[int] = []
-    if batch_size is not None and sequence_length is not None:
-        count = 1 if pipeline is None else pipeline.options.num_micro_batches
-        micro_batches = micro_batch_sizes(plan, batch_size, sequence_length, count)
-    names = dict.fromkeys(name for parameter in parameters.values() for name in parameter.parameter.names or ())
+    planned = [plan.parameters[name] for name, _ in module.named_parameters()]
+    names = dict.fromkeys(name for parameter in planned for name in parameter.parameter.names or ())
     return Explanation(
         mesh,
         tuple(
             ExplainedParameter(
-                name,
-                parameters[name].parameter,
-                _applied_rules(parameters[name].parameter, rules),
-                parameters[name].stored.shard_shape(parameters[name].parameter.shape),
-                parameters[name].bytes(parameters[name].stored),
+                each.name,
+                each.parameter,
+                _applied_rules(each.parameter, rules),
+                each.stored.shard_shape(each.parameter.shape),
+                each.bytes(each.stored),
             )
-            for name, _ in module.named_parameters()
+            for each in planned
         ),
-        tuple(explain_dispatch(plan, micro_batches, sequence_length or 0, num_chunks)),
+        {path: planned_dispatch for path, (_, planned_dispatch) in plan.layers.items()},
         tuple(name for name in names if name is not None and name not in rules.names),
         plan.axes_of_tokens,
         undeclared_modules(plan),
@@ -283,66 +234,42 @@ def _applied_rules(parameter: ParameterSharding, rules: LogicalRules) -> tuple[t
     return tuple(axes if (name, axes) in rules else None for name, axes in zip(names, parameter.requested, strict=True))
 
 
-def explain_dispatch(
-    plan: Plan, micro_batches: Sequence[int], sequence_length: int, num_chunks: int
-) -> Iterator[ExplainedDispatch]:
-    """Explain the dispatch of every layer; `micro_batches` are their numbers of sequences over all ranks, if known."""
-    communication: dict[str, list[PlannedCollective]] = defaultdict(list)
-    moves = {
-        path: planned_moves(next(tokens.chunks()))
-        for size in micro_batches[:1]
-        for path, tokens in planned_dispatches(plan, size, sequence_length, num_chunks)
-        if tokens.layout.imbalance != 1.0
-    }
-    for size in micro_batches:
-        for path, item in dispatch_communication(plan, size, sequence_length, num_chunks):
-            communication[path].append(item)
-    for path, (_, dispatch_plan) in plan.layers.items():
-        traffic = traffic_of(communication[path]) if micro_batches else None
-        yield ExplainedDispatch(path, dispatch_plan, traffic, moves.get(path))
-
-
-def dispatch_tables(layers: Iterable[ExplainedDispatch], width: int | None) -> Iterator[str]:
-    """Yield a table of strategies and axes, then a table of collectives for each group of repeated layers with any."""
-    groups = group_repeated(layers, lambda layer: layer.name, lambda layer: (layer.plan, layer.traffic))
-    heading = ("MoE layer", "dispatch", "reason", "axes", "experts per rank")
-    rows = [
-        (
-            label or "the layer",
-            layer.plan.strategy,
-            layer.plan.reason,
-            _axes_text(layer.plan),
-            f"{layer.plan.num_local_experts} of {layer.plan.config.num_experts}",
+def _dispatch_rows(layers: Mapping[str, DispatchPlan]) -> list[tuple[str, ...]]:
+    """Return a table of strategies and axes, with one row for repeated layers."""
+    rows: list[tuple[str, ...]] = [("MoE layer", "dispatch", "reason", "axes", "experts per rank")]
+    for label, ((_, plan), *_) in group_repeated(layers.items(), lambda layer: layer[0], lambda layer: layer[1]):
+        parts = (
+            ("tokens sent over", plan.token_axes),
+            ("tokens replicated over", plan.replicated_axes),
+            ("tensor parallelism over", plan.tensor_parallel_axes),
         )
-        for label, (layer, *_) in groups
-    ]
-    if rows:
-        yield text_table([heading, *rows], right=[4], width=width)
-    for label, (layer, *others) in groups:
-        if layer.moves is not None:
-            yield paragraph(f"{label or 'the layer'}: {_moves_text(layer.moves)}", width=width)
-        if layer.traffic:
-            columns = ("kind", "axis", "times", "bytes sent per rank")
-            title = f"collectives per step in {'one of ' if others else ''}{label or 'the layer'}"
-            yield text_table([(title, *columns), *(row.cells for row in layer.traffic)], right=[3, 4], width=width)
+        axes = " | ".join(f"{role} {' '.join(axes)}" for role, axes in parts if axes) or "-"
+        experts = f"{plan.num_local_experts} of {plan.config.num_experts}"
+        rows.append((label or "the layer", plan.strategy, plan.reason, axes, experts))
+    return rows
 
 
-def _moves_text(moves: PlannedMoves) -> str:
-    number = len(moves.moves)
-    sent = f"{number or 'no'} expert{' is' if number == 1 else 's are'} sent to other ranks"
+def _stage_rows(plan: PipelinePlan) -> list[tuple[str, ...]]:
+    """Return a table of the stages."""
+    rows: list[tuple[str, ...]] = [("stage", "rank", "parts", "parameters", "bytes", "work", "in flight", "idle")]
+    for stage in plan.stages:
+        stored = sum(parameter.bytes(parameter.stored) for parameter in stage.plan.parameters.values())
+        numbers = f"{stage.num_parameters:,}", readable_bytes(stored), f"{stage.work:.2f}"
+        times = str(plan.max_in_flight(stage.rank)[stage.index]), f"{plan.timeline.idle(stage.rank):.1%}"
+        rows.append((str(stage.index), str(stage.rank), stage.parts, *numbers, *times))
+    return rows
+
+
+def _schedule_text(plan: PipelinePlan) -> str:
+    """Say how long ranks wait, and which is the slowest."""
+    options, stages = plan.options, plan.stages_of(plan.slowest)
+    names = f"stage{'s' * (len(stages) > 1)} {' and '.join(str(stage.index) for stage in stages)}"
     return (
-        f"if one rank has {moves.tokens.layout.imbalance:g} times the mean number of rows, with all rows above an even "
-        f"load at one expert, {sent}, and no rank computes more than {moves.most_rows:.2f} times the mean."
+        f"Schedule {options.schedule}, {options.num_micro_batches} micro-batches: a rank is idle for "
+        f"{plan.timeline.bubble:.1%} of a step on average (the bubble), {plan.smallest_bubble:.1%} if all stages had "
+        "the same work. Messages and collectives are taken to need no time.\n"
+        f"Most work: {names}, {plan.work(plan.slowest):.2f} times the mean of the ranks."
     )
-
-
-def _axes_text(plan: DispatchPlan) -> str:
-    parts = (
-        ("tokens sent over", plan.token_axes),
-        ("tokens replicated over", plan.replicated_axes),
-        ("tensor parallelism over", plan.tensor_parallel_axes),
-    )
-    return " | ".join(f"{role} {' '.join(axes)}" for role, axes in parts if axes) or "-"
 
 
 def group_repeated(

@@ -2,14 +2,13 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 
-from maxmoe.nn import SavedTensor
 from maxmoe.parallel.plan.plan import ParameterPlan, Plan, enclosing
-from maxmoe.planning.saved_tensors import saved_tensors
+from maxmoe.planning.planned_batch import PlannedBatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,60 +78,48 @@ def stored_memory(plan: Plan, optimizer: str, matrices: Collection[str], dtypes:
 
 def gathered_memory(plan: Plan) -> int:
     """Count the gathered parameters of the largest module and of the model itself: modules run one at a time."""
-    managed = [
-        (parameter.fsdp_block or None, parameter.bytes(parameter.unsharded))
-        for parameter in plan.parameters.values()
-        if parameter.fsdp_block is not None
-    ]
-    return _largest([*managed, *_gathered_by_units(plan)])
+    managed = ((parameter.fsdp_block or None, parameter.bytes(parameter.unsharded)) for parameter in _managed(plan))
+    return sum(_largest([*managed, *_gathered_by_units(plan)]))
 
 
 def unsharded_memory(plan: Plan) -> int:
     """Count the parameters that FSDP manages, before it has sharded them."""
-    managed = (parameter for parameter in plan.parameters.values() if parameter.fsdp_block is not None)
-    return sum(parameter.bytes(parameter.unsharded) for parameter in managed)
+    return sum(parameter.bytes(parameter.unsharded) for parameter in _managed(plan))
 
 
-def unit_memory(plan: Plan) -> int:
-    """Count as `gathered_memory`, without the parameters that FSDP2 gathers."""
+def unit_memory(plan: Plan) -> tuple[int, int]:
+    """Count as `gathered_memory`, without the parameters that FSDP2 gathers: of the model itself, and of a module."""
     return _largest(_gathered_by_units(plan))
 
 
-def activation_memory(
-    plan: Plan, batch_size: int, sequence_length: int, num_chunks: int, dtype: torch.dtype | None = None
-) -> tuple[int, int]:
-    """Count the activations that are kept until the backward, and those of the largest recomputed module.
-
-    `dtype` is the dtype of the activations; None for `parameter_dtype`, which raises for a part without parameters.
-    """
-    activations = activation_sizes(plan, batch_size, sequence_length, num_chunks, dtype or parameter_dtype(plan))
+def activation_memory(batch: PlannedBatch) -> tuple[int, int]:
+    """Count the activations that are kept until the backward, and those of the largest recomputed module."""
+    activations = activation_sizes(batch)
     return activations.pop(None, 0), max(activations.values(), default=0)
 
 
-def activation_sizes(
-    plan: Plan, batch_size: int, sequence_length: int, num_chunks: int, dtype: torch.dtype
-) -> dict[str | None, int]:
+def activation_sizes(batch: PlannedBatch) -> dict[str | None, int]:
     """Count the bytes of activations by the module whose backward recomputes them; None for those that are kept."""
     activations: dict[str | None, int] = defaultdict(int)
-    for path, tensor in saved_tensors(plan, batch_size, sequence_length, num_chunks):
-        count = math.prod(tensor.shape) * (tensor.dtype or dtype).itemsize
-        activations[_recomputed_for(plan, path, tensor)] += count
+    for path, tensor in batch.saved_tensors():
+        count = math.prod(tensor.shape) * (tensor.dtype or batch.dtype).itemsize
+        _, *around = enclosing(path)
+        outer = next((outer for outer in around if batch.plan[outer].is_recomputed), None)
+        activations[outer if outer is not None or tensor.is_kept else path] += count
     return activations
 
 
-def _recomputed_for(plan: Plan, path: str, tensor: SavedTensor) -> str | None:
-    """Return the module whose backward recomputes a tensor that the module at `path` saves; None if it is kept."""
-    _, *around = enclosing(path)
-    outer = next((outer for outer in around if plan[outer].is_recomputed), None)
-    return outer if outer is not None or tensor.is_kept else path
-
-
-def _largest(parts: Iterable[tuple[str | None, int]]) -> int:
-    """Return the bytes for the whole step (None) plus those of the largest module: modules run one at a time."""
+def _largest(parts: Iterable[tuple[str | None, int]]) -> tuple[int, int]:
+    """Return the bytes for the whole step (None), and those of the largest module: modules run one at a time."""
     totals: dict[str | None, int] = defaultdict(int)
     for block, count in parts:
         totals[block] += count
-    return totals.pop(None, 0) + max(totals.values(), default=0)
+    return totals.pop(None, 0), max(totals.values(), default=0)
+
+
+def _managed(plan: Plan) -> Iterator[ParameterPlan]:
+    """Yield the parameters that FSDP2 manages."""
+    return (parameter for parameter in plan.parameters.values() if parameter.fsdp_block is not None)
 
 
 def _gathered_by_units(plan: Plan) -> list[tuple[str | None, int]]:

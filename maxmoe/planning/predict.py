@@ -1,10 +1,9 @@
 """Predicted time and memory of a training step with one plan."""
 
 import functools
-import operator
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -13,6 +12,7 @@ from maxmoe.adapters import planned_copy
 from maxmoe.declaration import declaration_of
 from maxmoe.nn import recompute_of, set_recompute
 from maxmoe.parallel.plan.dispatch_plan import Dispatch
+from maxmoe.parallel.plan.plan import Plan
 from maxmoe.parallel.plan.planner import make_plan
 from maxmoe.pipelining.schedules import check_schedule
 from maxmoe.planning.communication import activation_communication, dispatch_communication, parameter_communication
@@ -28,8 +28,8 @@ from maxmoe.planning.memory import (
     unsharded_memory,
 )
 from maxmoe.planning.model_parts import FIRST, LAST, ModelParts, StageKind
-from maxmoe.planning.saved_tensors import local_tokens, local_trace, micro_batch_sizes
-from maxmoe.planning.step_time import Sent, computed, sent
+from maxmoe.planning.planned_batch import PlannedBatch
+from maxmoe.planning.step_time import Cost, computed, sent
 from maxmoe.sharding.mesh import STAGE_AXIS, Mesh
 from maxmoe.sharding.planned_collective import PlannedCollective
 from maxmoe.sharding.rules import LogicalRules
@@ -46,7 +46,7 @@ class PredictedPlan:
         num_chunks: number of chunks of the tokens of a MoE layer.
         recompute: names of the parts that are recomputed in the backward.
         num_micro_batches: number of micro-batches of a step; one without pipeline stages.
-        memory: bytes of the rank that needs most.
+        memory_parts: bytes of the rank that needs most, by purpose as in `Estimate.memory`.
         compute: seconds of products, memory traffic and the optimizer.
         hidden: seconds of communication that runs beside products.
         exposed: seconds of all other communication.
@@ -65,7 +65,7 @@ class PredictedPlan:
     num_chunks: int
     recompute: tuple[str, ...]
     num_micro_batches: int
-    memory: int
+    memory_parts: dict[str, int]
     compute: float
     hidden: float
     exposed: float
@@ -76,6 +76,11 @@ class PredictedPlan:
     intra_bytes: int
     inter_bytes: int
     uncounted: str | None = None
+
+    @property
+    def memory(self) -> int:
+        """Bytes of the rank that needs most."""
+        return sum(self.memory_parts.values())
 
     @property
     def seconds(self) -> float:
@@ -117,47 +122,6 @@ class Step(NamedTuple):
     state_dtypes: StateDtypes
 
 
-class StoredCost(NamedTuple):
-    """Memory of a part of a model that does not depend on the tokens: bytes of a rank.
-
-    Attributes:
-        stored: parameters, gradients and optimizer state.
-        unsharded: parameters that FSDP2 gathers.
-        unit: parameters that the largest FSDP unit gathers without FSDP2.
-    """
-
-    stored: int
-    unsharded: int
-    unit: int
-
-
-class PartCost(NamedTuple):
-    """Time of a part of a model for one micro-batch, in seconds.
-
-    Attributes:
-        compute: products and memory traffic.
-        hidden: collectives that run beside products.
-        exposed: all other collectives.
-        flops: floating-point operations.
-        model_flops: floating-point operations without recomputation.
-        sent: collectives, hidden or not.
-        reduction: collectives that run once per step: FSDP2 reduces gradients.
-    """
-
-    compute: float = 0.0
-    hidden: float = 0.0
-    exposed: float = 0.0
-    flops: float = 0.0
-    model_flops: float = 0.0
-    sent: Sent = Sent()
-    reduction: Sent = Sent()
-
-    @property
-    def seconds(self) -> float:
-        """Time of a micro-batch."""
-        return self.compute + self.exposed
-
-
 class MeshCosts:
     """Costs of a model on one mesh with rules and a strategy, with the parts recomputed that `parts.reduced` has set.
 
@@ -168,111 +132,129 @@ class MeshCosts:
         self, parts: ModelParts, step: Step, device: Device, mesh: Mesh, rules: LogicalRules, dispatch: Dispatch
     ) -> None:
         self.step, self.device, self.mesh, self.parts = step, device, mesh, parts
-        within = mesh.within_stage()
+        within, self._num_stages = mesh.within_stage(), mesh.size(STAGE_AXIS)
         self.plan, self._plans = parts.plans(
             lambda module: make_plan(module, within, rules, dispatch=dispatch, allow_unused=True),
-            has_stages=mesh.size(STAGE_AXIS) > 1,
+            has_stages=self._num_stages > 1,
         )
-        self.rows, _ = local_tokens(self.plan, step.batch_size, step.sequence_length)
-        self.stages: list[StageKind] = parts.stages(mesh.size(STAGE_AXIS))
-        self._stored = {
-            name: StoredCost(
-                sum(stored_memory(plan, "adamw", (), step.state_dtypes).values()),
-                unsharded_memory(plan),
-                unit_memory(plan),
-            )
-            for name, plan in self._plans.items()
-        }
+        self.rows, _ = self._micro_batch(self.plan).local_tokens
+        self.stages: list[StageKind] = parts.stages(self._num_stages)
+        plans = self._plans.items()
+        # Bytes of a rank by part, of what does not depend on the tokens.
+        self._state = {name: stored_memory(plan, "adamw", (), step.state_dtypes) for name, plan in plans}
+        self._stored = {name: sum(state.values()) for name, state in self._state.items()}
+        self._unsharded = {name: unsharded_memory(plan) for name, plan in plans}
+        self._units = {name: unit_memory(plan) for name, plan in plans}
         self._parameters = functools.cache(self._parameter_costs)
 
     @property
     def least_memory(self) -> float:
         """Mean over the stages of the bytes of parameters, gradients and optimizer state."""
-        stored = (self._total_stored(stage) * stage.number for stage in self.stages)
-        return sum(stored) / sum(stage.number for stage in self.stages)
+        stored = (_total(self._stored, stage) * stage.number for stage in self.stages)
+        return sum(stored) / self._num_stages
 
-    def memory(self, num_micro_batches: int) -> int:
-        """Return the bytes of the rank that needs most, with one chunk."""
-        size = self._micro_batch(num_micro_batches)
-        kept, recomputed = {}, {}
-        for name, plan in self._plans.items():
-            length, dtype = self.step.sequence_length, self.step.dtype
-            kept[name], recomputed[name] = activation_memory(plan, size, length, 1, dtype)
-        num_stages = self.mesh.size(STAGE_AXIS)
-        largest = 0
-        for stage in self.stages:
-            saved = sum(kept[name] * count for name, count in stage.parts.items())
-            memory = self._total_stored(stage) + max(recomputed[name] for name in stage.parts)
-            if num_stages == 1:
-                return memory + saved + gathered_memory(self.plan)
-            # The gradients of whole parameters, and the parameters that torch gathers ahead.
-            memory += 2 * sum(self._stored[name].unsharded * count for name, count in stage.parts.items())
-            units = {name: self._stored[name].unit for name in stage.parts}
-            memory += units.pop(FIRST, 0) + units.pop(LAST, 0) + max(units.values(), default=0)
-            in_flight = min(num_micro_batches, num_stages - stage.rank)
-            message = 0 if stage.rank == num_stages - 1 else self._message(size)
-            largest = max(largest, memory + in_flight * (saved + message))
-        return largest
+    def memory(self, num_micro_batches: int, num_chunks: int) -> dict[str, int]:
+        """Return the bytes of the rank that needs most, by purpose."""
+        activations = {
+            name: activation_memory(self._micro_batch(plan, num_micro_batches, num_chunks))
+            for name, plan in self._plans.items()
+        }
+        kept = {name: saved for name, (saved, _) in activations.items()}
+        message, last = self._message(num_micro_batches), self._num_stages - 1
+
+        def memory(stage: StageKind) -> dict[str, int]:
+            saved, unsharded = _total(kept, stage), _total(self._unsharded, stage)
+            found = {
+                of: _total({name: self._state[name][of] for name in stage.parts}, stage) for of in self._state[FIRST]
+            }
+            if not last:
+                found["gathered parameters"] = gathered_memory(self.plan)
+            else:  # torch gathers the parameters of a stage ahead, and keeps the gradients of whole parameters
+                units = [self._units[name] for name in stage.parts]
+                gathered = unsharded + sum(whole for whole, _ in units) + max(module for _, module in units)
+                found |= {"unsharded gradients": unsharded, "gathered parameters": gathered}
+            in_flight = min(num_micro_batches, self._num_stages - stage.rank)
+            found["activations"] = in_flight * (saved + message * (stage.rank < last))
+            found["recomputed activations"] = max(activations[name][1] for name in stage.parts)
+            return found
+
+        return max(map(memory, self.stages), key=lambda found: sum(found.values()))
 
     def seconds(self, num_micro_batches: int, num_chunks: int) -> float:
         """Return the time of a step."""
-        times = self.times(num_micro_batches, num_chunks)
-        return float(times["compute"] + times["exposed"] + times["bubble"])
+        cost, bubble = self._cost(num_micro_batches, num_chunks)
+        return cost.seconds + bubble
 
-    def times(self, num_micro_batches: int, num_chunks: int) -> dict[str, Any]:
-        """Return the costs of a `PredictedPlan`, except its memory.
+    def predicted(
+        self,
+        rules: LogicalRules | str,
+        dispatch: Dispatch,
+        recompute: tuple[str, ...],
+        num_micro_batches: int,
+        num_chunks: int,
+        uncounted: str | None = None,
+    ) -> PredictedPlan:
+        """Return the plan with its costs; `recompute` names the parts that are recomputed now."""
+        cost, bubble = self._cost(num_micro_batches, num_chunks)
+        return PredictedPlan(
+            rules=rules,
+            mesh=self.mesh.sizes,
+            dispatch=dispatch,
+            num_chunks=num_chunks,
+            recompute=recompute,
+            num_micro_batches=num_micro_batches,
+            memory_parts=self.memory(num_micro_batches, num_chunks),
+            compute=cost.compute,
+            hidden=cost.hidden,
+            exposed=cost.exposed,
+            bubble=bubble,
+            flops=cost.flops,
+            model_flops=cost.model_flops,
+            mfu=cost.model_flops / (cost.seconds + bubble) / self.device.peak(self.step.dtype),
+            intra_bytes=int(cost.intra_bytes),
+            inter_bytes=int(cost.inter_bytes),
+            uncounted=uncounted,
+        )
+
+    def _cost(self, num_micro_batches: int, num_chunks: int) -> tuple[Cost, float]:
+        """Return the cost of a step on the rank that takes most time, and its bubble in seconds.
 
         With stages, the schedule is 1F1B with one stage per rank:
 
             seconds = sum of the stages' times of a micro-batch + (M - 1) * the longest of them
                       + reductions and update of the slowest stage
         """
-        device, has_stages = self.device, self.mesh.size(STAGE_AXIS) > 1
+        device, has_stages = self.device, self._num_stages > 1
         many = num_micro_batches if has_stages else 1
-        size = self._micro_batch(many)
-        parts = {name: self._part(name, size, num_chunks) for name in self._plans}
-        costs = [_total((parts[name], count) for name, count in stage.parts.items()) for stage in self.stages]
-        message = PlannedCollective("hidden states to stages", "send", (STAGE_AXIS,), self._message(size))
-        messages = sent([message, message], self.mesh, device) if has_stages else Sent()
+        parts = {name: self._part(name, many, num_chunks) for name in self._plans}
+        message = PlannedCollective("hidden states to stages", "send", (STAGE_AXIS,), self._message(many))
+        messages = sent([message, message] if has_stages else [], self.mesh, device)
+        costs = [sum((parts[name] * count for name, count in stage.parts.items()), messages) for stage in self.stages]
         slowest = max(range(len(costs)), key=lambda index: costs[index].seconds)
         cost, stage = costs[slowest], self.stages[slowest]
-        fill = sum(
-            (each.seconds + messages.seconds) * kind.number for each, kind in zip(costs, self.stages, strict=True)
-        )
-        update = 2 * self._total_stored(stage) / device.memory_bandwidth * device.slowdown(self.mesh.num_ranks)
+        reductions = (self._parameters(name, num_chunks)[1] * count for name, count in stage.parts.items())
+        reduction = sum(reductions, Cost())
         # FSDP2 reduces gradients beside the backward; with stages, after the last one.
-        beside = 0.0 if has_stages else device.overlap * min(cost.reduction.seconds, cost.compute - cost.hidden)
-        moved = (cost.sent + messages) * many + cost.reduction
-        result = {
-            "compute": cost.compute * many + update,
-            "hidden": cost.hidden * many + beside,
-            "exposed": (cost.exposed + messages.seconds) * many + cost.reduction.seconds - beside,
-            "bubble": fill - cost.seconds - messages.seconds if has_stages else 0.0,
-            "flops": cost.flops * many,
-            "model_flops": cost.model_flops * many,
-            "intra_bytes": int(moved.intra_bytes),
-            "inter_bytes": int(moved.inter_bytes),
-        }
-        seconds = result["compute"] + result["exposed"] + result["bubble"]
-        return result | {"mfu": result["model_flops"] / seconds / device.peak(self.step.dtype)}
+        beside = 0.0 if has_stages else device.overlap * min(reduction.seconds, cost.compute - cost.hidden)
+        update = 2 * _total(self._stored, stage) / device.memory_bandwidth * device.slowdown(self.mesh.num_ranks)
+        bubble = sum(each.seconds * kind.number for each, kind in zip(costs, self.stages, strict=True)) - cost.seconds
+        return cost * many + reduction.hide(beside) + Cost(compute=update), bubble
 
-    def _micro_batch(self, num_micro_batches: int) -> int:
-        """Return the number of sequences of the largest micro-batch over all ranks."""
-        return micro_batch_sizes(self.plan, self.step.batch_size, self.step.sequence_length, num_micro_batches)[0]
+    def _micro_batch(self, plan: Plan, num_micro_batches: int = 1, num_chunks: int = 1) -> PlannedBatch:
+        """Return the largest micro-batch of a part."""
+        batch_size, length, dtype, _ = self.step
+        return next(PlannedBatch(plan, batch_size, length, dtype, num_chunks).micro_batches(num_micro_batches))
 
-    def _message(self, micro_batch: int) -> int:
+    def _message(self, num_micro_batches: int) -> int:
         """Return the bytes of the hidden states of a micro-batch on a rank, which stages send to each other."""
         stream = declaration_of(self.parts.model).residual_stream
         if stream is None:
             return 0
-        rows, length = local_tokens(self.plan, micro_batch, self.step.sequence_length)
+        rows, length = self._micro_batch(self.plan, num_micro_batches).local_tokens
         elements = rows * length * stream.hidden_size // self.plan.mesh.size(*self.plan.embed_axes)
         return elements * self.step.dtype.itemsize
 
-    def _total_stored(self, stage: StageKind) -> int:
-        return sum(self._stored[name].stored * count for name, count in stage.parts.items())
-
-    def _parameter_costs(self, name: str, num_chunks: int) -> tuple[Sent, Sent, Sent]:
+    def _parameter_costs(self, name: str, num_chunks: int) -> tuple[Cost, Cost, Cost]:
         """Return the costs of the gathers and of the reductions of FSDP2, and of the collectives of other units."""
         groups: tuple[list[PlannedCollective], ...] = ([], [], [])
         for item in parameter_communication(self._plans[name], num_chunks):
@@ -280,34 +262,23 @@ class MeshCosts:
         gathered, reduced, others = (sent(group, self.mesh, self.device) for group in groups)
         return gathered, reduced, others
 
-    def _part(self, name: str, micro_batch: int, num_chunks: int) -> PartCost:
-        """Compute the time of a part for a micro-batch."""
-        plan, device, mesh = self._plans[name], self.device, self.mesh
-        size, dtype = (micro_batch, self.step.sequence_length), self.step.dtype
-        compute, slowdown = computed(plan, *size, num_chunks, dtype, device), device.slowdown(mesh.num_ranks)
+    def _part(self, name: str, num_micro_batches: int, num_chunks: int) -> Cost:
+        """Return the cost of a part for a micro-batch, without the reductions of FSDP2."""
+        device, mesh = self.device, self.mesh
+        batch = self._micro_batch(self._plans[name], num_micro_batches, num_chunks)
         overhead = device.sharded_block_overhead if mesh.num_ranks > 1 else device.block_overhead
-        seconds = (compute.seconds + overhead * (name not in (FIRST, LAST))) * slowdown
-        gathered, reduction, others = self._parameters(name, num_chunks)
-        dispatched = sent((item for _, item in dispatch_communication(plan, *size, num_chunks)), mesh, device)
-        moved = gathered + others + dispatched + sent(activation_communication(plan, *size, dtype), mesh, device)
+        compute = computed(batch, 0.0 if name in (FIRST, LAST) else overhead, mesh, device)
+        gathered, _, others = self._parameters(name, num_chunks)
+        dispatched = sent(dispatch_communication(batch), mesh, device)
+        moved = gathered + others + dispatched + sent(activation_communication(batch), mesh, device)
         # The first chunk arrives, and the last one returns, while no expert computes.
-        beside = (1 - 1 / num_chunks) * min(dispatched.seconds, compute.routed_seconds * slowdown)
-        hidden = device.overlap * (beside + min(gathered.seconds, seconds - beside))
-        return PartCost(
-            compute=seconds,
-            hidden=hidden,
-            exposed=moved.seconds - hidden,
-            flops=compute.flops,
-            model_flops=compute.model_flops,
-            sent=moved,
-            reduction=reduction,
-        )
+        beside = (1 - 1 / num_chunks) * min(dispatched.seconds, compute.routed)
+        return (compute + moved).hide(device.overlap * (beside + min(gathered.seconds, compute.seconds - beside)))
 
 
-def _total(parts: Iterable[tuple[PartCost, int]]) -> PartCost:
-    """Add up the costs of parts, each times a number."""
-    rows = [[value * count for value in part] for part, count in parts]
-    return PartCost(*(functools.reduce(operator.add, column) for column in zip(*rows, strict=True)))
+def _total(values: Mapping[str, int], stage: StageKind) -> int:
+    """Add up a value by part over the parts of a stage."""
+    return sum(values[name] * count for name, count in stage.parts.items())
 
 
 def predict(
@@ -360,14 +331,5 @@ def predict(
     set_recompute(parts.reduced, names)
     planned = Mesh.planned({axis: size for axis, size in mesh.sizes.items() if size > 1})
     costs = MeshCosts(parts, step, loaded, planned, table, dispatch)
-    return PredictedPlan(
-        rules=rules,
-        mesh=planned.sizes,
-        dispatch=dispatch,
-        num_chunks=num_chunks,
-        recompute=names,
-        num_micro_batches=num_micro_batches,
-        memory=costs.memory(num_micro_batches),
-        uncounted=local_trace(one, batch_size, sequence_length).problem,
-        **costs.times(num_micro_batches, num_chunks),
-    )
+    uncounted = PlannedBatch(one, batch_size, sequence_length, step.dtype).trace().problem
+    return costs.predicted(rules, dispatch, names, num_micro_batches, num_chunks, uncounted)

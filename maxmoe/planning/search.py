@@ -14,16 +14,15 @@ from torch import nn
 from maxmoe.adapters import planned_copy
 from maxmoe.checks.fields import check_int
 from maxmoe.declaration import EXPERT_TOKEN_DIMS
-from maxmoe.nn import MoE, check_recompute, set_recompute
+from maxmoe.nn import MoE, set_recompute
 from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.parallel.plan.planner import make_plan
 from maxmoe.parallel.plan.sharded_tokens import activation_spec, token_sharding
 from maxmoe.planning.device import Device
-from maxmoe.planning.estimate import Estimate, estimate
-from maxmoe.planning.memory import PARAMETER_DTYPES, StateDtypes, parameter_dtype, stored_memory
+from maxmoe.planning.memory import PARAMETER_DTYPES, StateDtypes, activation_memory, parameter_dtype, stored_memory
 from maxmoe.planning.model_parts import ModelParts
+from maxmoe.planning.planned_batch import PlannedBatch
 from maxmoe.planning.predict import MeshCosts, PredictedPlan, Step
-from maxmoe.planning.saved_tensors import local_trace, saved_tensors
 from maxmoe.planning.search_result import NoPlanFits, SearchResult
 from maxmoe.sharding.mesh import STAGE_AXIS, Mesh
 from maxmoe.sharding.rules import LogicalRules, preset_names
@@ -66,11 +65,6 @@ class Candidate(NamedTuple):
     num_shards: int
     num_groups: int
 
-    @property
-    def strategies(self) -> tuple[Dispatch, ...]:
-        """Strategies to try."""
-        return STRATEGIES if self.num_groups > 1 else ("auto",)
-
 
 def factorisations(number: int, count: int) -> Iterator[tuple[int, ...]]:
     """Yield all tuples of `count` positive integers whose product is `number`, each once."""
@@ -104,8 +98,6 @@ class Search:
         self.refused: list[str] = []
         known = {name for module in parts.model.modules() for name in getattr(module, "recompute_names", ())}
         self._recompute = [*dict.fromkeys(tuple(name for name in names if name in known) for names in RECOMPUTE)]
-        for names in self._recompute:
-            check_recompute(parts.model, names)
         whole = make_plan(parts.model, Mesh.planned({}), LogicalRules(), allow_unused=True)
         self._stored = sum(stored_memory(whole, "adamw", (), step.state_dtypes).values())
         self._num_experts = [module.config.num_experts for module in parts.reduced.modules() if isinstance(module, MoE)]
@@ -171,7 +163,7 @@ class Search:
                     del fastest[REFINED:]
                 self.num_tried += 1
             best = [candidates[index] for _, index in fastest]
-            choices = [(each, strategy) for each in best for strategy in each.strategies]
+            choices = [(each, name) for each in best for name in (STRATEGIES if each.num_groups > 1 else ("auto",))]
             for candidate, dispatch in progress(choices):
                 bound = sorted(plan.seconds for plan in self.found.values())[:REFINED][-1]
                 self._try(candidate, dispatch, bound, is_first=False)
@@ -205,11 +197,10 @@ class Search:
         stages, plans = mesh.size(STAGE_AXIS), list[PredictedPlan]()
         micro_batches, chunks = (USUAL_MICRO_BATCHES, CHUNKS[:1]) if is_first else (ALL_MICRO_BATCHES, CHUNKS)
         numbers = {min(times, costs.rows // stages) * stages for times in micro_batches} if stages > 1 else {1}
-        choice = {"rules": candidate.rules, "mesh": mesh.sizes, "dispatch": dispatch}
         for many in sorted(numbers):
             set_recompute(self.parts.reduced, ())
             if min(costs.seconds(many, number) for number in chunks) < bound:
-                plans.append(self._fastest(costs, many, chunks, choice))
+                plans.append(self._fastest(costs, candidate.rules, dispatch, many, chunks))
         fitting = [plan for plan in plans if plan.memory <= self.limit]
         for plan in fitting:
             key = candidate, dispatch, plan.num_micro_batches
@@ -219,18 +210,20 @@ class Search:
             self.smallest = sorted([*self.smallest, *plans], key=lambda plan: plan.memory)[:NEAREST]
         return min((plan.seconds for plan in fitting), default=math.inf)
 
-    def _fastest(self, costs: MeshCosts, many: int, chunks: Sequence[int], choice: dict[str, Any]) -> PredictedPlan:
+    def _fastest(
+        self, costs: MeshCosts, rules: str, dispatch: Dispatch, many: int, chunks: Sequence[int]
+    ) -> PredictedPlan:
         """Return the plan with the least recomputation that fits, or else with the most."""
 
         def memory(names: tuple[str, ...]) -> int:
             set_recompute(self.parts.reduced, names)
-            return costs.memory(many)
+            return sum(costs.memory(many, chunks[0]).values())
 
         number = bisect.bisect_left(self._recompute, True, key=lambda names: memory(names) <= self.limit)
         names = self._recompute[min(number, len(self._recompute) - 1)]
-        choice = {**choice, "memory": memory(names), "recompute": names, "num_micro_batches": many}
-        plans = [PredictedPlan(**choice, num_chunks=each, **costs.times(many, each)) for each in chunks]
-        return min(plans, key=lambda plan: plan.seconds)
+        set_recompute(self.parts.reduced, names)
+        plans = [costs.predicted(rules, dispatch, names, many, each) for each in chunks]
+        return min(plans, key=lambda plan: (plan.memory > self.limit, plan.seconds))
 
 
 def _product(sizes: Mapping[str, int], axes: Iterable[str]) -> int:
@@ -288,8 +281,9 @@ def search(
         raise ValueError(f"memory must be a positive number of bytes, got {limit!r}")
     parts = ModelParts(module)
     on_one_rank = make_plan(parts.reduced, Mesh.planned({}), LogicalRules(), allow_unused=True)
-    list(saved_tensors(on_one_rank, batch_size, sequence_length))  # raises what every mesh would raise
     step = Step(batch_size, sequence_length, parameter_dtype(on_one_rank), state_dtypes)
+    batch = PlannedBatch(on_one_rank, batch_size, sequence_length, step.dtype)
+    activation_memory(batch)  # raises what every mesh would raise
     device.peak(step.dtype)
     run = Search(parts, step, device, limit, preset_names() if rules is None else rules)
     candidates = run.candidates(world_size)
@@ -308,10 +302,9 @@ def search(
     if not run.found:
         raise NoPlanFits(run.smallest, limit, remedies(run, world_size))
     found = {repr(replace(plan, rules="")): plan for plan in run.found.values()}  # other rules may give the same plan
-    fastest = sorted(found.values(), key=lambda plan: plan.seconds)[:num_plans]
-    plans, costs = _confirmed(module, fastest, step, limit)
+    plans = sorted(found.values(), key=lambda plan: plan.seconds)[:num_plans]
     return SearchResult(
-        plans=plans,
+        plans=tuple(plans),
         num_considered=len(candidates),
         num_over_memory=run.num_over_memory,
         refused=run.refused,
@@ -319,38 +312,11 @@ def search(
         num_left=num_left,
         is_refined=run.is_refined,
         limit=limit,
-        num_tokens=batch_size * sequence_length,
         world_size=world_size,
         device=device,
         step=step,
-        costs=costs,
-        uncounted=local_trace(on_one_rank, batch_size, sequence_length).problem,
+        uncounted=batch.trace().problem,
     )
-
-
-def _confirmed(
-    module: nn.Module, plans: Sequence[PredictedPlan], step: Step, limit: int
-) -> tuple[tuple[PredictedPlan, ...], Estimate]:
-    """Return the plans from the first one on that `estimate` of the whole model says to fit, with its estimate."""
-    too_large = []
-    for number, plan in enumerate(plans, start=1):
-        set_recompute(module, plan.recompute)
-        costs = estimate(
-            module,
-            Mesh.planned(plan.mesh),
-            plan.rules,
-            batch_size=step.batch_size,
-            sequence_length=step.sequence_length,
-            dispatch=plan.dispatch,
-            num_chunks=plan.num_chunks,
-            num_micro_batches=plan.num_micro_batches if plan.has_stages else None,
-            state_dtypes=step.state_dtypes,
-        )
-        memory = sum(costs.memory.values())
-        if memory <= limit:
-            return (replace(plan, memory=memory), *plans[number:]), costs
-        too_large.append(replace(plan, memory=memory))
-    raise NoPlanFits(sorted(too_large, key=lambda plan: plan.memory)[:NEAREST], limit, [])
 
 
 def remedies(run: Search, world_size: int) -> list[str]:

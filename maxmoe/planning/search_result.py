@@ -4,9 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from maxmoe.planning.device import Device
-from maxmoe.planning.estimate import Estimate
 from maxmoe.planning.predict import PredictedPlan, Step
-from maxmoe.text_table import paragraph, readable_bytes, terminal_width, text_table
+from maxmoe.text_table import readable_bytes, report
 
 TIE = 1.03  # plans whose times differ by less are not told apart
 ERRORS = (-57, 87)  # percent, of the predictions for published runs: the table of docs/planning.md
@@ -19,6 +18,8 @@ NOT_TRIED = (
     "Muon. Not tried on all but the fastest meshes: other strategies than auto, chunks, and numbers of micro-batches "
     "other than 8 for each stage."
 )
+PLANS = ("plan", "rules", "mesh", "dispatch", "recomputed", "memory", "step", "tokens/s of a rank", "MFU")
+COSTS = ("plan", "compute", "hidden", "exposed", "bubble", "FLOPs", "sent in the node", "to other nodes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +35,9 @@ class SearchResult:
         num_left: number of meshes that were not tried, because the search was interrupted.
         is_refined: whether all strategies, chunks and numbers of micro-batches were tried on the fastest meshes.
         limit: bytes of a rank.
-        num_tokens: number of tokens of a step over all ranks.
         world_size: number of ranks.
         device: device and network.
         step: tokens and dtypes.
-        costs: estimate of the first plan.
         uncounted: what is not counted, because the forward of the module cannot be traced; None if all is.
     """
 
@@ -50,58 +49,35 @@ class SearchResult:
     num_left: int
     is_refined: bool
     limit: int
-    num_tokens: int
     world_size: int
     device: Device
     step: Step
-    costs: Estimate
     uncounted: str | None = None
 
     def tokens_per_second(self, plan: PredictedPlan) -> float:
-        """Return the predicted number of tokens per second of each rank.
-
-        Args:
-            plan: one of the plans.
-
-        Returns:
-            Tokens of the step over its time and the number of ranks.
-        """
-        return self.num_tokens / plan.seconds / self.world_size
+        """Return the predicted number of tokens per second of each rank with one of the plans."""
+        return self.step.batch_size * self.step.sequence_length / plan.seconds / self.world_size
 
     def __str__(self) -> str:
-        width = terminal_width()
-        head = ("plan", "rules", "mesh", "dispatch", "recomputed", "memory", "step", "tokens/s of a rank", "MFU")
-        rows = [head, *(self._cells(number, plan) for number, plan in enumerate(self.plans, start=1))]
-        first = self.plans[0]
-        uncounted = [] if self.uncounted is None else [self.uncounted]
-        memory = [("memory of plan 1", "bytes"), *((name, readable_bytes(n)) for name, n in self.costs.memory.items())]
-        blocks = [
-            *(paragraph(line, width=width) for line in [HEAD, *uncounted]),
-            text_table(rows, right=range(5, 9), width=width),
-            "\n".join(paragraph(line, width=width) for line in ties(self.plans)),
-            text_table(self._costs(), right=range(1, 9), width=width),
-            text_table(memory, right=[1], width=width),
-            paragraph(f"Assumed for plan 1: {assumptions(self.device, self.step)}", width=width),
-            f"To run plan 1:\n\n    {first.call}",
-            "\n".join(self._exclusions()),
-        ]
-        return "\n\n".join(filter(None, blocks))
-
-    def _cells(self, number: int, plan: PredictedPlan) -> tuple[str, ...]:
-        mesh = ",".join(f"{axis}={size}" for axis, size in plan.mesh.items()) or "one rank"
-        mesh += f", {plan.num_micro_batches} micro-batches" if plan.has_stages else ""
-        dispatch = plan.dispatch + (f", {plan.num_chunks} chunks" if plan.num_chunks > 1 else "")
-        costs = readable_bytes(plan.memory), f"{plan.seconds:.4g} s", f"{self.tokens_per_second(plan):,.0f}"
-        return str(number), str(plan.rules), mesh, dispatch, ", ".join(plan.recompute) or "-", *costs, f"{plan.mfu:.0%}"
-
-    def _costs(self) -> list[tuple[str, ...]]:
-        heading = ("plan", "compute", "hidden", "exposed", "bubble", "FLOPs", "sent in the node", "to other nodes")
-        rows: list[tuple[str, ...]] = [heading]
+        plans: list[tuple[str, ...]] = [PLANS]
+        costs: list[tuple[str, ...]] = [COSTS]
         for number, plan in enumerate(self.plans, start=1):
-            times = (plan.compute, plan.hidden, plan.exposed, plan.bubble)
+            mesh = ",".join(f"{axis}={size}" for axis, size in plan.mesh.items()) or "one rank"
+            mesh += f", {plan.num_micro_batches} micro-batches" if plan.has_stages else ""
+            dispatch = plan.dispatch + (f", {plan.num_chunks} chunks" if plan.num_chunks > 1 else "")
+            choice = str(plan.rules), mesh, dispatch, ", ".join(plan.recompute) or "-", readable_bytes(plan.memory)
+            rate = f"{plan.seconds:.4g} s", f"{self.tokens_per_second(plan):,.0f}", f"{plan.mfu:.0%}"
+            plans.append((str(number), *choice, *rate))
+            times = [f"{seconds:.3g} s" for seconds in (plan.compute, plan.hidden, plan.exposed, plan.bubble)]
             sent = readable_bytes(plan.intra_bytes), readable_bytes(plan.inter_bytes)
-            rows.append((str(number), *(f"{seconds:.3g} s" for seconds in times), f"{plan.flops:.3g}", *sent))
-        return rows
+            costs.append((str(number), *times, f"{plan.flops:.3g}", *sent))
+        parts = self.plans[0].memory_parts.items()
+        memory = [("memory of plan 1", "bytes"), *((name, readable_bytes(count)) for name, count in parts)]
+        assumed = f"Assumed for plan 1: {assumptions(self.device, self.step)}"
+        call = f"To run plan 1:\n\n    {self.plans[0].call}"
+        exclusions = "\n".join(self._exclusions())
+        first = HEAD, self.uncounted or ""
+        return report([*first, plans, "\n".join(ties(self.plans)), costs, memory, assumed, call, exclusions])
 
     def _exclusions(self) -> Iterator[str]:
         if self.num_left:

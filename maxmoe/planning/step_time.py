@@ -4,15 +4,13 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import nn
 
 from maxmoe.declaration import declaration_of
-from maxmoe.parallel.plan.plan import Plan
 from maxmoe.planning.communication import times_and_bytes
 from maxmoe.planning.device import Device
 from maxmoe.planning.memory import activation_sizes
-from maxmoe.planning.saved_tensors import has_module, local_tokens, local_trace, planned_dispatches
+from maxmoe.planning.planned_batch import PlannedBatch
 from maxmoe.planning.traced_forward import traced_modules
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.planned_collective import PlannedCollective
@@ -25,26 +23,45 @@ PASSES_OF_RECOMPUTATION = 2
 PASSES_OVER_SENT = 2
 
 
-class Sent(NamedTuple):
-    """Cost of collectives on a rank.
+class Cost(NamedTuple):
+    """Cost of computation and collectives on a rank.
 
     Attributes:
-        seconds: time.
+        compute: seconds of products and memory traffic.
+        routed: seconds of the products of routed experts, part of `compute`.
+        hidden: seconds of collectives that run beside products.
+        exposed: seconds of all other collectives.
+        flops: floating-point operations.
+        model_flops: floating-point operations without recomputation.
         intra_bytes: bytes sent to ranks of the same node.
         inter_bytes: bytes sent to other nodes.
     """
 
-    seconds: float = 0.0
+    compute: float = 0.0
+    routed: float = 0.0
+    hidden: float = 0.0
+    exposed: float = 0.0
+    flops: float = 0.0
+    model_flops: float = 0.0
     intra_bytes: float = 0.0
     inter_bytes: float = 0.0
 
-    def __add__(self, other: "Sent") -> "Sent":  # type: ignore[override]
-        """Return the sum of two costs."""
-        return Sent(*(mine + its for mine, its in zip(self, other, strict=True)))
+    @property
+    def seconds(self) -> float:
+        """Time that passes."""
+        return self.compute + self.exposed
 
-    def __mul__(self, times: float) -> "Sent":  # type: ignore[override]
-        """Return the cost of running the collectives several times."""
-        return Sent(*(each * times for each in self))
+    def __add__(self, other: "Cost") -> "Cost":  # type: ignore[override]
+        """Return the sum of two costs."""
+        return Cost(*(mine + its for mine, its in zip(self, other, strict=True)))
+
+    def __mul__(self, times: float) -> "Cost":  # type: ignore[override]
+        """Return the cost of running all several times."""
+        return Cost(*(each * times for each in self))
+
+    def hide(self, seconds: float) -> "Cost":
+        """Return the cost if this part of the exposed communication runs beside products."""
+        return self._replace(hidden=self.hidden + seconds, exposed=self.exposed - seconds)
 
 
 def ranks_along(axes: Sequence[str], mesh: Mesh, device: Device) -> tuple[int, int]:
@@ -58,7 +75,7 @@ def ranks_along(axes: Sequence[str], mesh: Mesh, device: Device) -> tuple[int, i
     return ranks, on_node
 
 
-def sent(collectives: Iterable[PlannedCollective], mesh: Mesh, device: Device) -> Sent:
+def sent(collectives: Iterable[PlannedCollective], mesh: Mesh, device: Device) -> Cost:
     """Add up the cost of collectives. Those with the same bucket run as one.
 
     On a ring of n ranks on m nodes, with n / m ranks on each,
@@ -68,30 +85,25 @@ def sent(collectives: Iterable[PlannedCollective], mesh: Mesh, device: Device) -
     with n - m steps within a node and m - 1 between nodes, twice that for an all-reduce, and each rank of a node with a
     network card of its own.
     """
-    result = Sent()
-    for (_, kind, axes), (times, num_bytes) in times_and_bytes(collectives).items():
-        result += _sent(kind, axes, times, num_bytes, mesh, device)
-    return result
-
-
-def _sent(kind: str, axes: tuple[str, ...], times: int, num_bytes: int, mesh: Mesh, device: Device) -> Sent:
-    ranks, on_node = ranks_along(axes, mesh, device)
-    nodes = -(-ranks // on_node)
+    seconds = intra_bytes = inter_bytes = 0.0
     intra, inter = device.intra_node, device.inter_node
-    latency = (ranks - nodes) * intra.latency + (nodes - 1) * inter.latency
-    if kind == "send":
-        crossing = float(nodes > 1)
-        latency = inter.latency if nodes > 1 else intra.latency
-    elif kind == "all-to-all":
-        crossing = (ranks - on_node) / max(ranks - 1, 1)
-    else:  # a ring leaves a node once, by the network cards of all its ranks on the node
-        crossing = (nodes > 1) / on_node
-    within = num_bytes * (1 - crossing) if kind in ("all-to-all", "send") else num_bytes
-    transfer = max(within / intra.bandwidth, num_bytes * crossing / inter.bandwidth)
-    steps = times * (2 if kind == "all-reduce" else 1)  # a reduce-scatter and an all-gather
-    copies = PASSES_OVER_SENT * num_bytes / device.memory_bandwidth
-    seconds = (steps * latency + transfer + copies) * device.slowdown(mesh.num_ranks)
-    return Sent(seconds, num_bytes * (1 - crossing), num_bytes * crossing)
+    for (_, kind, axes), (times, num_bytes) in times_and_bytes(collectives).items():
+        ranks, on_node = ranks_along(axes, mesh, device)
+        nodes = -(-ranks // on_node)
+        latency = (ranks - nodes) * intra.latency + (nodes - 1) * inter.latency
+        if kind == "send":
+            crossing = float(nodes > 1)
+            latency = inter.latency if nodes > 1 else intra.latency
+        elif kind == "all-to-all":
+            crossing = (ranks - on_node) / max(ranks - 1, 1)
+        else:  # a ring leaves a node once, by the network cards of all its ranks on the node
+            crossing = (nodes > 1) / on_node
+        within = num_bytes * (1 - crossing) if kind in ("all-to-all", "send") else num_bytes
+        steps = times * (2 if kind == "all-reduce" else 1)  # a reduce-scatter and an all-gather
+        seconds += steps * latency + max(within / intra.bandwidth, num_bytes * crossing / inter.bandwidth)
+        seconds += PASSES_OVER_SENT * num_bytes / device.memory_bandwidth
+        intra_bytes, inter_bytes = intra_bytes + num_bytes * (1 - crossing), inter_bytes + num_bytes * crossing
+    return Cost(exposed=seconds * device.slowdown(mesh.num_ranks), intra_bytes=intra_bytes, inter_bytes=inter_bytes)
 
 
 class Product(NamedTuple):
@@ -115,30 +127,30 @@ class Product(NamedTuple):
     channels: int | None = None
 
 
-def routed_slots(plan: Plan, batch_size: int, sequence_length: int, num_chunks: int) -> Iterator[tuple[str, int]]:
+def routed_slots(batch: PlannedBatch) -> Iterator[tuple[str, int]]:
     """Yield for each MoE layer the slots of all tokens that its ranks bring together."""
-    for path, tokens in planned_dispatches(plan, batch_size, sequence_length, num_chunks):
-        _, dispatch = plan.layers[path]
+    for path, tokens in batch.dispatches():
+        _, dispatch = batch.plan.layers[path]
         yield path, tokens.num_slots * dispatch.mesh.size(*dispatch.token_axes)
 
 
-def products(plan: Plan, batch_size: int, sequence_length: int, num_chunks: int) -> Iterator[Product]:
+def products(batch: PlannedBatch) -> Iterator[Product]:
     """List the products of a rank for a batch, if routing is balanced.
 
     For traced modules, torch counts the products of their forward; see `trace`. In others, every parameter
     multiplies all tokens, and attention is causal: half of the scores count. Every parameter whose first dim is
     `q_heads` makes queries.
     """
-    num_tokens = math.prod(local_tokens(plan, batch_size, sequence_length))
+    plan, num_tokens = batch.plan, math.prod(batch.local_tokens)
     routed = {  # by module of routed experts: slots, selectable experts, and chunks
-        layer.routed_experts: (slots, layer.config.num_selectable_experts, dispatch.num_chunks(num_chunks))
-        for path, slots in routed_slots(plan, batch_size, sequence_length, num_chunks)
+        layer.routed_experts: (slots, layer.config.num_selectable_experts, dispatch.num_chunks(batch.num_chunks))
+        for path, slots in routed_slots(batch)
         for layer, dispatch in [plan.layers[path]]
     }
-    traced = local_trace(plan, batch_size, sequence_length)
+    traced = batch.trace()
     are_traced = traced_modules(plan.model) if traced.problem is None else ()
     for path, flops in traced.flops.items():
-        if has_module(plan, path):
+        if batch.has_module(path):
             weights = [weight.requires_grad for weight in plan[path].module.parameters(recurse=False)]
             repeats = int(plan.recomputed_by(path) is not None)
             yield Product(flops, num_tokens, 2 + (any(weights) or not weights), repeats)
@@ -159,42 +171,26 @@ def products(plan: Plan, batch_size: int, sequence_length: int, num_chunks: int)
             yield Product(2 * num_tokens * math.prod(shape), num_tokens, passes, repeats)
             if (parameter.parameter.names or ())[:1] == ("q_heads",):
                 channels = parameter.parameter.shape[0] // declaration_of(module.module).tensor_parallel_dims["q_heads"]
-                yield Product(2 * num_tokens * sequence_length * shape[0], num_tokens, 3, repeats, channels=channels)
+                flops = 2 * num_tokens * batch.sequence_length * shape[0]
+                yield Product(flops, num_tokens, 3, repeats, channels=channels)
 
 
-class Compute(NamedTuple):
-    """Computation of a rank.
-
-    Attributes:
-        seconds: time of products and memory traffic.
-        routed_seconds: time of the products of routed experts.
-        flops: floating-point operations of all products.
-        model_flops: floating-point operations without recomputation.
-    """
-
-    seconds: float
-    routed_seconds: float
-    flops: int
-    model_flops: int
-
-
-def computed(
-    plan: Plan, batch_size: int, sequence_length: int, num_chunks: int, dtype: torch.dtype, device: Device
-) -> Compute:
-    """Add up the time of the products and of the memory traffic of a part of a model, on a rank with a device alone."""
-    total = routed = 0.0
+def computed(batch: PlannedBatch, overhead: float, mesh: Mesh, device: Device) -> Cost:
+    """Add up the products, the memory traffic and an overhead in seconds of a part of a model."""
+    compute, routed = overhead, 0.0
     flops = model_flops = 0
-    for product in products(plan, batch_size, sequence_length, num_chunks):
+    for product in products(batch):
         operations = product.flops * (product.passes + product.repeats)
-        seconds = operations / device.peak(dtype) / device.share(product.rows, product.channels)
-        total, flops, model_flops = total + seconds, flops + operations, model_flops + product.flops * product.passes
-        routed += seconds * product.is_routed
-    for recomputed_by, size in activation_sizes(plan, batch_size, sequence_length, num_chunks, dtype).items():
+        seconds = operations / device.peak(batch.dtype) / device.share(product.rows, product.channels)
+        compute, routed = compute + seconds, routed + seconds * product.is_routed
+        flops, model_flops = flops + operations, model_flops + product.flops * product.passes
+    for recomputed_by, size in activation_sizes(batch).items():
         passes = PASSES_OVER_ACTIVATIONS + (0 if recomputed_by is None else PASSES_OF_RECOMPUTATION)
-        total += size * passes / device.memory_bandwidth
-    for path, slots in routed_slots(plan, batch_size, sequence_length, num_chunks):
-        layer, dispatch = plan.layers[path]
+        compute += size * passes / device.memory_bandwidth
+    for path, slots in routed_slots(batch):
+        layer, dispatch = batch.plan.layers[path]
         rows = slots * dispatch.num_local_experts // layer.config.num_selectable_experts
-        size = rows * (layer.config.latent_size or layer.config.hidden_size) * dtype.itemsize
-        total += size * device.row_passes / device.memory_bandwidth
-    return Compute(total, routed, flops, model_flops)
+        size = rows * (layer.config.latent_size or layer.config.hidden_size) * batch.dtype.itemsize
+        compute += size * device.row_passes / device.memory_bandwidth
+    slowdown = device.slowdown(mesh.num_ranks)
+    return Cost(compute=compute * slowdown, routed=routed * slowdown, flops=flops, model_flops=model_flops)

@@ -27,29 +27,18 @@ from maxmoe.parallel.plan.plan import enclosing
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class SavedBy(NamedTuple):
-    """Where a storage is saved.
-
-    Attributes:
-        path: path of the module that saves it first.
-        argument_of: paths of the modules that can be recomputed and take it as an argument.
-    """
-
-    path: str
-    argument_of: frozenset[str]
-
-
 class Trace(NamedTuple):
     """Result of `trace`.
 
     Attributes:
-        saved: bytes that are saved.
+        saved: bytes that are saved, by the path of the module that saves a storage first, and the paths of the modules
+            that can be recomputed and take it as an argument.
         flops: floating-point operations of matrix products, convolutions and attention in a forward, by the path of the
             module.
         problem: why the forward cannot be traced, or None.
     """
 
-    saved: Mapping[SavedBy, int]
+    saved: Mapping[tuple[str, frozenset[str]], int]
     flops: Mapping[str, int]
     problem: str | None = None
 
@@ -207,10 +196,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def trace(self) -> Trace:
         """Return what a forward has saved and computed."""
-        saved: dict[SavedBy, int] = defaultdict(int)
+        saved: dict[tuple[str, frozenset[str]], int] = defaultdict(int)
         for storage, path in self._saved_by.items():
             if storage not in self._not_counted:
-                where = SavedBy(path, frozenset(self._argument_of[storage]))
+                where = path, frozenset(self._argument_of[storage])
                 saved[where] += self._tensors[storage].untyped_storage().nbytes()
         return Trace(dict(saved), dict(self._flops))
 

@@ -219,7 +219,7 @@ def glm4_moe(**overrides: Any) -> MoEConfig:
 
 
 def longcat_flash(**overrides: Any) -> MoEConfig:
-    """LongCat-Flash: half as many copy experts as others, so that a token uses 8 of its 12 experts on average.
+    """LongCat-Flash: one copy expert for two others, so that a token uses 8 of its 12 experts on average.
 
     The bias is moved by other rules than here, which keep this average, and the weight of the balance loss is not
     published.

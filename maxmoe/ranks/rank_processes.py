@@ -107,7 +107,7 @@ class RankProcesses:
 
 
 def require_one_thread() -> None:
-    """Raise an error if this process has several threads, including those of OpenMP, where the system lists them."""
+    """Raise an error if this process has several threads, including OpenMP's, where the system lists them."""
     tasks = Path("/proc/self/task")
     count = len([*tasks.iterdir()]) if tasks.exists() else 1
     if count > 1:

@@ -155,7 +155,7 @@ def same_tokens_everywhere(module: nn.Module, group: Callable[[], LocalTokens] =
     It applies to the calls of this thread.
 
     Args:
-        module: module whose token groups are replaced, with those of its descendants.
+        module: module whose token groups are replaced, and in its descendants.
         group: makes the token group of each of them.
     """
     with ExitStack() as stack:

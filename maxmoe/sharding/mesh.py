@@ -79,7 +79,7 @@ class Mesh:
     def within_stage(self) -> "Mesh":
         """Return the mesh of the ranks of this rank's stage: those that differ from it on other axes than `stage`.
 
-        Ranks, coordinates and sizes of the returned mesh are within the stage. Its process groups are those of this
+        Ranks, coordinates and sizes of the returned mesh are within the stage. It shares the process groups of this
         mesh. Without an axis `stage`, or with one of size one, all ranks are in one stage.
         """
         mesh = Mesh.planned({axis: size for axis, size in self.sizes.items() if axis != STAGE_AXIS})

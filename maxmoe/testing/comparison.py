@@ -14,18 +14,35 @@ from maxmoe.ranks.rank_processes import RankProcesses
 from maxmoe.testing.explanation import Facts, Part, WrongGradient
 from maxmoe.testing.factors import CLOSE, Sizes, is_close, named_factor
 from maxmoe.testing.layout import Entries, distance, largest_of, locate, missing_entries
-from maxmoe.testing.measurement import WHOLE, Measurement, ParameterEntries, Training, gradients_of_terms
-from maxmoe.testing.report import Comparison, RankComparison, Verdict
+from maxmoe.testing.measurement import (
+    WHOLE,
+    Measurement,
+    ParameterEntries,
+    Training,
+    gradients_of_terms,
+    update_between,
+)
+from maxmoe.testing.report import Comparison, Noun, RankComparison, Verdict
 from maxmoe.testing.run_facts import batches_of_shares, partitions, sizes, weights_of
-from maxmoe.testing.starts import by_name
+from maxmoe.testing.starts import by_name, different_buffers
 
 FLOOR = 1e-2  # the scale of a tensor is its largest entry, at least this part of the largest entry of all tensors
 LOSS_FLOOR = 1e-3  # a loss is compared on its own scale, at least this part of the largest gradient
+OF_UPDATES = 1e3  # tolerance of updates beside gradients: Adam divides small gradients by their size
+
+Texts = tuple[str, ...]
 
 
 @dataclass
 class RankComparer:
-    """Comparison of the ranks with one process; `notes` collects facts for the report."""
+    """Comparison of a step, or of the update after it, on the ranks with one process.
+
+    Attributes:
+        training: the functions of the user, with the number of this step.
+        notes: facts for the report.
+        noun: what the measurements have in the place of gradients.
+        before: one process in the step before.
+    """
 
     training: Training
     processes: RankProcesses
@@ -34,18 +51,32 @@ class RankComparer:
     dtype: torch.dtype
     tolerance: float
     notes: list[str]
+    noun: Noun = "gradient"
+    before: Measurement | None = None
     too_small: list[str] = field(default_factory=list)  # names of gradients
     ambiguous: list[str] = field(default_factory=list)  # names of parameters
 
     def comparison(self) -> RankComparison:
         """Compare loss, outputs and gradients."""
+        if self.noun == "gradient":
+            self.notes.extend(different_buffers(self.one_process, self.ranks, self.tolerance))
         loss, outputs, gradients = self._loss(), self._outputs(), self._gradients()
         is_equal = all(item.equal for item in (*loss, *outputs, *gradients))
         not_finite = [item.name for item in (*loss, *gradients) if not math.isfinite(item.one_process)]
         verdict: Verdict = "not finite" if not_finite else "equal" if is_equal else "different"
-        culprits = (f"Infinite or NaN in one process: {_names(not_finite)}.",) if not_finite else ()
-        run = len(self.ranks), self.dtype, self.tolerance
-        return RankComparison(verdict, *run, loss, outputs, gradients, culprits, tuple(self.notes))
+        culprits: Texts = (f"Infinite or NaN in one process: {_names(not_finite)}.",) if not_finite else ()
+        run, notes = (len(self.ranks), self.dtype, self.tolerance), tuple(dict.fromkeys(self.notes))
+        step = self.training.steps
+        return RankComparison(verdict, *run, loss, outputs, gradients, culprits, notes, step, self.noun)
+
+    def update(self, after: "RankComparer") -> "RankComparer":
+        """Return the comparison of the update before the next step, without gradients that may be rounding."""
+        one_process = update_between(self.one_process, after.one_process)
+        for name in self.too_small:
+            del one_process.parameters[name]
+        ranks = [update_between(*pair) for pair in zip(self.ranks, after.ranks, strict=True)]
+        run = self.dtype, min(OF_UPDATES * self.tolerance, 0.5)
+        return RankComparer(self.training, self.processes, one_process, ranks, *run, self.notes, "update")
 
     def _loss(self) -> tuple[Comparison, ...]:
         """Compare the loss and its terms, which are the sum or the mean over the ranks."""
@@ -114,9 +145,9 @@ class RankComparer:
         trained = [name for name, item in parameters.items() if item.requires_grad and self._expected[name].numel()]
         zero = [name for name in trained if not self._expected[name].any()]
         for title, names in (
-            ("Gradients that are zero in one process, so that nothing is compared", zero),
-            ("Gradients that are too small to be told from rounding", self.too_small),
-            ("Shards with equal values, each matched to the place with the closest gradient", self.ambiguous),
+            (f"{self.noun.capitalize()}s that are zero in one process, so that nothing is compared", zero),
+            (f"{self.noun.capitalize()}s that are too small to be told from rounding", self.too_small),
+            (f"Shards with equal values, each matched to the place with the closest {self.noun}", self.ambiguous),
         ):
             if names:
                 self.notes.append(f"{title}: {_names(names)}.")
@@ -150,10 +181,7 @@ class RankComparer:
 
     @cached_property
     def _expected(self) -> dict[str, Tensor]:
-        return {
-            name: torch.zeros_like(item.value.values) if item.gradient is None else item.gradient.values
-            for name, item in self.one_process.parameters.items()
-        }
+        return self.one_process.gradients()
 
     @cached_property
     def _largest(self) -> float:
@@ -166,9 +194,11 @@ class RankComparer:
     @cached_property
     def _facts(self) -> Facts:
         """Run one process on parts of the batch, and with each term of the loss alone."""
+        groups = partitions(self.ranks)
+        if self.noun == "update":
+            return Facts(self._sizes, groups, noun=self.noun)
         shares = batches_of_shares(self.one_process, self.ranks)
         batches = [self.one_process.batch, *(batch for _, batch in shares)]
-        groups = partitions(self.ranks)
         try:
             whole, *parts = self.processes.run_alone(gradients_of_terms, self.training, self.dtype, batches)
         except RankError as error:
@@ -176,7 +206,19 @@ class RankComparer:
             return Facts(self._sizes, groups)
         weights = weights_of(parts, self._expected, self.tolerance * self._largest)
         found = [(share, terms) for (share, _), terms in zip(shares, parts, strict=True)]
-        return Facts(self._sizes, groups, whole, found, weights)
+        before = self.before.gradients() if self.before else {}
+        return Facts(self._sizes, groups, whole, found, weights, before=before)
+
+
+def compare_steps(steps: Sequence[RankComparer]) -> RankComparison:
+    """Compare steps and the updates between them, until one differs."""
+    for step, after in itertools.pairwise(steps):
+        found = step.comparison()
+        if not found.differs:
+            found = step.update(after).comparison()
+        if found.differs:
+            return found
+    return steps[-1].comparison()
 
 
 def compare_output(whole: Tensor, calls: Sequence[Sequence[Entries]]) -> tuple[float, int] | None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from maxmoe.testing.factors import RIGHT, Share, ShareFactors, Sizes, fit, named_factor
 from maxmoe.testing.layout import distance, largest_of
 from maxmoe.testing.measurement import ADDED, WHOLE
+from maxmoe.testing.report import Noun
 
 Gradients = Mapping[str, Tensor]  # by parameter
 
@@ -44,6 +45,8 @@ class Facts:
         weights: numbers by which the gradients of the shares are multiplied in the gradient of the whole batch; empty
             if the gradients of the shares do not add up to it.
         known: factors of the shares that explain other gradients.
+        noun: what is compared.
+        before: gradients of the step before in one process.
     """
 
     sizes: Sizes
@@ -52,6 +55,8 @@ class Facts:
     shares: list[tuple[Share, Mapping[str, Gradients]]] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
     known: list[ShareFactors] = field(default_factory=list)
+    noun: Noun = "gradient"
+    before: Gradients = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,7 @@ class WrongGradient:
             self._not_finite()
             or self._zero()
             or self._one_factor()
+            or self._step_before()
             or self._terms()
             or self._missing_reduction()
             or self._factor_per_rank()
@@ -92,11 +98,20 @@ class WrongGradient:
         return None if torch.isfinite(self.expected).all() else "finite, but not in one process"
 
     def _zero(self) -> str | None:
-        return None if largest_of(self._values) > self.largest_error else "detached: the gradient is zero"
+        if largest_of(self._values) > self.largest_error:
+            return None
+        return "no update" if self.facts.noun == "update" else "detached: the gradient is zero"
 
     def _one_factor(self) -> str | None:
         factors = fit([self._on_ranks(self.expected)], self._values, self.largest_error)
         return self._named(factors[0]) if factors else None
+
+    def _step_before(self) -> str | None:
+        if self.name not in self.facts.before:
+            return None
+        gradients = self.expected, self.facts.before[self.name]
+        factors = fit([self._on_ranks(gradient) for gradient in gradients], self._values, self.largest_error)
+        return f"{self._named(factors[0])}, and the gradient of the step before" if factors else None
 
     def _terms(self) -> str:
         """Terms of the loss with a factor each."""
@@ -107,7 +122,8 @@ class WrongGradient:
         """Gradients of the ranks of a group that are right when they are summed."""
         parts = {part.rank: part for part in self.parts}
         for name, groups in self.facts.partitions.items():
-            members = [[parts[rank] for rank in group if rank in parts] for group in groups]
+            present = [[parts[rank] for rank in group if rank in parts] for group in groups]
+            members = [of_group for of_group in present if of_group]
             if any(len(of_group) < 2 for of_group in members) or any(
                 not torch.equal(part.indices, of_group[0].indices) for of_group in members for part in of_group
             ):
@@ -116,7 +132,7 @@ class WrongGradient:
             expected = torch.cat([of_group[0].of(self.expected) for of_group in members])
             for word, factor in (("sum", 1), ("mean", max(map(len, groups)))):
                 if distance(values, factor * expected) <= self.largest_error * factor:
-                    return f"missing reduction ({word}) over {name}: each rank has only its own gradient"
+                    return f"missing reduction ({word}) over {name}: each rank has only its own {self.facts.noun}"
         return None
 
     def _factor_per_rank(self) -> str | None:
@@ -144,7 +160,7 @@ class WrongGradient:
                 distance(torch.stack(column, 1) @ factors.to(part.values), part.values) <= self.largest_error
                 for part, column, factors in zip(parts, columns, known.factors, strict=True)
             ):
-                return known.describe(self.facts.sizes, self.facts.partitions)
+                return known.describe(self.facts.sizes)
         together = [torch.cat(share) for share in zip(*columns, strict=True)]
         common = fit(together, torch.cat([part.values for part in parts]), self.largest_error)
         pairs = zip(parts, columns, strict=True)
@@ -153,7 +169,7 @@ class WrongGradient:
             return None
         factors = torch.tensor(found, dtype=torch.float64)
         self.facts.known.append(ShareFactors(ranks, [share for share, _ in self.facts.shares], factors))
-        return self.facts.known[-1].describe(self.facts.sizes, self.facts.partitions)
+        return self.facts.known[-1].describe(self.facts.sizes)
 
     def _terms_of_shares(self) -> str | None:
         """Each rank has computed the loss of its own batch, whose sum or mean is not the loss of the whole batch."""

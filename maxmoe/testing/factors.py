@@ -68,32 +68,20 @@ class ShareFactors:
     shares: list[Share]
     factors: Tensor
 
-    def describe(self, sizes: Sizes, partitions: Mapping[str, list[list[int]]]) -> str:
+    def describe(self, sizes: Sizes) -> str:
         """Say which tokens are missing or have another factor."""
-        own, others = self._split([[rank] for rank in self.ranks])
-        if _is_constant(own) and _is_constant(others):
-            mine, their = named_factor(float(own[0]), sizes), named_factor(float(others[0]), sizes)
-            if abs(others[0]) <= CLOSE:
-                factor = "" if mine == RIGHT else f", {mine}"
-                return f"missing reduction: each rank has only the gradient of its own tokens{factor}"
-            if mine != their:
-                return f"gradient of the rank's own tokens: {mine}; of the tokens of other ranks: {their}"
-        for name, groups in partitions.items():
-            near, far = self._split([next((group for group in groups if rank in group), []) for rank in self.ranks])
-            if _is_constant(near) and len(far) and far.abs().max() <= CLOSE:
-                return f"missing reduction: each rank has only the gradient of the tokens of its {name}"
         if not all(_is_constant(column) for column in self.factors.unbind(1)):
-            return "gradients of the tokens of some ranks are missing or have a factor, differently on each rank"
+            names = ", ".join("+".join(map(str, share.ranks)) for share in self.shares)
+            rows = zip(self.ranks[:4], self.factors.tolist(), strict=False)
+            texts = [
+                f"{', '.join(f'{round(item, 4) + 0.0:g}' for item in row)} times on rank {rank}" for rank, row in rows
+            ]
+            return f"gradient of the tokens of rank {names}: {'; '.join(texts)}"
         found: dict[str, list[Share]] = {}
         for share, factor in zip(self.shares, self.factors[0].tolist(), strict=True):
             found.setdefault(named_factor(factor, sizes), []).append(share)
         wrong = {text: shares for text, shares in found.items() if text != RIGHT}
         return "; ".join(f"gradient of the tokens of {self._names(shares)}: {text}" for text, shares in wrong.items())
-
-    def _split(self, groups: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-        """Return the factors of the tokens that each rank's group has, and of all other tokens."""
-        is_own = torch.tensor([[bool({*group} & {*share.ranks}) for share in self.shares] for group in groups])
-        return self.factors[is_own], self.factors[~is_own]
 
     def _names(self, found: list[Share]) -> str:
         """Name shares by micro-batch if they have the micro-batch of every rank, else by rank."""

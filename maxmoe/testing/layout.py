@@ -67,8 +67,24 @@ def locate(parts: Sequence[Entries], whole: Tensor) -> list[tuple[list[Tensor], 
                 candidates, error = [], difference
             if difference <= error:
                 candidates.append(indices.flatten())
+        if error > 0 and part.indices is None and (closest := _selection(part.values, whole)) is not None:
+            difference = distance(part.values, whole.flatten()[closest])
+            if difference < error:
+                candidates, error = [closest.flatten()], difference
         found.append((candidates, error))
     return found
+
+
+def _selection(values: Tensor, whole: Tensor) -> Tensor | None:
+    """Return the flat indices of the closest slices along the dim that is smaller, such as every second sequence."""
+    if not 1 < values.ndim == whole.ndim or not values.numel():  # numbers of a vector are near each other by chance
+        return None
+    dims = [dim for dim, sizes in enumerate(zip(values.shape, whole.shape, strict=True)) if sizes[0] != sizes[1]]
+    if len(dims) != 1 or values.numel() > whole.numel():
+        return None
+    mine, others = (tensor.double().movedim(dims[0], 0).flatten(1) for tensor in (values, whole))
+    closest = torch.cdist(mine, others, p=math.inf).argmin(1)
+    return torch.arange(whole.numel()).view(whole.shape).index_select(dims[0], closest)
 
 
 def blocks(shapes: Sequence[Shape], rank: int, whole: Shape) -> Iterator[Block]:

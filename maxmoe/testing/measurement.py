@@ -1,4 +1,4 @@
-"""What one training step computes, measured in one process and on a rank: loss, outputs, parameters, gradients."""
+"""What training steps compute, measured in one process and on a rank: loss, outputs, parameters, gradients."""
 
 import functools
 import pickle
@@ -6,7 +6,8 @@ import random
 import sys
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from maxmoe._torch import process_groups
+from maxmoe._torch import TorchDispatchMode, process_groups
 from maxmoe.testing.batches import map_tensors, tensors_in
 from maxmoe.testing.layout import Entries
 
@@ -31,7 +32,14 @@ class Training:
     make_batch: Callable[[int, int], Any]
     loss: Callable[[Any, Any], Tensor | Mapping[str, Tensor]]
     step: Callable[[Any, Any], Tensor | Mapping[str, Tensor] | None] | None = None
+    make_update: Callable[[Any], Callable[[], object]] | None = None
+    steps: int = 1
     vary_constants: bool = True  # see _vary_constants
+    has_dropout: bool = True
+
+    def mode(self) -> AbstractContextManager[Any]:
+        """Return the context in which the model runs."""
+        return nullcontext() if self.has_dropout else WithoutDropout()  # type: ignore[no-untyped-call]
 
 
 @dataclass
@@ -54,6 +62,7 @@ class Measurement:
         buffers: buffers "before" and "after" the step, by name.
         batch: the batch.
         groups: ranks of each process group of this rank.
+        random_state: checksum of torch's random state that `parallelize` left.
         narrow: a dtype in which the model computes, narrower than the dtype of the parameters, and the function.
     """
 
@@ -63,54 +72,64 @@ class Measurement:
     buffers: dict[str, dict[str, Entries]]
     batch: Any
     groups: dict[str, list[int]] = field(default_factory=dict)
+    random_state: int = 0
     narrow: tuple[torch.dtype, str] | None = None
 
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the gradients of all parameters, zeros for those without one."""
+        return {
+            name: torch.zeros_like(item.value.values) if item.gradient is None else item.gradient.values
+            for name, item in self.parameters.items()
+        }
 
-def measure_one_process(training: Training, dtype: torch.dtype) -> tuple[Measurement, Measurement]:
-    """Run the step twice in one process, with other random numbers, and return both measurements."""
-    first = _measure(build(training, 0, dtype), training.loss, make_batch(training, 0, 1, dtype), seed=0)
-    model, batch = build(training, 0, dtype), make_batch(training, 0, 1, dtype)
+
+def measure_one_process(training: Training, dtype: torch.dtype) -> tuple[list[Measurement], Measurement]:
+    """Run the steps in one process, and the first one again with other random numbers."""
+    steps = _measure_steps(training, build(training, 0, dtype), dtype)
+    model = build(training, 0, dtype)
     with NarrowResults(dtype) as narrow:
-        second = _measure(model, training.loss, batch, seed=1)
-    first.narrow = narrow.found
-    return first, second
+        (again,) = _measure_steps(replace(training, steps=1), model, dtype, seed=1)
+    steps[0].narrow = narrow.found
+    return steps, again
 
 
-def measure_rank(training: Training, dtype: torch.dtype) -> Measurement:
-    """Run the step on this rank."""
+def measure_rank(training: Training, dtype: torch.dtype) -> list[Measurement]:
+    """Run the steps on this rank."""
     rank = dist.get_rank()
     model = training.parallelize(build(training, rank, dtype))
     if not hasattr(model, "named_parameters"):
         got = "None" if model is None else type(model).__name__
         raise ValueError(f"parallelize must return the model, got {got}")
-    batch = make_batch(training, rank, dist.get_world_size(), dtype)
-    has_backward = training.step is not None
-    measurement = _measure(model, training.step or training.loss, batch, seed=rank, has_backward=has_backward)
-    measurement.groups = process_groups()
-    return measurement
+    random_state = zlib.crc32(bytes(torch.get_rng_state().tolist()))
+    steps = _measure_steps(training, model, dtype, seed=rank)
+    return [replace(step, groups=process_groups(), random_state=random_state) for step in steps]
 
 
 def gradients_of_terms(
     training: Training, dtype: torch.dtype, batches: list[Any]
 ) -> list[dict[str, dict[str, Tensor]]]:
-    """Return the gradients of all parameters in one process, for each batch, by the name of each term of the loss.
+    """Return the gradients of all parameters in the last step of one process, for each batch, by term of the loss.
 
     A backward may add gradients that do not depend on the loss: of an auxiliary loss, as in `MoEFeedForward`. They
     are what is left of a loss times zero, and are returned as the term ADDED.
     """
-    model, found = build(training, 0, dtype), []
-    for batch in batches:
-        _seed(0)
-        terms = terms_of(training.loss(model, batch))
-        added = _gradients_of(model, 0 * _total(terms))
-        gradients = {name: _gradients_of(model, term) for name, term in terms.items()}
-        if any(gradient.any() for gradient in added.values()):
-            for name, term in terms.items():
-                for parameter, gradient in _gradients_of(model, 0 * term).items():
-                    gradients[name][parameter] -= gradient
-            gradients[ADDED] = added
-        found.append(gradients)
-    return found
+    model = build(training, 0, dtype)
+    _measure_steps(training, model, dtype)
+    with training.mode():
+        return [_gradients_of_batch(training, model, batch) for batch in batches]
+
+
+def _gradients_of_batch(training: Training, model: nn.Module, batch: Any) -> dict[str, dict[str, Tensor]]:
+    _seed(0)
+    terms = terms_of(training.loss(model, batch))
+    added = _gradients_of(model, 0 * _total(terms))
+    gradients = {name: _gradients_of(model, term) for name, term in terms.items()}
+    if any(gradient.any() for gradient in added.values()):
+        for name, term in terms.items():
+            for parameter, gradient in _gradients_of(model, 0 * term).items():
+                gradients[name][parameter] -= gradient
+        gradients[ADDED] = added
+    return gradients
 
 
 def build(training: Training, seed: int, dtype: torch.dtype) -> nn.Module:
@@ -199,6 +218,33 @@ class NarrowResults(TorchFunctionMode):
         return result
 
 
+class WithoutDropout(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Mode in which random masks have their mean everywhere: dropout changes nothing."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call another operator than the one that draws masks."""
+        if function is torch.ops.aten.bernoulli_.float:
+            return args[0].fill_(args[1] if len(args) > 1 else 0.5)
+        return function(*args, **(kwargs or {}))
+
+
+def _measure_steps(training: Training, model: Any, dtype: torch.dtype, seed: int = 0) -> list[Measurement]:
+    """Run the steps in one process or on this rank, with an update between two of them."""
+    on_rank = dist.is_initialized()
+    place = (dist.get_rank(), dist.get_world_size()) if on_rank else (0, 1)
+    has_backward = on_rank and training.step is not None
+    run: Any = training.step if has_backward else training.loss
+    found: list[Measurement] = []
+    with training.mode():
+        update = training.make_update(model) if training.make_update else None
+        for number in range(training.steps):
+            if number and update:
+                update()
+            batch = make_batch(training, *place, dtype)
+            found.append(_measure(model, run, batch, seed=seed + number, has_backward=has_backward))
+    return found
+
+
 def _measure(
     model: Any, step: Callable[[Any, Any], Any], batch: Any, *, seed: int, has_backward: bool = False
 ) -> Measurement:
@@ -238,6 +284,17 @@ def _measure(
         buffers={**buffers, "after": _buffers_of(model)},
         batch=recorded,
     )
+
+
+def update_between(before: Measurement, after: Measurement) -> Measurement:
+    """Return a measurement with what an update adds to the parameters in the place of the gradients."""
+
+    def updated(name: str, item: ParameterEntries) -> ParameterEntries:
+        added = after.parameters[name].value.values - item.value.values
+        return replace(item, gradient=replace(item.value, values=added))
+
+    parameters = {name: updated(name, item) for name, item in before.parameters.items()}
+    return replace(before, loss={}, outputs=[], parameters=parameters)
 
 
 def _buffers_of(model: Any) -> dict[str, Entries]:

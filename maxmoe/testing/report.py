@@ -8,6 +8,7 @@ import torch
 from maxmoe.text_table import paragraph, terminal_width, text_table
 
 Verdict = Literal["equal", "different", "random", "different start", "not finite"]
+Noun = Literal["gradient", "update"]
 HEADS = {
     "equal": "equal",
     "different": "different",
@@ -16,7 +17,7 @@ HEADS = {
     "not finite": "one process is not finite",
 }
 COLUMNS = (
-    "One process, ranks: value of a loss, norm of an output or gradient; one number for all ranks, or one for each. "
+    "One process, ranks: value of a loss, norm of an output or {noun}; one number for all ranks, or one for each. "
     "Error: largest difference on any rank, divided by the largest entry in one process."
 )
 MAX_ROWS = 40  # of the printed table
@@ -59,10 +60,13 @@ class RankComparison:
         tolerance: relative error below which a difference is rounding.
         loss: the loss, and the terms of a loss that has several.
         outputs: tensors that the model returns.
-        gradients: gradients by parameter, in the order in which the backward computes them.
+        gradients: gradients by parameter, in the order in which the backward computes them; for the noun "update" what
+            the update after the step has added to the parameters.
         culprits: what is random, not finite, or differs before the first step.
         notes: facts about the comparison, such as why it is not in float64, and buffers that differ before or after the
             step.
+        step: number of the step: the first one that differs, or the last one.
+        noun: "update" if the gradients of the step are right, but not the update after it.
     """
 
     verdict: Verdict
@@ -74,11 +78,18 @@ class RankComparison:
     gradients: tuple[Comparison, ...] = ()
     culprits: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    step: int = 1
+    noun: Noun = "gradient"
 
     @property
     def equal(self) -> bool:
         """Whether loss, outputs and all gradients are equal to one process."""
         return self.verdict == "equal"
+
+    @property
+    def differs(self) -> bool:
+        """Whether the ranks have something else than one process, which need not be finite."""
+        return not all(item.equal for item in (*self.loss, *self.outputs, *self.gradients))
 
     @property
     def first_wrong(self) -> Comparison | None:
@@ -101,7 +112,7 @@ class RankComparison:
     def __str__(self) -> str:
         width = terminal_width()
         dtype = str(self.dtype).removeprefix("torch.")
-        head = f"compare_ranks: {HEADS[self.verdict]}. {self.num_ranks} ranks beside one process"
+        head = f"compare_ranks: {HEADS[self.verdict]}{self._place()}. {self.num_ranks} ranks beside one process"
         lines = [f"{head}, {dtype}, tolerance {self.tolerance:.0e}.", *self.culprits]
         if wrong := [output.name for output in self.outputs if not output.equal]:
             lines.append(f"The mistake is in the forward pass: {', '.join(wrong)} differs.")
@@ -109,7 +120,14 @@ class RankComparison:
         text = "\n".join(paragraph(line, width=width) for line in lines)
         if not (self.loss or self.outputs or self.gradients):
             return text
-        return f"{text}\n\n{self._table(width)}\n\n{paragraph(COLUMNS, width=width)}"
+        return f"{text}\n\n{self._table(width)}\n\n{paragraph(COLUMNS.format(noun=self.noun), width=width)}"
+
+    def _place(self) -> str:
+        if self.noun == "update":
+            return f" in the update after step {self.step}"
+        if self.step == 1:
+            return ""
+        return f" in {self.step} steps" if self.equal else f" in step {self.step}"
 
     def _first_wrong(self) -> list[str]:
         first = self.first_wrong
@@ -118,8 +136,8 @@ class RankComparison:
         wrong = [gradient for gradient in self.gradients if not gradient.equal]
         alike = sum(gradient.explanation == first.explanation for gradient in wrong)
         return [
-            f"First wrong gradient, in the order of the backward: {first.name}: {first.explanation}.",
-            f"{len(wrong)} of {len(self.gradients)} gradients are wrong, {alike} of them in this way.",
+            f"First wrong {self.noun}, in the order of the backward: {first.name}: {first.explanation}.",
+            f"{len(wrong)} of {len(self.gradients)} {self.noun}s are wrong, {alike} of them in this way.",
         ]
 
     def _table(self, width: int | None) -> str:
@@ -133,10 +151,15 @@ class RankComparison:
                 f"{row.one_process:.6g}",
                 " | ".join(f"{value:.6g}" for value in row.ranks) or "none",
                 f"{row.error:.0e}" if row.error else "0",
-                row.explanation or "right",
+                self._explanation(row),
             )
             for row in rows
         ]
         heading = ("", "one process", "ranks", "error", "explanation")
         table = text_table([heading, *cells], right=(1, 3), width=width)
         return f"{table}\n... and {left_out} rows more" if left_out > 0 else table
+
+    def _explanation(self, row: Comparison) -> str:
+        first = self.first_wrong
+        is_repeated = first is not None and row is not first and row.explanation == first.explanation
+        return f"as {first.name}" if first and is_repeated else row.explanation or "right"

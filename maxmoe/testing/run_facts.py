@@ -1,5 +1,6 @@
 """What is known of a run besides its gradients: groups of ranks, sizes, and gradients of parts of batch and loss."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -51,6 +52,19 @@ def batches_of_shares(one_process: Measurement, ranks: Sequence[Measurement]) ->
         for those, batch in found
         for number, micro_batch in enumerate(micro_batches(batch, count))
     ]
+
+
+def shared_masks(ranks: Sequence[Measurement]) -> list[str]:
+    """Describe a pair of ranks with the same dropout masks for different tokens, and the other way round."""
+    texts: dict[bool, str] = {}
+    for first, second in itertools.combinations(range(len(ranks)), 2):
+        one, other = ranks[first], ranks[second]
+        has_same_masks = one.random_state == other.random_state
+        if have_same_tensors(one.batch, other.batch) != has_same_masks:
+            masks, tokens = ("equal", "different") if has_same_masks else ("different", "the same")
+            text = f"Dropout masks of ranks {first} and {second} are {masks}, their tokens are {tokens}."
+            texts.setdefault(has_same_masks, text)
+    return list(texts.values())
 
 
 def weights_of(shares: Sequence[Mapping[str, Gradients]], whole: Gradients, largest_error: float) -> list[float]:

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 from maxmoe.ranks.failures import RankError
 from maxmoe.ranks.rank_processes import RankProcesses
-from maxmoe.testing.comparison import RankComparer
+from maxmoe.testing.comparison import RankComparer, compare_steps
 from maxmoe.testing.measurement import Training, measure_one_process, measure_rank
 from maxmoe.testing.report import RankComparison, Verdict
-from maxmoe.testing.starts import different_buffers, different_starts, random_parameters
+from maxmoe.testing.run_facts import shared_masks
+from maxmoe.testing.starts import different_starts, random_parameters
 
 # Largest difference that is taken for rounding, relative to the largest entry of a tensor.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
-# Last line of a traceback that names a dtype.
-ABOUT_DTYPE = re.compile(r"^\S*(Error|Exception): .*(float64|[Dd]ouble|dtype).*$", re.MULTILINE)
+REASON = re.compile(r"^\S*(Error|Exception)\b.*$", re.MULTILINE)  # last line of a traceback
 
 
 def compare_ranks(
@@ -33,20 +33,19 @@ def compare_ranks(
     num_ranks: int = 2,
     *,
     step: Callable[[Any, Any], Tensor | Mapping[str, Tensor] | None] | None = None,
+    make_update: Callable[[Any], Callable[[], object]] | None = None,
+    steps: int = 1,
     dtype: torch.dtype | None = None,
     tolerance: float | None = None,
     timeout: float = 300.0,
 ) -> RankComparison:
-    """Compare a training step on several ranks with the same step in one process.
+    """Compare training steps on several ranks with the same steps in one process.
 
     Starts one process without `torch.distributed`, then `num_ranks` processes with gloo on the CPU. One process runs
     ``loss(model, batch).backward()`` with the whole batch, each rank with its part of the batch and the model that
     `parallelize` returns. The gradients of every rank must then be the gradients of one process: whole for an ordinary
     parameter, the shard of the rank for a `DTensor` and for a parameter that is a block of the whole parameter. The
-    loss of one process must be the sum or the mean over the ranks. The model may be of any library. A pytest test is::
-
-        def test_ranks_train_as_one_process():
-            compare_ranks(build_model, parallelize, make_batch, loss, num_ranks=4).raise_if_different()
+    loss of one process must be the sum or the mean over the ranks. The model may be of any library. Dropout is off.
 
     Args:
         build_model: function that returns the model, on the CPU. Rank r is seeded with r before the call, one process
@@ -64,6 +63,10 @@ def compare_ranks(
         step: function of model and batch that runs forward and backward of one optimizer step on a rank if this is more
             than ``loss(model, batch).backward()``: micro-batches, reductions of gradients, a pipeline. Returns the
             loss of the step, as `loss` does, or None.
+        make_update: function of the model, as built in one process and as `parallelize` returns it on a rank, that
+            returns a function without arguments: it updates the parameters from the gradients and clears these.
+        steps: number of steps. The updates between them, and the gradients of each, are compared: clipping, optimizer
+            state, loss scaling, buffers, whatever ranks keep from one step to the next. The batch stays the same.
         dtype: dtype of parameters and batch; None for float64, or float32 if the model cannot run in float64. What
             differs in float64 is compared in float32 once more, and the report says if it is right there.
         tolerance: largest difference that counts as rounding, relative to the largest entry of a tensor; None for 1e-9
@@ -78,8 +81,10 @@ def compare_ranks(
         RankError: if a process raises, dies or hangs, with its traceback.
     """
     __tracebackhide__ = True  # for pytest
-    training = Training(build_model, parallelize, make_batch, loss, step)
-    _check(num_ranks, dtype, tolerance, timeout)
+    training = Training(build_model, parallelize, make_batch, loss, step, make_update, steps)
+    _check(num_ranks, dtype, tolerance, timeout, steps)
+    if steps > 1 and make_update is None:
+        raise ValueError(f"{steps} steps need make_update, got None")
     _check_functions(training)
     return Run(training, num_ranks, dtype, tolerance, RankProcesses(timeout=timeout, deadline=timeout)).compare()
 
@@ -102,11 +107,14 @@ class Run:
         try:
             found = self._compare(torch.float64)
         except RankError as error:
-            if (reason := ABOUT_DTYPE.search(str(error))) is None:
+            reason = REASON.search(str(error))
+            if reason is None:  # a rank died or hung
                 raise
-            note = f"Compared in float32, because the model cannot run in float64: {reason.group()}."
-            found = self._compare(torch.float32)
-            return replace(found, notes=(note, *found.notes))
+            with suppress(RankError):
+                found = self._compare(torch.float32)
+                note = f"Compared in float32, because the model cannot run in float64: {reason.group()}."
+                return replace(found, notes=(note, *found.notes))
+            raise
         with suppress(RankError):
             if found.verdict == "different" and self._compare(torch.float32).equal:  # some operators of torch do so
                 note = "All are equal in float32: the difference is specific to float64, or smaller than the tolerance."
@@ -116,7 +124,8 @@ class Run:
     def _compare(self, dtype: torch.dtype) -> RankComparison:
         """Run one process and the ranks, and compare them."""
         __tracebackhide__ = True
-        first, second = self.processes.run_alone(measure_one_process, self.training, dtype)
+        steps, again = self.processes.run_alone(measure_one_process, self.training, dtype)
+        first = steps[0]
         notes: list[str] = []
         if first.narrow:
             narrow = str(first.narrow[0]).removeprefix("torch.")
@@ -127,20 +136,30 @@ class Run:
             named = tuple(culprits[:8])
             return RankComparison(verdict, self.num_ranks, dtype, tolerance, culprits=named, notes=tuple(notes))
 
-        if culprits := random_parameters(first, second, tolerance):
+        if culprits := random_parameters(first, again, tolerance):
+            if self.training.has_dropout:
+                return replace(self, training=replace(self.training, has_dropout=False))._compare(dtype)
             return stopped("random")
         ranks = self.processes.run(measure_rank, self.num_ranks, self.training, dtype)
-        if culprits := different_starts(first, ranks, tolerance):
+        first_of_ranks = [steps_of_rank[0] for steps_of_rank in ranks]
+        if culprits := different_starts(first, first_of_ranks, tolerance):
             if self.training.vary_constants:  # parallelize may initialize constants once more
                 return replace(self, training=replace(self.training, vary_constants=False))._compare(dtype)
             return stopped("different start")
-        notes.extend(different_buffers(first, ranks, tolerance))
-        return RankComparer(self.training, self.processes, first, ranks, dtype, tolerance, notes).comparison()
+        if not self.training.has_dropout:
+            notes += ["Compared without dropout.", *shared_masks(first_of_ranks)]
+        comparers = []
+        for number, (one_process, *of_ranks) in enumerate(zip(steps, *ranks, strict=True)):
+            training, before = replace(self.training, steps=number + 1), steps[number - 1] if number else None
+            run = training, self.processes, one_process, of_ranks, dtype, tolerance, notes
+            comparers.append(RankComparer(*run, before=before))
+        return compare_steps(comparers)
 
 
-def _check(num_ranks: Any, dtype: Any, tolerance: Any, timeout: Any) -> None:
-    if not isinstance(num_ranks, int) or num_ranks < 2:
-        raise ValueError(f"num_ranks must be an integer of at least 2, got {num_ranks!r}")
+def _check(num_ranks: Any, dtype: Any, tolerance: Any, timeout: Any, steps: Any) -> None:
+    for name, number, least in (("num_ranks", num_ranks, 2), ("steps", steps, 1)):
+        if not isinstance(number, int) or number < least:
+            raise ValueError(f"{name} must be an integer of at least {least}, got {number!r}")
     if dtype is not None and dtype not in TOLERANCES:
         names = ", ".join(str(known) for known in TOLERANCES)
         raise ValueError(f"dtype must be {names} or None, got {dtype!r}")
@@ -151,9 +170,9 @@ def _check(num_ranks: Any, dtype: Any, tolerance: Any, timeout: Any) -> None:
 
 
 def _check_functions(training: Training) -> None:
-    for name in ("build_model", "parallelize", "make_batch", "loss", "step"):
+    for name in ("build_model", "parallelize", "make_batch", "loss", "step", "make_update"):
         function = getattr(training, name)
-        if function is None and name == "step":
+        if function is None and name in ("step", "make_update"):
             continue
         if not callable(function):
             raise TypeError(f"{name} must be a function, got {type(function).__name__}")

@@ -137,7 +137,7 @@ def test_dispatch_is_as_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*mesh, "--dispatch", "ring_of_experts", "--num-chunks", "4") == (0, "")
     said = capsys.readouterr().out
     assert re.search("ring_of_experts +given; auto takes ragged_all_to_all: .* over expert +1 of 8", said)
-    assert re.search("expert ids, forward +all-gather +expert +4 ", said)
+    assert re.search("expert ids, forward +all-gather +expert +8 ", said)
     assert run(*mesh, "--dispatch", "ring") == (2, "usage")
 
 

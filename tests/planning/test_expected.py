@@ -71,7 +71,7 @@ def planned(preset: str) -> str:
     mesh = Mesh.planned({axis: 2 for axis in AXES if axis in named})
     model = Decoder(CONFIG, device="meta")
     step = {"batch_size": 64, "sequence_length": 1024}
-    parts = (activations(mesh, rules), explain(model, mesh, rules, **step), estimate(model, mesh, rules, **step))
+    parts = (activations(mesh, rules), explain(model, mesh, rules), estimate(model, mesh, rules, **step))
     return "\n\n".join([f"{preset} on {mesh}", *map(str, parts)]) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""What `explain` says of Mixture-of-Experts layers: strategy, reason, axes, experts per rank, collectives."""
+"""What `explain` says of Mixture-of-Experts layers: strategy, reason, axes, experts per rank; its collectives."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from maxmoe import MoE
 from maxmoe.models import Decoder
 from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.planning import estimate, explain
-from maxmoe.planning.explain import ExplainedDispatch, dispatch_tables
+from maxmoe.planning.explain import Explanation
 from maxmoe.sharding import Mesh
 from support.parallel_decoder import CONFIG, MOE
 
@@ -17,11 +18,9 @@ STEP = {"batch_size": 8, "sequence_length": 8}
 DEEP = replace(CONFIG, num_layers=5)
 
 
-def layers_of(
-    rules: str, sizes: dict[str, int], dispatch: Dispatch = "auto", **options: Any
-) -> list[ExplainedDispatch]:
+def explained(rules: str, sizes: dict[str, int], dispatch: Dispatch = "auto", **options: Any) -> Explanation:
     model = Decoder(DEEP, device="meta", dtype=torch.bfloat16)
-    return list(explain(model, Mesh.planned(sizes), rules, dispatch=dispatch, **options).dispatch)
+    return explain(model, Mesh.planned(sizes), rules, dispatch=dispatch, **options)
 
 
 @pytest.mark.parametrize(
@@ -43,14 +42,20 @@ def layers_of(
     ],
 )
 def test_strategy_reason_and_axes(
-    rules: str, sizes: dict[str, int], dispatch: str, reason: str, axes: str, num_local_experts: int
+    rules: str,
+    sizes: dict[str, int],
+    dispatch: str,
+    reason: str,
+    axes: str,
+    num_local_experts: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    layers = layers_of(rules, sizes)
-    assert [layer.name for layer in layers] == [f"blocks.{number}.feed_forward" for number in range(1, 5)]
-    assert {layer.plan.strategy for layer in layers} == {dispatch}
-    assert {layer.plan.num_local_experts for layer in layers} == {num_local_experts}
-    (table,) = dispatch_tables(layers, None)
-    (row,) = table.splitlines()[2:]
+    explanation = explained(rules, sizes)
+    assert list(explanation.dispatch) == [f"blocks.{number}.feed_forward" for number in range(1, 5)]
+    assert {plan.strategy for plan in explanation.dispatch.values()} == {dispatch}
+    assert {plan.num_local_experts for plan in explanation.dispatch.values()} == {num_local_experts}
+    monkeypatch.setenv("COLUMNS", "1000")
+    (row,) = str(explanation).split("\n\n")[-1].splitlines()[2:]
     assert row.startswith("blocks.1-4.feed_forward x4  ")
     assert reason in row and axes in row and f"{num_local_experts} of 8" in row
 
@@ -66,31 +71,19 @@ def test_rows_of_copy_experts_are_not_counted(num_copies: int, dispatch: str, re
     moe = replace(MOE, top_k=4, num_copy_experts=num_copies)
     size = 2 if dispatch == "ring_of_experts" else 3
     model = Decoder(replace(CONFIG, moe=replace(moe, num_experts=size * 4)), device="meta")
-    for layer in explain(model, Mesh.planned({"expert": size}), "ep-as-dp").dispatch:
-        assert (layer.plan.strategy, layer.plan.reason) == (dispatch, reason)
-
-
-def test_the_collectives_are_those_of_estimate() -> None:
-    sizes = {"fsdp": 2, "expert": 4}
-    layers = layers_of("ep-as-dp", sizes, "ring_of_experts", num_chunks=2, **STEP)
-    model = Decoder(DEEP, device="meta", dtype=torch.bfloat16)
-    whole = estimate(model, Mesh.planned(sizes), "ep-as-dp", dispatch="ring_of_experts", num_chunks=2, **STEP)
-    of_layers = {row[:3]: row for row in whole.traffic if "weights," not in row.purpose or "routing" in row.purpose}
-    (first, *others) = layers
-    assert all(layer.traffic == first.traffic for layer in others) and first.traffic is not None
-    for row in first.traffic:
-        assert of_layers[row[:3]][3:] == (4 * row.times, 4 * row.bytes)
-    assert {row.purpose for row in first.traffic} >= {"counts, forward", "expert ids, forward"}
-    _, collectives = dispatch_tables(layers, None)
-    assert collectives.startswith("collectives per step in one of blocks.1-4.feed_forward x4  ")
-    assert len(collectives.splitlines()) == 2 + len(first.traffic)
+    for plan in explain(model, Mesh.planned({"expert": size}), "ep-as-dp").dispatch.values():
+        assert (plan.strategy, plan.reason) == (dispatch, reason)
 
 
 def test_sizes_are_those_of_the_tensors() -> None:
     """By hand: 8 * 8 tokens on 8 ranks, D=16, K=2, 4 ranks in a ring."""
-    (ring, *_) = layers_of("ep-as-dp", {"fsdp": 2, "expert": 4}, "ring_of_experts", **STEP)
-    (ragged, *_) = layers_of("ep-as-dp", {"fsdp": 2, "expert": 4}, "ragged_all_to_all", **STEP)
-    bytes_of = [{row.purpose: row.bytes for row in layer.traffic or ()} for layer in (ring, ragged)]
+    layer, mesh = MoE(MOE, device="meta", dtype=torch.bfloat16), Mesh.planned({"fsdp": 2, "expert": 4})
+    strategies: tuple[Dispatch, ...] = ("ring_of_experts", "ragged_all_to_all")
+    traffic = [estimate(layer, mesh, "ep-as-dp", dispatch=dispatch, **STEP).traffic for dispatch in strategies]
+    bytes_of = [
+        {row.purpose: row.bytes for row in rows if row.axis == "expert" and row.purpose != "gradients of weights"}
+        for rows in traffic
+    ]
     tokens, rows, weights, ids = 4 * 8 * 16 * 2, 8 * 2 * 16 * 2, 4 * 8 * 2 * 4, 4 * 8 * 2 * 4
     assert bytes_of[0] == {
         "counts, forward": 3 * 2 * 8,
@@ -107,14 +100,8 @@ def test_sizes_are_those_of_the_tensors() -> None:
     }
 
 
-def test_without_sizes_there_are_no_collectives() -> None:
-    layers = layers_of("ep-as-dp", {"expert": 4}, batch_size=8)
-    assert {layer.traffic for layer in layers} == {None}
-    assert len(list(dispatch_tables(layers, None))) == 1
-
-
 def test_arguments_that_cannot_be() -> None:
     with pytest.raises(ValueError, match="num_chunks must be a positive int, got 0"):
-        layers_of("ep-as-dp", {"expert": 4}, num_chunks=0)
+        explained("ep-as-dp", {"expert": 4}, num_chunks=0)
     with pytest.raises(ValueError, match=r"batch_size \(6\) must be divisible by expert=4"):
-        layers_of("ep-as-dp", {"expert": 4}, batch_size=6, sequence_length=8)
+        estimate(MoE(MOE, device="meta"), Mesh.planned({"expert": 4}), "ep-as-dp", batch_size=6, sequence_length=8)

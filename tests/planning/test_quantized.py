@@ -106,10 +106,9 @@ def test_stages_are_balanced_by_weights() -> None:
     """Not by bytes: the stages of a model are those of the same model before it is quantized."""
     config = DecoderConfig(**SIZES, num_layers=6, num_dense_layers=4, intermediate_size=11520, moe=GPT_OSS)
     model, mesh = Decoder(config, device="meta").requires_grad_(False), Mesh.planned({"stage": 2})
-    options: Any = {"num_micro_batches": 4, "batch_size": 8, "sequence_length": 64}
-    before = explain(model, mesh, **options).pipeline
+    before = explain(model, mesh, num_micro_batches=4).pipeline
     quantize_experts(model, "int4")
-    after = explain(model, mesh, **options).pipeline
+    after = explain(model, mesh, num_micro_batches=4).pipeline
     assert before is not None and after is not None
     for stage, other in zip(before.stages, after.stages, strict=True):
         assert (stage.parts, stage.num_parameters, stage.work) == (other.parts, other.num_parameters, other.work)

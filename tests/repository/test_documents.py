@@ -41,6 +41,10 @@ SHOWN = [code for code in blocks("python", [GETTING_STARTED]) if is_part(code, M
 RUN_BY_EXAMPLES = blocks("python", [ROOT / "docs" / "how_to" / "own_model.md"])
 
 
+# Examples that need nothing but what the tests install, and have options.
+SCRIPTS = [f"examples/{name}.py" for name in ("balancing", "muon_sharding", "replay_routes", "strategies")]
+
+
 def commands() -> list[list[str]]:
     """The lines of all shell blocks, in words, without comments."""
     lines = [line for block in blocks("sh") for line in block.splitlines()]
@@ -134,11 +138,7 @@ def test_commands_exist(words: list[str], tmp_path: Path, monkeypatch: pytest.Mo
             assert (ROOT / fuzzer).exists() and set(arguments[::2]) <= {"--seconds", "--seed", "--case"}
         case ["python", "examples/notebooks/execute.py", *names]:
             assert all((ROOT / f"examples/notebooks/{name}.ipynb").exists() for name in names)
-        case [
-            "python",
-            ("examples/strategies.py" | "examples/balancing.py" | "examples/muon_sharding.py") as script,
-            *arguments,
-        ]:
+        case ["python", script, *arguments] if script in SCRIPTS:
             importlib.import_module(Path(script).stem).parse_options(arguments)
         case ["python", "examples/upcycle.py", *arguments]:
             pytest.importorskip("transformers")

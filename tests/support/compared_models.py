@@ -177,3 +177,5 @@ class Case(NamedTuple):
     build: Callable[[], nn.Module] = build
     first_wrong: str = ""
     explanation: str = ""
+    make_update: Callable[[Any], Callable[[], object]] | None = None
+    steps: int = 1

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 import maxmoe
 from maxmoe import MoE, MoEConfig, MoEOutput, presets
 from maxmoe.expert_load import MoEStats
-from maxmoe.nn.replay import RoutingRecord
+from maxmoe.nn import RoutingRecord
 from maxmoe.parallel import ParameterSharding
 from support.parts import assert_same, part_by_definition
 

@@ -17,7 +17,8 @@ NUM_STARTS = 4  # of processes in a comparison, at most
 
 def compare(case: Case, timeout: float = 60.0, dtype: torch.dtype | None = None) -> RankComparison:
     __tracebackhide__ = True  # by pytest
-    training = Training(case.build, case.parallelize, case.make_batch, case.loss, case.step)
+    functions = case.build, case.parallelize, case.make_batch, case.loss, case.step, case.make_update
+    training = Training(*functions, case.steps)
     processes = RankProcesses("fork", timeout, timeout, partial(prepare, False))
     comparison = Run(training, case.num_ranks, dtype, None, processes)
     found: RankComparison = call_in_fork(comparison.compare, seconds=NUM_STARTS * timeout + LONGER)

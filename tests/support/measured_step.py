@@ -12,7 +12,7 @@ from torch import Tensor
 
 from maxmoe import MoE, replay_routing
 from maxmoe.models import DecoderConfig
-from maxmoe.nn.replay import RoutingRecord
+from maxmoe.nn import RoutingRecord
 from maxmoe.parallel import parallelize
 from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.parallel.plan.sharded_tokens import ShardedTokens

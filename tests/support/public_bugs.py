@@ -1,11 +1,14 @@
 """Mistakes of public threads, each rebuilt as a small model on the CPU: docs/how_to/public_bugs.md."""
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
 
 from support.compared_models import (
     BATCH,
@@ -27,10 +30,11 @@ from support.compared_models import (
     reduce_gradients,
     same_batch,
     scaled,
+    share_of_loss,
     whole_batch,
 )
 from support.mistaken_experts import DetachedScores, Sentinels, SlicedGradient, UnsummedScores, WrongPairs
-from support.parallel_by_hand import SameOnRanks, SumOfParts, TensorParallelByHand, build_dense, dense_loss
+from support.parallel_by_hand import SameOnRanks, SumOfParts, TensorParallelByHand, build_dense, dense_loss, reduced
 from support.wrong_training import WRONG
 
 
@@ -42,12 +46,14 @@ class Bug(NamedTuple):
         mistake: the mistake in one sentence.
         case: the small model, with the first wrong gradient and its explanation.
         half: "forward" or "backward" if the report does not name the cause, but says in which half it is.
+        place: what of several steps differs.
     """
 
     threads: str
     mistake: str
     case: Case
     half: str = ""
+    place: str = ""
 
 
 def token_loss(model: nn.Module, batch: Any) -> Terms:
@@ -172,6 +178,68 @@ def one_factor_reduced(model: nn.Module, batch: Any) -> Tensor:
     return total.detach()
 
 
+def sgd(model: nn.Module, parameters: list[Tensor], max_norm: Callable[[], float] = lambda: math.inf) -> Any:
+    """An update of some parameters that clips the gradients of a model."""
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+
+    def update() -> None:
+        clip_grad_norm_(model.parameters(), max_norm())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return update
+
+
+def of_replaced_parameters(model: nn.Module) -> Any:
+    """The optimizer has been made of parameters that are not those of the model."""
+    parameters = [*model.parameters()]
+    return sgd(model, [nn.Parameter(item.detach().clone()) for item in parameters] if is_rank() else parameters)
+
+
+def clipped_to_mean_norm(model: nn.Module) -> Any:
+    """The norms of ranks with different experts are averaged."""
+
+    def max_norm() -> float:
+        own = torch.stack([item.grad.norm() for item in model.parameters() if item.grad is not None]).norm()
+        mean = own.clone()
+        if is_rank():
+            dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+        return float(own / mean) / 100  # so that all ranks divide by the mean
+
+    return sgd(model, [*model.parameters()], max_norm)
+
+
+class OwnScale(Model):
+    """A model whose loss is scaled by a number that each process changes."""
+
+    scale = 1.0
+
+
+def build_scaled() -> nn.Module:
+    torch.manual_seed(0)
+    return OwnScale()
+
+
+def scaled_loss(model: Any, batch: Any) -> Terms:
+    return scaled(loss(model, batch), all=getattr(model, "module", model).scale)
+
+
+def scaled_after_overflow(model: Any) -> Any:
+    """Rank 1 alone has seen no overflow for a while, and doubles its scale."""
+    update = sgd(model, [*model.parameters()])
+
+    def update_with_scale() -> None:
+        update()
+        if is_rank() and dist.get_rank() == 1:
+            model.module.scale *= 2
+
+    return update_with_scale
+
+
+def is_rank() -> bool:
+    return dist.is_initialized()
+
+
 FIRST = "last.bias"  # of the model, in the order of the backward
 MISSING = "missing reduction (sum) over all ranks: each rank has only its own gradient"
 BUGS = {
@@ -279,6 +347,38 @@ BUGS = {
         "Ranks clip to norms of different groups of experts.",
         WRONG["clipped by each rank"],
     ),
+    "mean of norms": Bug(
+        "deepspeedai/DeepSpeed#8469",
+        "The norm for clipping is the mean of the norms of ranks with different experts.",
+        Case(
+            expert_parallel,
+            loss=share_of_loss,
+            step=reduced(*REPLICATED),
+            make_update=clipped_to_mean_norm,
+            steps=2,
+            explanation="1.01753 times",
+        ),
+        place="in the update after step 1",
+    ),
+    "replaced parameters": Bug(
+        "pytorch/pytorch#149205",
+        "The optimizer holds parameters that FSDP2 has replaced.",
+        Case(ddp, make_update=of_replaced_parameters, steps=2, explanation="no update"),
+        place="in the update after step 1",
+    ),
+    "scale of each rank": Bug(
+        "pytorch/pytorch#136009",
+        "The loss is scaled on each rank by a scale of its own, which changes with the overflows of that rank.",
+        Case(
+            ddp,
+            loss=scaled_loss,
+            build=build_scaled,
+            make_update=scaled_after_overflow,
+            steps=2,
+            explanation="gradient of the tokens of rank 1: 2 times: summed twice",
+        ),
+        place="in step 2",
+    ),
 }
 
 
@@ -289,5 +389,5 @@ def row(bug: Bug) -> str:
         repository, number = thread.split("#")
         links.append(f"[{repository.split('/')[1]}#{number}](https://github.com/{repository}/issues/{number})")
     first = bug.case.first_wrong or FIRST
-    half = f", in the {bug.half}" if bug.half else ""
-    return f"| {', '.join(links)} | {bug.mistake} | `{first}` | `{bug.case.explanation}`{half} |"
+    place = f", in the {bug.half}" if bug.half else f", {bug.place}" if bug.place else ""
+    return f"| {', '.join(links)} | {bug.mistake} | `{first}` | `{bug.case.explanation}`{place} |"

@@ -155,8 +155,15 @@ def step_of_stages(stage: Any, batch: tuple[Tensor, Tensor]) -> Tensor | None:
     return torch.stack(losses).mean()
 
 
+def every_second(rank: int, num_ranks: int) -> tuple[Tensor, Tensor]:
+    """As a sampler of torch deals the sequences."""
+    x, target = whole_batch()
+    return x[rank::num_ranks], target[rank::num_ranks]
+
+
 RIGHT = {
     "DDP": Case(ddp),
+    "DDP, sequences dealt in turn": Case(ddp, 2, make_batch=every_second),
     "DDP of a model with other values on each rank": Case(ddp, build=Model),
     "DDP, micro-batches without reduction": Case(ddp, step=no_sync),
     "DDP, frozen parameters": Case(ddp, 2, build=build_frozen),

@@ -180,7 +180,8 @@ WRONG = {
     "own gradient counted twice": Case(
         alone,
         step=own_gradient_counted_twice,
-        explanation="gradient of the rank's own tokens: 2 times: summed twice; of the tokens of other ranks: right",
+        explanation="gradient of the tokens of rank 0, 1, 2, 3: 2, 1, 1, 1 times on rank 0; "
+        "1, 2, 1, 1 times on rank 1; 1, 1, 2, 1 times on rank 2; 1, 1, 1, 2 times on rank 3",
     ),
     "router not reduced": Case(alone, step=router_not_reduced, first_wrong="router.bias", explanation=REDUCED),
     "experts not reduced over replicas": Case(

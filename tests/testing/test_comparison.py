@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from maxmoe.testing import Comparison, RankComparison
 from maxmoe.testing.comparison import compare_output
 from maxmoe.testing.layout import Entries, matching_names
+from support import context_parallelism_of_torch, stages_of_torch
 from support.compared_models import (
     REPLICATED,
     WIDTH,
@@ -31,6 +32,8 @@ from support.parallel_by_hand import reduced
 from support.right_training import RIGHT, build_equal
 from support.wrong_training import WRONG
 
+RIGHT |= stages_of_torch.RIGHT | context_parallelism_of_torch.RIGHT
+WRONG |= stages_of_torch.WRONG
 if os.environ.get("MAXMOE_CORE") != "off":  # as in tests/package/test_without_core.py
     from support import training_of_maxmoe
 

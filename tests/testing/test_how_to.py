@@ -47,12 +47,16 @@ def test_the_page_for_other_frameworks(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "1000")
     page = (Path(__file__).parents[2] / "docs/how_to/check_your_framework.md").read_text()
-    training, test = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    training, update, test = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     (shown,) = re.findall(r"^```text\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "my_training.py").write_text(training)
     assert main(["compare_ranks", "my_training", "--num-ranks", "4"]) == 1
     assert capsys.readouterr().out.startswith(shown)
+    mended = training.replace("model[0].parameters()", "model.parameters()")
+    (tmp_path / "mended_training.py").write_text(f"{mended}\n\n{update}")
+    assert main(["compare_ranks", "mended_training", "--num-ranks", "4", "--steps", "3"]) == 0
+    assert capsys.readouterr().out.startswith("compare_ranks: equal in 3 steps. 4 ranks")
     names: dict[str, Any] = {}
     exec(test, names)
     with pytest.raises(AssertionError, match="missing reduction"):

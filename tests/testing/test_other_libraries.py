@@ -1,6 +1,8 @@
-"""What `compare_ranks` says of FSDP2 and of the expert parallelism of transformers: docs/how_to/compare_ranks.md."""
+"""What `compare_ranks` says of FSDP2 and of the parallelism of transformers: docs/how_to/other_libraries.md."""
 
+import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,25 +12,33 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from maxmoe.ranks.failures import RankError
 from support.compared_models import Case
 from support.forked_comparison import compare
+from support.programs import printed, run
 from support.small_models import import_models, model_of
 
-import_models("mixtral", "gpt_oss")
+pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")
+SCRIPTS = Path(__file__).parent / "mistakes_of_others"
+import_models("mixtral", "qwen3_moe", "gpt_oss")
 IDS = torch.randint(0, 32, (8, 6), generator=torch.Generator().manual_seed(1))
 # FSDP2 of torch 2.13 divides twice in float64 and float16 if its group has one rank.
 HALVED = "0.5 times: 1 / number of ranks"
+# Sizes that 4 ranks divide.
+EXPERTS = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts", "gpt_oss": "num_local_experts"}
+WIDTHS = {"mixtral": "intermediate_size", "qwen3_moe": "moe_intermediate_size", "gpt_oss": "intermediate_size"}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 4}
 
 
 def build(preset: str) -> nn.Module:
     torch.manual_seed(0)
-    model = model_of(preset, num_hidden_layers=2)
+    model = model_of(preset, num_hidden_layers=2, **{EXPERTS[preset]: 8, WIDTHS[preset]: 8}, **HEADS)
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     return model
 
 
-def distribute(sizes: dict[str, int], model: Any) -> nn.Module:
+def distribute(sizes: dict[str, Any], model: Any) -> nn.Module:
     """As `from_pretrained(distributed_config=...)` does before it reads weights."""
     from transformers.distributed.configuration_utils import DistributedConfig
 
@@ -53,11 +63,11 @@ def loss_and_aux_loss(model: Any, ids: Tensor) -> dict[str, Tensor]:
     return {"tokens": token_loss(output.logits, ids), "aux": output.aux_loss}
 
 
-def case(preset: str, loss: Any = loss, **sizes: int) -> Case:
+def case(preset: str, loss: Any = loss, **sizes: Any) -> Case:
     num_copies = sizes.get("tp_size", 1)
     return Case(
         partial(distribute, sizes),
-        sizes.get("fsdp_size", 1) * num_copies,
+        sizes.get("fsdp_size", 1) * sizes.get("dp_replicate_size", 1) * num_copies,
         loss=loss,
         make_batch=partial(ids_of_rank, num_copies),
         build=partial(build, preset),
@@ -70,21 +80,40 @@ def expert_parallelism() -> None:
 
 
 EXPERTS_OF_TWO_RANKS = {"fsdp_size": 2, "ep_size": 2}
+SIZES: list[dict[str, Any]] = [
+    {"fsdp_size": 2},
+    {"tp_size": 2},
+    {"tp_size": 4},
+    {"fsdp_size": 2, "tp_size": 2},
+    {"dp_replicate_size": 2, "fsdp_size": 2},
+    EXPERTS_OF_TWO_RANKS,
+    {"fsdp_size": 4, "ep_size": 4},
+    {"fsdp_size": 4, "ep_size": 2},
+    {"tp_size": 2, "ep_size": 2, "ep_implementation": "all_to_all"},
+    {"tp_size": 2, "ep_size": 2, "ep_implementation": "all_reduce"},
+    {"tp_size": 4, "ep_size": 4, "ep_implementation": "all_reduce"},
+    {"tp_size": 4, "ep_size": 4, "ep_implementation": "all_to_all"},
+    {"fsdp_size": 2, "tp_size": 2, "ep_size": 4},
+    {"fsdp_size": 2, "tp_size": 2, "ep_size": 2, "ep_implementation": "all_reduce"},
+    {"dp_replicate_size": 2, "fsdp_size": 2, "ep_size": 2},
+]
 
 
-@pytest.mark.parametrize(
-    ("preset", "sizes"),
-    [
-        ("mixtral", {"fsdp_size": 2}),
-        ("mixtral", {"tp_size": 2, "ep_size": 2}),
-        ("mixtral", {"fsdp_size": 4, "ep_size": 2}),
-        ("mixtral", EXPERTS_OF_TWO_RANKS),
-        ("gpt_oss", EXPERTS_OF_TWO_RANKS),
-    ],
-    ids=str,
-)
-def test_expert_parallelism_of_transformers(preset: str, sizes: dict[str, int]) -> None:
-    dtype = torch.float32 if sizes == EXPERTS_OF_TWO_RANKS else None
+def is_halved_in_float64(sizes: dict[str, Any]) -> bool:
+    """Whether FSDP2 of the experts has one rank."""
+    fsdp_size, tp_size, ep_size = (sizes.get(name, 1) for name in ("fsdp_size", "tp_size", "ep_size"))
+    return ep_size == fsdp_size * tp_size > tp_size
+
+
+@pytest.mark.sampled(9)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("preset", EXPERTS)
+def test_parallelism_of_transformers(preset: str, sizes: dict[str, Any]) -> None:
+    if preset == "gpt_oss" and sizes.get("ep_implementation") == "all_reduce":
+        with pytest.raises(RankError, match="Class values must be smaller than num_classes"):
+            compare(case(preset, **sizes))
+        return
+    dtype = torch.float32 if is_halved_in_float64(sizes) else None
     compare(case(preset, **sizes), dtype=dtype).raise_if_different()
 
 
@@ -131,3 +160,16 @@ def test_the_auxiliary_loss_of_transformers_is_that_of_the_tokens_of_a_rank() ->
     assert comparison.first_wrong is not None
     assert comparison.first_wrong.name == "model.layers.1.mlp.gate.weight"
     assert comparison.first_wrong.explanation.startswith("mean of the gradients of each rank's batch alone")
+
+
+@pytest.mark.parametrize(
+    ("script", "last_line"),
+    [
+        ("divide_factor_of_fsdp2", "torch.float64 [0.25, 0.25, 0.25, 0.25] expected 0.5"),
+        ("slots_of_gpt_oss", "GptOssExperts Class values must be smaller than num_classes."),
+        ("zero_bubble_with_ddp", "ScheduleInterleavedZeroBubble different"),
+    ],
+)
+def test_mistakes_of_others_without_this_library(script: str, last_line: str) -> None:
+    output = printed(run([sys.executable, "-W", "ignore", str(SCRIPTS / f"{script}.py")]))
+    assert output.splitlines()[-1] == last_line

@@ -21,6 +21,8 @@ def test_the_mistake_is_found(name: str) -> None:
     first = comparison.first_wrong
     assert comparison.verdict == "different" and first is not None, comparison
     assert first.name == (case.first_wrong or FIRST), comparison
+    where = f" {BUGS[name].place}" if BUGS[name].place else ""
+    assert str(comparison).startswith(f"compare_ranks: different{where}. "), comparison
     if not BUGS[name].half:
         assert first.explanation == case.explanation, comparison
     else:  # the cause has no name, and the outputs say in which half it is

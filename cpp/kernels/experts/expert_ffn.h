@@ -124,7 +124,7 @@ struct TokenProjectionGradients {
 // (tgmm.h).
 template <class T>
 struct ExpertFfnBackwardUp : ExpertFfnCall<T> {  // weights and down are not read
-  ConstMatrixView<T> grad_preactivations{};      // dZ [R, 2F]: the columns of a separate gate, then those of up
+  ConstMatrixView<T> grad_preactivations{};      // dZ [R, 2F]: the columns of a separate gate, then of up
   TokenProjectionGradients<T> gate{};
   TokenProjectionGradients<T> up{};
 };

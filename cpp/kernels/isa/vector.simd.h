@@ -213,7 +213,7 @@ MAXMOE_INLINE auto concatenated(V first, V second, std::integer_sequence<int, kL
   return __builtin_shufflevector(first, second, kLane...);
 }
 
-// A vector of twice the lanes: those of `first`, then those of `second`.
+// A vector of twice the lanes: the lanes of `first`, then the lanes of `second`.
 template <class V>
 MAXMOE_INLINE auto concatenated(V first, V second) {
   return concatenated(first, second, std::make_integer_sequence<int, 2 * sizeof(V) / sizeof(first[0])>());

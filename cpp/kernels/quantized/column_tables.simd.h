@@ -46,7 +46,7 @@ class ColumnTables {
 
   // The pairs of a word.
   MAXMOE_INLINE WordPairs<kBits> decode(__m512i words) const {
-    // The bytes of a step become neighbours: those of two steps are 64 bits.
+    // The bytes of a step become neighbours: the bytes of two steps are 64 bits.
     const __m512i bytes = _mm512_shuffle_epi8(words, _mm512_set4_epi32(0x0f0b0703, 0x0e0a0602, 0x0d090501, 0x0c080400));
     const ValueBytes even = look_up(_mm512_multishift_epi64_epi8(controls_[0], bytes));
     const ValueBytes odd = look_up(_mm512_multishift_epi64_epi8(controls_[1], bytes));

@@ -33,7 +33,7 @@ MAXMOE_INLINE ForVectors<Object, kVectors> for_vectors(const Make& make) {
   }(std::make_integer_sequence<int, kVectors>());
 }
 
-// The vectors of kVectors / 2 micro-panels from columns.begin on. Columns past the end are those of the last one.
+// The vectors of kVectors / 2 micro-panels from columns.begin on. Columns past the end repeat the last column.
 template <int kVectors>
 MAXMOE_INLINE ForVectors<CodeColumns, kVectors> vectors_of_panels(const QuantizedMatrix& m, Range columns,
                                                                   Range depth) {

@@ -54,7 +54,7 @@ MAXMOE_INLINE Floats32 floats_of_e4m3(const uint8_t* source) {
   return floats;
 }
 
-// The codes of 16 bytes as bytes: those of bytes 0 to 7 in the lower half, those of the others in the upper half.
+// The codes of 16 bytes, one per byte: the codes of bytes 0 to 7 in the lower half, of bytes 8 to 15 in the upper half.
 template <bool kIsHighFirst>
 MAXMOE_INLINE __m256i bytes_of_codes(__m128i bytes) {
   const __m256i words = _mm256_cvtepu8_epi16(bytes);

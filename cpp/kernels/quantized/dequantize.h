@@ -7,7 +7,7 @@
 
 namespace maxmoe {
 
-// out[l, r, c] = (lookup(code) - zero) * scale, one product in float, rounded to T. Rows are those of the codes,
+// out[l, r, c] = (lookup(code) - zero) * scale, one product in float, rounded to T. Rows are the rows of the codes,
 // whether or not the stack is transposed.
 template <class T>
 struct Dequantize {

@@ -28,7 +28,8 @@ MAXMOE_INLINE __m512i load_two_rows(const uint8_t* first, const uint8_t* second)
   }
 }
 
-// Bytes of two rows of 4-bit codes as words: byte i of the first row is word 2 i, that of the second one word 2 i + 1.
+// Bytes of two rows of 4-bit codes as words: byte i of the first row is word 2 i, byte i of the second row word 2 i
+// + 1.
 MAXMOE_INLINE __m512i interleaved_rows(__m512i rows) {
   static constexpr ByteOrder kOrder = byte_order([](size_t i) { return i / 2 % 2 * 16 + i / 4; });
   return _mm512_permutexvar_epi8(load_order(kOrder), rows);

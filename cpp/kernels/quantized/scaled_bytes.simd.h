@@ -30,7 +30,7 @@ class ScaledE4M3Table {
 
   // The pairs of a word.
   MAXMOE_INLINE WordPairs<kBits> decode(__m512i words) const {
-    // In each block of four columns: the bytes of the first step, then those of the second one.
+    // In each block of four columns: the bytes of the first step, then the bytes of the second one.
     const ValueBytes values =
         table_(_mm512_shuffle_epi8(words, _mm512_set4_epi32(0x0f0e0b0a, 0x07060302, 0x0d0c0908, 0x05040100)));
     return {{_mm512_unpacklo_epi8(values.low, values.high), _mm512_unpackhi_epi8(values.low, values.high)}};
@@ -42,7 +42,7 @@ class ScaledE4M3Table {
   E4M3Table table_;
 };
 
-// The scales of 16 columns, those of columns 0 to 7 twice, and those of the others.
+// The scales of 16 columns: of columns 0 to 7 twice, then of columns 8 to 15 twice.
 class DoubledScales {
  public:
   // Scales are multiplied by `unit`.

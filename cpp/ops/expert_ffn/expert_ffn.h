@@ -48,7 +48,7 @@ struct ExpertFfnArguments {
   int64_t up_width() const { return up.out_size(); }
   int64_t intermediate_size() const { return fused_gate.has_value() ? up_width() / 2 : up_width(); }
   int64_t preactivation_width() const { return gate.is_given() ? 2 * up_width() : up_width(); }
-  // Number of columns of the reduced rows, where those of gate, up and down are side by side.
+  // Number of columns of the reduced rows; the columns of gate, up and down are side by side.
   int64_t reduced_width() const { return gate.rank() + up.rank() + down.rank(); }
   // Rows of the preactivations and of the reduced rows that forward saves for backward.
   int64_t num_kept_rows() const { return recompute ? 0 : slots.size(0); }

@@ -14,16 +14,25 @@ are unchanged. From transformers 5.21 on, it also registers the expert paralleli
 import importlib.util
 
 from maxmoe.integrations.transformers import _version as _version  # refuses an old one; first
-from maxmoe.integrations.transformers import experts, patched_families
+from maxmoe.integrations.transformers import experts, patched_families, routing_block
 from maxmoe.integrations.transformers.experts import experts_forward
 from maxmoe.integrations.transformers.load_callback import LoadCallback
 from maxmoe.integrations.transformers.moe_block import TransformersMoE
 from maxmoe.integrations.transformers.replace_blocks import ReplacedBlock, replace_moe_blocks
+from maxmoe.integrations.transformers.served_adapters import export_adapter
 
-__all__ = ["LoadCallback", "ReplacedBlock", "TransformersMoE", "experts_forward", "replace_moe_blocks"]
+__all__ = [
+    "LoadCallback",
+    "ReplacedBlock",
+    "TransformersMoE",
+    "experts_forward",
+    "export_adapter",
+    "replace_moe_blocks",
+]
 
 experts.register()
 patched_families.register()
+routing_block.register()
 if importlib.util.find_spec("transformers.distributed.expert_parallel"):
     from maxmoe.integrations.transformers import expert_parallel
 

@@ -55,6 +55,9 @@ def experts_forward(
     Raises:
         ValueError: for an expert out of range or sizes that do not fit.
     """
+    routing_block = experts.__dict__.get("routing_block")  # getattr would call Module.__getattr__
+    if routing_block is not None and not isinstance(top_k_index, RaggedPlan):
+        top_k_index, top_k_weights = routing_block.route(top_k_index, top_k_weights)
     plan = top_k_index if isinstance(top_k_index, RaggedPlan) else _plan(experts, top_k_index)
     up, down = (_projection(experts, name) for name in _stacks(experts))
     gate = None if experts.has_post_expert_norm else fused_gate(experts)

@@ -1,6 +1,6 @@
 """The layer in the place of a sparse block of transformers, made of the modules of the block."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -99,9 +99,7 @@ class TransformersMoE(MoEFeedForward):
         """Call the router of the block, whose output transformers records, and select experts by its logits."""
         router, bias = self.router, self._correction_bias
         is_outside = bias is not None and "." not in self._keys["router.score_correction_bias"]
-        outputs = router(x, bias) if is_outside else router(x)
-        logits = outputs[1 if isinstance(adapted_module(router), nn.Linear) else 0]  # second in Llama 4
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logits = router_logits(router, router(x, bias) if is_outside else router(x))
         try:
             return select_experts(self.config, logits, bias, token_mask, given)
         except ValueError as error:
@@ -133,10 +131,7 @@ class TransformersMoE(MoEFeedForward):
 
     @property
     def _correction_bias(self) -> Tensor | None:
-        if not self.config.score_correction_bias:
-            return None
-        owner, _, name = self._keys["router.score_correction_bias"].rpartition(".")
-        return (adapted_module(self.router) if owner else self).get_buffer(name)
+        return correction_bias_of(self, self._keys) if self.config.score_correction_bias else None
 
     @property
     def balanced_router(self) -> Router | None:
@@ -155,6 +150,18 @@ class TransformersMoE(MoEFeedForward):
     def _dtype(self) -> torch.dtype:
         dtype: torch.dtype = self.routed_experts.down_proj.dtype  # type: ignore[assignment]
         return dtype
+
+
+def router_logits(router: nn.Module, outputs: Any) -> Tensor:
+    """Return the logits ``(T, E)``, float32 or wider, among the outputs of the router of a block."""
+    logits: Tensor = outputs[1 if isinstance(adapted_module(router), nn.Linear) else 0]  # second in Llama 4
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def correction_bias_of(block: nn.Module, keys: Mapping[str, str]) -> Tensor:
+    """Return the correction bias ``(E,)`` of a block, given its names of the parameters of a layer."""
+    *owner, name = keys["router.score_correction_bias"].split(".")
+    return (adapted_module(block.get_submodule(owner[0])) if owner else block).get_buffer(name)
 
 
 def _declare(router: nn.Module, experts: nn.Module, config: MoEConfig, entries: Sequence[Entry]) -> None:

@@ -49,7 +49,7 @@ def token_mask(attention_mask: Any, batch: int, length: int, cache: Any = None) 
 
     An attention mask is ``(B, keys)``, other than 0 for tokens; or ``(B, heads, length, keys)``, bool or added to the
     scores, in which nobody attends to padding, not even itself; or several such masks by name. `cache` has further keys
-    before those of the tokens.
+    before the tokens' entries.
     """
     if isinstance(attention_mask, dict):
         attention_mask = next((mask for mask in attention_mask.values() if mask is not None), None)

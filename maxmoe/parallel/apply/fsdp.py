@@ -1,4 +1,4 @@
-"""FSDP2 for the `fsdp` axis: prefetches the parameters of the next block and frees those of the previous block."""
+"""FSDP2 for the `fsdp` axis: prefetches the parameters of the next block and frees the previous block's."""
 
 from collections.abc import Iterator
 from functools import cache

@@ -12,7 +12,7 @@ from maxmoe.nn.local_dispatcher import LocalDispatcher, LocalExperts
 from maxmoe.nn.routing import TopK
 from maxmoe.ops import RaggedPlan
 from maxmoe.parallel.dispatch.computed_rows import ComputedRows
-from maxmoe.parallel.dispatch.expert_moves import TRIED_PERCENT, Move, loads_of, plan_moves
+from maxmoe.parallel.dispatch.expert_moves import TRIED_PERCENT, plan_moves
 from maxmoe.parallel.dispatch.expert_ranks import with_rows
 from maxmoe.parallel.dispatch.lent_experts import LentExperts
 from maxmoe.parallel.dispatch.ragged_dispatcher import RaggedAllToAll, RaggedCounts, SentRows, Splits, planned_rows
@@ -20,7 +20,7 @@ from maxmoe.parallel.dispatch.strategy import PlannedDispatch, Received
 from maxmoe.sharding.planned_collective import PlannedCollective
 
 # Floating-point operations of a rank, in the time in which it sends a byte to another one, by the type of its device.
-# A CPU of two cores through gloo: 1e11 / 1e9. An H100: 4e14 / 4.5e11 over NVLink; between nodes, ten times as many.
+# A CPU of two cores through gloo: 1e11 / 1e9. An H100: 4e14 / 4.5e11 over NVLink; between nodes, ten times more.
 FLOP_PER_BYTE = {"cpu": 100, "cuda": 1000}
 
 
@@ -91,7 +91,7 @@ class LeastLoaded(RaggedAllToAll):
         return arrive
 
     def _split(self, plan: RaggedPlan, computed: ComputedRows) -> tuple[RaggedPlan, RaggedPlan]:
-        """Split the plan of all experts that this rank computes into those of its own experts and of foreign ones."""
+        """Split the plan of all experts that this rank computes into plans of its own and of foreign experts."""
         rank, count = self.ranks.group.rank(), self.ranks.experts.count
         num_rows = int(computed.of_rank(rank)[:, :count].sum())
         own = plan._replace(
@@ -117,56 +117,35 @@ class LeastLoaded(RaggedAllToAll):
         """List the collectives of a training step."""
         yield tokens.counts(tokens.num_chunks * (tokens.num_group_experts + 2))
         for chunk in tokens.chunks():
-            yield from planned_rows(chunk) if tokens.layout.imbalance == 1.0 else planned_moves(chunk).collectives()
+            yield from planned_rows(chunk) if tokens.layout.imbalance == 1.0 else planned_moves(chunk)
 
 
-@dataclass(frozen=True)
-class PlannedMoves:
-    """Moves of one chunk, if all ranks route alike and one expert has all rows above an even load.
+def planned_moves(tokens: PlannedDispatch) -> Iterator[PlannedCollective]:
+    """List the collectives of rows, weights and gradients of one chunk at the imbalance of its layout.
 
-    Args:
-        tokens: tokens of the chunk.
-        rows: ``(P, E)``, int64, number of rows of each rank for each expert, in the order of the ranks.
-        moves: moves of experts to other ranks.
+    Each has the bytes of the rank that sends or receives most. A planned mesh is assumed to be of GPUs.
     """
+    mesh, num_ranks = tokens.layout.mesh, tokens.num_ranks
+    rows = _routed_rows(tokens).expand(num_ranks, -1)
+    cost = rows_per_expert("cuda" if mesh.is_planned else mesh.device_type, tokens.dtype)
+    computed = ComputedRows.of(rows, moves := plan_moves(rows.sum(0).tolist(), num_ranks, cost))
 
-    tokens: PlannedDispatch
-    rows: Tensor
-    moves: tuple[Move, ...]
-
-    @property
-    def most_rows(self) -> float:
-        """Most rows of a rank over the mean."""
-        loads = loads_of(self.rows.sum(0).tolist(), self.tokens.num_ranks, self.moves)
-        return max(loads) * len(loads) / max(1, sum(loads))
-
-    def collectives(self) -> Iterator[PlannedCollective]:
-        """List the collectives of rows, weights and gradients, each with the bytes of the rank that sends most."""
-        tokens, computed = self.tokens, ComputedRows.of(self.rows, self.moves)
-        row = self._most(computed.sent, computed.received)
-        size = tokens.config.row_size * tokens.dtype.itemsize
-        yield from tokens.exchange("tokens to experts", row * size, is_input=True)
-        yield from tokens.exchange("routing weights", row * tokens.weights_dtype.itemsize)
-        yield from tokens.exchange("outputs of experts", row * size)
-        if self.moves:
-            experts = self._most(lambda rank: list(map(len, computed.lent(rank))), computed.borrowed)
-            for num_bytes, is_trained in tokens.expert_bytes:
-                # Sent again in the backward, whether the layer is recomputed or the weights are freed in between.
-                yield from tokens.exchange(
-                    "weights of moved experts", experts * num_bytes, has_gradient=is_trained, is_sent_again=True
-                )
-
-    def _most(self, sent: Callable[[int], list[int]], received: Callable[[int], list[int]]) -> int:
-        """Return the largest number that a rank sends to other ranks, or receives from them."""
-        counts = ((rank, count(rank)) for count in (sent, received) for rank in range(self.tokens.num_ranks))
+    def most(sent: Callable[[int], list[int]], received: Callable[[int], list[int]]) -> int:
+        counts = ((rank, count(rank)) for count in (sent, received) for rank in range(num_ranks))
         return max(sum(parts) - parts[rank] for rank, parts in counts)
 
-
-def planned_moves(tokens: PlannedDispatch) -> PlannedMoves:
-    """Plan the moves of one chunk at the imbalance of its layout. A planned mesh is assumed to be of GPUs."""
-    mesh, rows = tokens.layout.mesh, _routed_rows(tokens).expand(tokens.num_ranks, -1)
-    cost = rows_per_expert("cuda" if mesh.is_planned else mesh.device_type, tokens.dtype)
-    return PlannedMoves(tokens, rows, plan_moves(rows.sum(0).tolist(), tokens.num_ranks, cost))
+    row = most(computed.sent, computed.received)
+    size = tokens.config.row_size * tokens.dtype.itemsize
+    yield from tokens.exchange("tokens to experts", row * size, is_input=True)
+    yield from tokens.exchange("routing weights", row * tokens.weights_dtype.itemsize)
+    yield from tokens.exchange("outputs of experts", row * size)
+    if moves:
+        experts = most(lambda rank: list(map(len, computed.lent(rank))), computed.borrowed)
+        for num_bytes, is_trained in tokens.expert_bytes:
+            # Sent again in the backward, whether the layer is recomputed or the weights are freed in between.
+            yield from tokens.exchange(
+                "weights of moved experts", experts * num_bytes, has_gradient=is_trained, is_sent_again=True
+            )
 
 
 def _routed_rows(tokens: PlannedDispatch) -> Tensor:

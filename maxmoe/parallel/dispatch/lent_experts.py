@@ -21,7 +21,7 @@ from maxmoe.sharding.not_compiled import not_compiled
 class LentExperts:
     """The `maxmoe.nn.ForeignExperts` of a rank: experts that other ranks lend it, and those that it lends.
 
-    1. All-to-all: for each tensor, the weights ``(L, ...)`` of lent experts become ``(n, ...)``, those of the n foreign
+    1. All-to-all: for each tensor, the weights ``(L, ...)`` of lent experts become ``(n, ...)`` of the n foreign
        experts of this rank.
     2. While they are sent, the rank computes the rows of its own experts.
     3. It computes the rows of the foreign experts.

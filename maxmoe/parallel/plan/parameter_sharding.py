@@ -50,7 +50,7 @@ class ParameterSharding:
 
     @property
     def num_weights(self) -> int:
-        """Number of weights over all ranks; those of a quantized stack are counted for its codes."""
+        """Number of weights over all ranks; for a quantized stack, counted at its codes."""
         if self.stack_part is None:
             return math.prod(self.shape)
         return self.shape[0] * math.prod(self.stack_part.sizes) if self.stack_part.part == "codes" else 0

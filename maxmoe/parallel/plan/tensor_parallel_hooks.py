@@ -80,7 +80,7 @@ class ResidualReaderHook:
     Args:
         mesh: mesh on which the module runs.
         embed_axes: axes that shard the stream.
-        partial_axes: axes over which the gradient of the gathered stream is a partial sum: those of the stream if a
+        partial_axes: axes over which the gradient of the gathered stream is a partial sum: the axes of the stream if a
             writer follows, none if every rank continues with the same values.
     """
 

@@ -176,7 +176,7 @@ def test_meshes_recomputation_chunks_and_padding() -> None:
 def kept_bytes(layer: MoE, batch: Batch) -> int:
     """What autograd keeps for the backward, without parameters."""
     stored = [getattr(parameter, "_local_tensor", parameter) for parameter in layer.parameters()]
-    record = maxmoe.nn.replay.RoutingRecord({"": [batch.experts]})
+    record = maxmoe.nn.RoutingRecord({"": [batch.experts]})
     with maxmoe.replay_routing(layer, record), kept_tensors(stored) as kept:
         output = layer(batch.x.clone().requires_grad_())
     total = num_bytes(kept)

@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kVectors = 2;  // of a panel
 
-// The quantized values and scales of a panel of columns. Columns past the end are those of the last one.
+// The quantized values and scales of a panel of columns. Columns past the end repeat the last column.
 template <class T>
 struct PanelOfWords {
   WordReader readers[kVectors];

@@ -137,8 +137,8 @@ MAXMOE_INLINE void multiply_packed(const MicroTile<T, Element>& tile, const Elem
 
 // The micro-kernel for packed B.
 //
-// It is called through a pointer, once per micro-tile. Its parameters are those of MicroTile one by one, because most
-// of them are then passed in registers; a struct would be written to memory by the caller and read back here.
+// It is called through a pointer, once per micro-tile. Its parameters are the members of MicroTile one by one, because
+// most of them are then passed in registers; a struct would be written to memory by the caller and read back here.
 template <class T, class Element, int kRows>
 void micro_kernel(const Element* a, const Element* b, int64_t num_steps, const Accumulator<T>* sums, T* c,
                   int64_t c_stride, BlockPrefetch& next, int64_t num_lines, bool is_nontemporal) {

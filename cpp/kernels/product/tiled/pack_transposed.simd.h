@@ -13,7 +13,7 @@ MAXMOE_INLINE Vector<Accumulator<T>> initial_sums(const MicroTile<T, Element>& t
 }
 
 // micro_kernel_packing_b for a transposed B. Its two vectors of columns are multiplied one after the other, because
-// registers hold the blocks of one; the sums of the first one wait in memory, and those of the second one are not
+// registers hold the blocks of one; the sums of the first one wait in memory, and the sums of the second one are not
 // loaded before. Hence not Accumulators.
 template <class Out, class Element, class T>
 void micro_kernel_packing_transposed_b(const MicroTile<Out, Element>& tile, const GemmOperand<T>& b, Range depth,

@@ -155,7 +155,7 @@ struct ColumnBlock {
 };
 
 // The loop pc over `depth`, a range of the inner dimension of a * b. It runs once even if the inner dimension is 0,
-// because c must become 0. The sums begin with those of the block before if `has_sums`; they are rounded to c by the
+// because c must become 0. The sums continue the sums of the previous block if `has_sums`; they are rounded to c by the
 // last block, unless `is_continued`. next_block(depth) is prefetched.
 template <class T, class NextBlock>
 void multiply_column_block(PackedA<T>& a, const GemmOperand<T>& b, Range depth, const ColumnBlock<T>& block,

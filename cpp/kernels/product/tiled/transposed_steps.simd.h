@@ -34,7 +34,8 @@ MAXMOE_INLINE V halves(V a, V b) {
   return halves<kUpper>(a, b, std::make_integer_sequence<int, sizeof(V) / sizeof(a[0])>());
 }
 
-// Divides kCount indices into kParts parts of about the same size, and calls body<kIndex>() for those of part kPart.
+// Divides kCount indices into kParts parts of about the same size, and calls body<kIndex>() for the indices of part
+// kPart.
 template <int kPart, int kParts, int kCount, class Body>
 MAXMOE_INLINE void for_part(const Body& body) {
   constexpr int kBegin = kCount * kPart / kParts;

@@ -1,0 +1,123 @@
+"""Recorded and replayed routing of sparse blocks of transformers whose experts have the implementation "maxmoe".
+
+A block calls its router, and then its experts with ids and weights. While its routing is recorded or replayed, hooks of
+torch keep the leading dims of the block's input and the logits of its router, and `experts_forward` asks here for the
+ids and weights to compute with.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+from torch import Tensor, nn
+
+from maxmoe._torch import never_compiled
+from maxmoe._torch.this_thread import OfThisThread
+from maxmoe.adapters import adapted_module
+from maxmoe.config import MoEConfig
+from maxmoe.convert.blocks import config_of_block, family_of_block
+from maxmoe.integrations.transformers._transformers import experts_implementation, is_expert_parallel, is_experts
+from maxmoe.integrations.transformers.moe_block import correction_bias_of, router_logits
+from maxmoe.nn.replay import finds_routing_layers, given_experts, observe
+from maxmoe.nn.router import select_experts
+from maxmoe.ops import RaggedPlan, ragged_plan
+
+
+def register() -> None:
+    """Let `record_routing` and `replay_routing` find the blocks."""
+    finds_routing_layers(_routing_block)
+
+
+class RoutingBlock:
+    """A sparse block, as `maxmoe.nn.replay` sees a layer.
+
+    Attributes:
+        config: config of the layer that computes the same as the block.
+    """
+
+    config: MoEConfig
+
+    def __init__(self, block: nn.Module) -> None:
+        self.config = config_of_block(block)
+        self._keys = {entry.names[0]: entry.key for entry in family_of_block(block).block.entries}
+        self._block = ref(block)  # which keeps this object
+        self._hooks: tuple[Any, ...] = ()
+        self._handles: list[Any] = []
+        self._call: OfThisThread[tuple[Sequence[int], Tensor | None]] = OfThisThread()
+
+    @property
+    def routing_hooks(self) -> tuple[Any, ...]:
+        """Observers of the routing, as `HookedModule` has them."""
+        return self._hooks
+
+    @routing_hooks.setter
+    def routing_hooks(self, hooks: tuple[Any, ...]) -> None:
+        block: Any = self._block()
+        self._hooks = hooks
+        experts: Any = adapted_module(block.experts)
+        if hooks and not self._handles:
+            router = block.get_submodule(self._router_name)
+            self._handles = [
+                block.register_forward_pre_hook(self._begin, with_kwargs=True),
+                router.register_forward_hook(self._keep_logits),
+            ]
+            experts.routing_block = self
+        elif not hooks:
+            for handle in self._handles:
+                handle.remove()
+            self._handles.clear()
+            experts.routing_block = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy and pickle it, with a block, without hooks and block."""
+        return {**self.__dict__, "_block": None, "_hooks": (), "_handles": []}
+
+    @property
+    def _router_name(self) -> str:
+        return self._keys["router.weight"].split(".")[0]
+
+    @never_compiled
+    def _begin(self, block: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        x: Tensor = arguments[0] if arguments else next(iter(options.values()))
+        self._call.value = x.shape[:-1], None
+
+    @never_compiled
+    def _keep_logits(self, router: nn.Module, arguments: object, outputs: Any) -> None:
+        if self._call.value is not None:
+            self._call.value = self._call.value[0], router_logits(router, outputs)
+
+    @never_compiled
+    def route(self, experts: Tensor, weights: Tensor) -> tuple[Tensor | RaggedPlan, Tensor]:
+        """Return ids ``(T, K)`` and weights ``(T, K)`` of the router, or the plan and weights of given experts."""
+        if not self._hooks:
+            return experts, weights
+        block: Any = self._block()
+        leading_dims, logits = self._call.value or ((), None)
+        self._call.value = None  # no longer than needed, because the logits keep their graph
+        if logits is None:
+            raise RuntimeError(
+                f"the router of {type(block).__name__} has run in code that was compiled before its routing was "
+                "recorded or replayed: call torch.compiler.reset() first"
+            )
+        given = given_experts(self._hooks, leading_dims, experts.device)
+        if given is None:
+            observe(self._hooks, experts, leading_dims)
+            return experts, weights
+        bias = correction_bias_of(block, self._keys) if self.config.score_correction_bias else None
+        routing = select_experts(self.config, logits, bias, None, given)
+        observe(self._hooks, given, leading_dims)
+        return ragged_plan(given, self.config.num_experts), routing.weights.to(weights.dtype)
+
+
+# The objects of blocks whose routing has been recorded or replayed.
+_blocks: WeakKeyDictionary[nn.Module, RoutingBlock] = WeakKeyDictionary()
+
+
+def _routing_block(module: nn.Module) -> RoutingBlock | None:
+    child = dict(module.named_children()).get("experts")
+    experts: Any = None if child is None else adapted_module(child)
+    if not is_experts(experts) or experts_implementation(experts.config) != "maxmoe" or is_expert_parallel(experts):
+        return None
+    if module not in _blocks:
+        _blocks[module] = RoutingBlock(module)
+    return _blocks[module]

@@ -1,0 +1,166 @@
+"""Recorded and replayed routing in models of transformers with `experts_implementation="maxmoe"`."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+
+import maxmoe
+from maxmoe.nn import RoutingRecord
+from support.replaced_models import IDS, PRESETS, assert_same, small_model, step
+from support.small_models import blocks_of
+
+# Llama 4 and LongCat-Flash have no experts implementations: their blocks must be replaced.
+FAMILIES = [preset for preset in PRESETS if preset not in ("llama4", "longcat_flash")]
+
+
+def ours(preset: str, **overrides: Any) -> Any:
+    model = small_model(preset, **overrides)
+    model.set_experts_implementation("maxmoe")
+    return model
+
+
+def recorded(model: nn.Module) -> RoutingRecord:
+    with maxmoe.record_routing(model) as record, torch.no_grad():
+        model(input_ids=IDS, use_cache=False)
+    return record
+
+
+def rotated(record: RoutingRecord) -> RoutingRecord:
+    """Other experts than the router chooses, and none for some slots."""
+    calls = {}
+    for path, (ids,) in record.calls.items():
+        moved = (ids + 1) % 6
+        moved[0, 2, 1] = moved[2, -1] = -1
+        calls[path] = [moved]
+    return RoutingRecord(calls)
+
+
+@pytest.mark.parametrize("preset", FAMILIES)
+def test_the_ids_are_those_of_the_family(preset: str) -> None:
+    """As its own router hands them to its own experts; replayed, they give the values of the family."""
+    eager, model = small_model(preset), ours(preset)
+    seen = []
+    for block in blocks_of(eager).values():
+        block.experts.register_forward_pre_hook(lambda _experts, arguments: seen.append(arguments[1].clone()))
+    expected = step(eager, IDS)
+    with maxmoe.record_routing(model) as record:
+        assert_same(step(model, IDS), expected, None)
+    for (ids,), own in zip(record.calls.values(), seen, strict=True):
+        assert torch.equal(ids.flatten(0, 1), own.to(ids.dtype)) and ids.shape[:2] == IDS.shape
+    with maxmoe.record_routing(model) as again, maxmoe.replay_routing(model, record):
+        assert_same(step(model, IDS), expected, None)
+    for path, (ids,) in again.calls.items():
+        assert torch.equal(ids, record.calls[path][0])
+
+
+WEIGHTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mixtral": lambda chosen: chosen.exp() / chosen.exp().sum(-1, keepdim=True),
+    "deepseek_v3": lambda chosen: 2.5 * chosen.sigmoid() / chosen.sigmoid().sum(-1, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("preset", WEIGHTS)
+def test_other_experts_beside_loops(preset: str) -> None:
+    """Values, and gradients of router, experts and everything else, beside the family's loops over given experts."""
+    eager, model = small_model(preset), ours(preset)
+    record = rotated(recorded(model))
+    for (ids,), block in zip(record.calls.values(), blocks_of(eager).values(), strict=True):
+        logits: list[Tensor] = []
+        block.gate.register_forward_hook(lambda _router, _x, outputs, logits=logits: logits.append(outputs[0]))
+
+        def given(_experts: object, arguments: tuple[Tensor, ...], ids: Tensor = ids, logits: Any = logits) -> Any:
+            x, _, _ = arguments
+            ids = ids.flatten(0, 1).long()
+            chosen = logits.pop().double().gather(1, ids.clamp_min(0)).masked_fill(ids < 0, -torch.inf)
+            weights = WEIGHTS[preset](chosen).nan_to_num().masked_fill(ids < 0, 0.0)
+            return x, ids.clamp_min(0), weights  # expert 0 with the weight 0 for none
+
+        block.experts.register_forward_pre_hook(given)
+    expected = step(eager, IDS)
+    with maxmoe.replay_routing(model, record):
+        got = step(model, IDS)
+    assert_same(got, expected, None)
+    assert any((got[name] - value).abs().max() > 1e-3 for name, value in step(model, IDS).items())
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing` is deprecated:FutureWarning")
+def test_recomputed_layers_and_adapters() -> None:
+    """Under the gradient checkpointing of transformers, with a backward after the replay, and inside of PEFT."""
+    peft = pytest.importorskip("peft")
+    model = ours("qwen3_moe")
+    record = rotated(recorded(model))
+    with maxmoe.replay_routing(model, record):
+        expected = step(model, IDS)
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+    with maxmoe.replay_routing(model, record):
+        assert_same(step(model, IDS), expected, None, 1e-12)
+    model.zero_grad()
+    with maxmoe.replay_routing(model, record):
+        loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
+    loss.backward()
+    assert_same({"w": model.model.layers[0].mlp.gate.weight.grad}, {"w": expected["model.layers.0.mlp.gate.weight"]},
+                None, 1e-12)  # fmt: skip
+    targets = ["experts.gate_up_proj", "experts.down_proj"]
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_parameters=targets, target_modules=["q_proj"]))
+    paths = {f"base_model.model.{path}": ids for path, ids in record.calls.items()}
+    with maxmoe.record_routing(adapted) as again, maxmoe.replay_routing(adapted, RoutingRecord(paths)):
+        logits = adapted(input_ids=IDS, use_cache=False).logits
+    assert_same({"logits": logits.detach()}, {"logits": expected["logits"]}, None, 1e-12)  # adapters begin with zero
+    for path, (ids,) in again.calls.items():
+        assert torch.equal(ids, paths[path][0])
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_model_that_was_compiled_before() -> None:
+    model = ours("mixtral")
+    own, record = recorded(model), rotated(recorded(model))
+    compiled = torch.compile(model, backend="aot_eager", dynamic=False)
+    compiled(input_ids=IDS, use_cache=False)
+    with maxmoe.replay_routing(model, record):
+        expected = model(input_ids=IDS, use_cache=False).logits
+    with maxmoe.record_routing(compiled) as again, maxmoe.replay_routing(compiled, record):
+        logits = compiled(input_ids=IDS, use_cache=False).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-6, atol=1e-7)
+    assert all(torch.equal(ids, record.calls[path][0]) for path, (ids,) in again.calls.items())
+    assert all(torch.equal(ids, own.calls[path][0]) for path, (ids,) in recorded(compiled).calls.items())
+
+
+def test_copies_and_hooks_end_with_the_context() -> None:
+    model = ours("mixtral")
+    record = recorded(model)
+    hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
+    expected = model(input_ids=IDS, use_cache=False).logits
+    with maxmoe.record_routing(model) as again:
+        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+        for copied in copies:
+            assert torch.equal(copied(input_ids=IDS, use_cache=False).logits, expected)
+    assert len(again) == 0
+    assert hooks == [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
+    for copied in copies:
+        with maxmoe.replay_routing(copied, rotated(record)):
+            assert not torch.equal(copied(input_ids=IDS, use_cache=False).logits, expected)
+
+
+def test_other_models_are_refused() -> None:
+    model = small_model("mixtral")
+    message = r'^MixtralForCausalLM has no maxmoe.MoE layers, and no .* with experts_implementation="maxmoe"$'
+    with pytest.raises(ValueError, match=message), maxmoe.record_routing(model):
+        pass
+    model.set_experts_implementation("maxmoe")
+    record = recorded(model)
+    fewer = RoutingRecord({path: [ids[:, 1:]] for path, (ids,) in record.calls.items()})
+    message = r"^call 1 of model.layers.0.mlp has tokens of shape \(3, 7\), the record \(3, 6\)$"
+    with pytest.raises(ValueError, match=message), maxmoe.replay_routing(model, fewer):
+        model(input_ids=IDS, use_cache=False)
+    of_all = RoutingRecord({path: [ids + 1] for path, (ids,) in record.calls.items()})
+    message = r"^the ids of model.layers.0.mlp must be in \[-1, num_experts \(6\)\), got from 1 to 6$"
+    with pytest.raises(ValueError, match=message), maxmoe.replay_routing(model, of_all):
+        pass
