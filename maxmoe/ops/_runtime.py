@@ -27,9 +27,9 @@ def force_aten(enabled: bool = True) -> Iterator[None]:
 
 @contextmanager
 def force_cuda_emulator() -> Iterator[None]:
-    """Context in which CPU tensors run the CUDA kernels, in the emulator of `cpp/cuda/emulator.h`.
+    """Context in which CPU tensors run the CUDA kernels, in an emulator (``cpp/cuda/emulator.h``).
 
-    For tests of these kernels without a GPU; thousands of times slower than the kernels of the CPU. What has no CUDA
+    For tests of these kernels without a GPU; far slower than the kernels of the CPU. What has no CUDA
     kernel goes through ATen, as on a GPU. Applies to all threads of the process. The emulator is built with the tests
     and is no part of wheels.
 
