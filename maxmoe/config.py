@@ -8,6 +8,8 @@ from maxmoe.checks.fields import check_bool, check_int, check_number, refuse_unk
 
 ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus", "identity"]
 GroupScore = Literal["top2", "max"]
+Selection = Literal["scores", "logits"]
+OtherGroups = Literal["excluded", "zero"]
 Normalization = Literal["none", "sum", "softmax"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swigluoai"]
 WeightsTarget = Literal["output", "input"]
@@ -30,6 +32,8 @@ class MoEConfig:
         latent_size: width of the rows that the routed experts read and write, between two projections that they share,
             as in Nemotron 3; None for hidden_size, without projections. Router, shared, copy and constant experts take
             the tokens themselves.
+        latent_in_norm: normalize the rows after the projection in, as in Muse Spark; see `maxmoe.nn.LatentNorm`.
+        latent_out_norm: normalize the sum over the experts before the projection out, as in Kimi K3.
         num_zero_experts: further experts that the router selects from, whose output is zero. See
             `maxmoe.nn.ZeroComputationExperts`.
         num_copy_experts: further experts whose output is their input, as in LongCat-Flash and MoE++.
@@ -37,11 +41,17 @@ class MoEConfig:
             MoE++.
         score_function: function of the logits that gives the scores; "identity" for the logits themselves.
         router_bias: add a trained bias to the logits.
+        logit_scale: factor of the logits.
+        router_scale: multiply the routing weights by a trained number.
         score_correction_bias: add a bias to the scores for the selection only, updated after each optimizer step by
             `StatsAccumulator.update` or `MoE.update_correction_bias`.
         num_groups: number of groups of equal size that the experts form; 1 with zero, copy or constant experts.
         top_k_groups: number of groups with the best scores from which the experts of a token are selected.
         group_score: score of a group: the sum of its two best scores, "top2", or its best score, "max".
+        other_groups: what becomes of the experts of all other groups: they are "excluded", or selected with a score of
+            "zero", bias included, if fewer than K experts of the best groups have a higher one, as in A.X-K2.
+        selection: whether experts are selected by their "scores" or by their "logits", as in Kolibri; the correction
+            bias is added to either.
         normalization: normalization of the K selected scores: "none", "sum" (divide by their sum) or "softmax". With
             top_k=1, "sum" and "softmax" make the weight constant, so that only auxiliary losses train the router; a
             warning is issued.
@@ -52,8 +62,13 @@ class MoEConfig:
         gated: compute activation(gate) * up; otherwise activation(up).
         activation_limit: limit to which the gate is clipped from above and up on both sides; None for no clipping.
         expert_bias: add biases to the three projections of the routed experts.
+        expert_norm: normalize the output of each expert before it is weighted, as in Muse Spark; all share the norm.
+        norm_eps: epsilon of the latent norms.
+        expert_norm_eps: epsilon of the norm of the outputs.
         num_shared_experts: n, for one dense expert of width n * F that computes all tokens.
         shared_expert_gate: scale the output of the shared expert by sigmoid(x . w), as Qwen2-MoE does.
+        shared_expert_scores: make n shared experts of width F, which further rows of the router score. Their weights
+            are normalized together with the weights of the selected experts, as in Inkling.
         load_balance_loss_weight: weight of the auxiliary balance loss, 0 for none.
         load_balance_scope: compute the balance loss per "sequence", over the whole "batch", or with the load of the
             optimizer "step" so far, which `maxmoe.StatsAccumulator` counts.
@@ -83,16 +98,22 @@ class MoEConfig:
     num_experts: int
     top_k: int
     latent_size: int | None = None
+    latent_in_norm: bool = False
+    latent_out_norm: bool = False
     num_zero_experts: int = 0
     num_copy_experts: int = 0
     num_constant_experts: int = 0
 
     score_function: ScoreFunction = "softmax"
     router_bias: bool = False
+    logit_scale: float = 1.0
+    router_scale: bool = False
     score_correction_bias: bool = False
     num_groups: int = 1
     top_k_groups: int = 1
     group_score: GroupScore = "top2"
+    other_groups: OtherGroups = "excluded"
+    selection: Selection = "scores"
     normalization: Normalization = "sum"
     routed_scaling_factor: float = 1.0
     apply_weights_to: WeightsTarget = "output"
@@ -102,8 +123,12 @@ class MoEConfig:
     gated: bool = True
     activation_limit: float | None = None
     expert_bias: bool = False
+    expert_norm: bool = False
+    norm_eps: float = 1e-5
+    expert_norm_eps: float = 1e-8
     num_shared_experts: int = 0
     shared_expert_gate: bool = False
+    shared_expert_scores: bool = False
 
     load_balance_loss_weight: float = 0.0
     load_balance_scope: LoadBalanceScope = "sequence"
@@ -191,15 +216,31 @@ class MoEConfig:
             check_number("activation_limit", self.activation_limit, above=0)
             if not self.gated:
                 raise ValueError(f"activation_limit ({self.activation_limit}) needs gated=True, got gated=False")
+        for name in ("latent_in_norm", "latent_out_norm"):
+            if getattr(self, name) and self.latent_size is None:
+                raise ValueError(f"{name}=True needs a latent_size, got None")
+        if self.expert_norm and self.apply_weights_to == "input":
+            raise ValueError("expert_norm=True needs apply_weights_to='output', got 'input'")
         if self.num_constant_experts and self.apply_weights_to == "input":
             raise ValueError(
                 f"num_constant_experts ({self.num_constant_experts}) needs apply_weights_to='output', got 'input'"
             )
         if self.shared_expert_gate and self.num_shared_experts == 0:
             raise ValueError("shared_expert_gate=True needs num_shared_experts >= 1, got 0")
+        if self.shared_expert_scores:
+            self._check_shared_expert_scores()
+
+    def _check_shared_expert_scores(self) -> None:
+        if self.num_shared_experts == 0:
+            raise ValueError("shared_expert_scores=True needs num_shared_experts >= 1, got 0")
+        wanted = {"score_function": "sigmoid", "normalization": "sum", "apply_weights_to": "output"}
+        for name, value in {**wanted, "shared_expert_gate": False}.items():
+            if getattr(self, name) != value:
+                raise ValueError(f"shared_expert_scores=True needs {name}={value!r}, got {getattr(self, name)!r}")
 
     def _check_limits(self) -> None:
-        check_number("routed_scaling_factor", self.routed_scaling_factor, above=0)
+        for name in ("logit_scale", "routed_scaling_factor", "norm_eps", "expert_norm_eps"):
+            check_number(name, getattr(self, name), above=0)
         for name in ("load_balance_loss_weight", "router_z_loss_weight", "correction_bias_update_rate"):
             check_number(name, getattr(self, name), at_least=0)
         if self.correction_bias_update_rate and not self.score_correction_bias:
@@ -231,6 +272,8 @@ class MoEConfig:
             )
         if self.num_groups != 1:
             raise ValueError(f"correction_bias_rule='quantile' needs num_groups=1, got {self.num_groups}")
+        if self.selection != "scores":
+            raise ValueError(f"correction_bias_rule='quantile' needs selection='scores', got {self.selection!r}")
         if self.top_k == self.num_selectable_experts:
             raise ValueError(
                 f"correction_bias_rule='quantile' needs top_k ({self.top_k}) below the number of experts "
@@ -244,7 +287,8 @@ class MoEConfig:
 
     def _warn_of_constant_weights(self) -> None:
         # No warning with one expert, for which there is nothing to route, or with the random router.
-        if self.top_k == 1 < self.num_selectable_experts and self.normalization != "none" and self.router == "learned":
+        is_constant = self.normalization != "none" and not self.shared_expert_scores
+        if self.top_k == 1 < self.num_selectable_experts and is_constant and self.router == "learned":
             warnings.warn(
                 f"top_k=1 with normalization={self.normalization!r} makes every routing weight constant, so that the "
                 "router gets no gradient from the output of the layer: set normalization='none'",

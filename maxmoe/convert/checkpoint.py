@@ -56,8 +56,9 @@ def read_checkpoint(path: str | Path, layers: Mapping[str, MoE], family: str) ->
             if not keys:
                 raise ValueError(f"{path} must have keys that begin with {block}., got {listed(sorted(files))}")
             layout = _layout_of(keys, known, f"{path} as {family}: {block}")
-            base = f"{block}.{layout.module}."
-            slices = {key.removeprefix(base): files[key].get_slice(key) for key in files if key.startswith(base)}
+            base = f"{block}.{layout.prefix}"
+            of_layer = [f"{block}.{key}" for key in keys if layout.has(key)]
+            slices = {key.removeprefix(base): files[key].get_slice(key) for key in of_layer}
             state = check_weights(f"{path} as {family}: {base[:-1]}", layer, layout, slices)
             checked.append((layer, layout, slices, state))
         if any(isinstance(weight, QuantizedStack) for *_, state in checked for weight in state.values()):
@@ -88,7 +89,7 @@ def write_checkpoint(path: str | Path, layers: Mapping[str, MoE], family: str, *
         for key, held in layout.tensors(state_with_stacks(layer)).items():
             weight = StoredWeight(key, held)
             for name, (dtype, shape) in weight.tensors().items():
-                tensors[f"{block}.{layout.module}.{name}"] = _Tensor(dtype, shape, weight, name)
+                tensors[f"{block}.{layout.prefix}{name}"] = _Tensor(dtype, shape, weight, name)
     order = dict(sorted(tensors.items(), key=lambda each: (-[*DTYPES].index(each[1].dtype), each[0])))
     with replacing(path) as new, new.open("wb") as file:
         _write_header(file, order)
@@ -145,7 +146,7 @@ def _layout_of(keys: Sequence[str], family: Family, where: str) -> Layout:
     """Return the layout whose expert names are in the checkpoint: the published one, or the stacked one in memory."""
 
     def has(layout: Layout) -> bool:
-        ends = [f"{layout.module}.{entry.key}".split("{expert}") for entry in layout.entries if entry.is_of_experts]
+        ends = [f"{layout.prefix}{entry.key}".split("{expert}") for entry in layout.entries if entry.is_of_experts]
         codes = {each.ends[0] for each in PUBLISHED.values()}  # codes of "fp8_block" have the names of ordinary weights
         ends_of_codes = [(end[0], tuple(f"{end[-1]}{each}" for each in codes)) for end in ends]
         return any(key.startswith(begin) and key.endswith(end) for begin, end in ends_of_codes for key in keys)
@@ -156,7 +157,7 @@ def _layout_of(keys: Sequence[str], family: Family, where: str) -> Layout:
     others = [name for name, other in FAMILIES.items() if has(other.checkpoint) or has(other.block)]
     found = f"the names are those of {', '.join(others)}" if others else f"got {listed(sorted(keys))}"
     wanted = next(entry.key for entry in family.checkpoint.entries if entry.is_of_experts)
-    raise ValueError(f"{where} must have {family.checkpoint.module}.{wanted}; {found}")
+    raise ValueError(f"{where} must have {family.checkpoint.prefix}{wanted}; {found}")
 
 
 def _check_block_sizes(config: Path) -> None:

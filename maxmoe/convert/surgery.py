@@ -162,6 +162,10 @@ def _replace(
         replacement.apply(optimizer)
 
 
+# Parameters of router and experts that all experts share.
+_OF_ALL_EXPERTS = ("scale",)
+
+
 @dataclass(frozen=True)
 class _Replacement:
     """New experts of a layer. `plan` checks everything that can fail, `apply` changes the layer."""
@@ -194,12 +198,17 @@ class _Replacement:
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
 
+    @staticmethod
+    def _of_experts(module: nn.Module) -> dict[str, nn.Parameter]:
+        """Return the parameters that have a row for each expert, by name."""
+        return {key: each for key, each in module.named_parameters(recurse=False) if key not in _OF_ALL_EXPERTS}
+
     def check_gradients(self) -> None:
         """Raise for gradients if experts are merged or duplicated, because the new gradients are not known."""
         if len(set(self.sources)) == len(self.sources) and all(len(ids) == 1 for ids in self.sources):
             return
         for name in ("router", "experts"):
-            for key, parameter in self.layer.get_submodule(name).named_parameters(recurse=False):
+            for key, parameter in self._of_experts(self.layer.get_submodule(name)).items():
                 if parameter.grad is not None:
                     raise ValueError(
                         f"{self.path}.{name}.{key} must have no gradient, because the gradient of merged or "
@@ -210,7 +219,7 @@ class _Replacement:
     def apply(self, optimizer: Optimizer | None) -> None:
         """Replace the experts, and their state in the optimizer."""
         for name, module in (("router", self.layer.router), ("experts", self.layer.experts)):
-            for key, old in list(module.named_parameters(recurse=False)):
+            for key, old in self._of_experts(module).items():
                 rows = self._rows(old.detach())
                 new = nn.Parameter(
                     rows if key.endswith("bias") else self._with_noise(rows), requires_grad=old.requires_grad

@@ -136,6 +136,8 @@ def _num_slices(config: MoEConfig, width: int, biases: Mapping[str, Tensor]) -> 
     for name, wanted, reason in (
         ("apply_weights_to", "output", "the output of an expert is not linear in its input"),
         ("latent_size", None, "the experts must read whole tokens, as the dense block does"),
+        ("expert_norm", False, "it normalizes the output of each expert"),
+        ("shared_expert_scores", False, "the weights of the shared experts must be known"),
     ):
         if (got := getattr(config, name)) != wanted:
             raise ValueError(f"from_dense needs {name}={wanted!r}, got {got!r}: {reason}")

@@ -11,9 +11,10 @@ from maxmoe.nn.feed_forward import MoEFeedForward, set_aux_loss_scale
 from maxmoe.nn.local_dispatcher import LocalDispatcher, LocalExperts, local_dispatcher
 from maxmoe.nn.losses import BalanceLoss, count_tokens, load_balance_loss, mean_over_tokens, router_z_loss
 from maxmoe.nn.moe import MoE, MoEOutput
-from maxmoe.nn.parts import LatentProjection, SharedExperts, ZeroComputationExperts
+from maxmoe.nn.parts import LatentProjection, ScoredSharedExperts, SharedExperts, ZeroComputationExperts
 from maxmoe.nn.random_numbers import rand_of_tokens
 from maxmoe.nn.replay import record_routing, replay_routing
+from maxmoe.nn.rms_norm import LatentNorm
 from maxmoe.nn.router import Router, balanced_bias, required_bias_histogram
 from maxmoe.nn.routing import Routing, TopK
 from maxmoe.nn.routing_record import RoutingRecord
@@ -33,6 +34,7 @@ __all__ = [
     "Experts",
     "ForeignExperts",
     "Future",
+    "LatentNorm",
     "LatentProjection",
     "LayerInputs",
     "LocalDispatcher",
@@ -47,6 +49,7 @@ __all__ = [
     "Routing",
     "RoutingRecord",
     "SavedTensor",
+    "ScoredSharedExperts",
     "SharedExperts",
     "TensorParallelRegion",
     "TokenGroup",

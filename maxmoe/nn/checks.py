@@ -29,7 +29,7 @@ def check_replaced_parts(
     if router is not None and not is_custom_router(router):
         _check_router_config(config, router)
     elif router is not None:
-        for name in ("router_bias", "score_correction_bias"):
+        for name in ("router_bias", "router_scale", "score_correction_bias", "shared_expert_scores"):
             if getattr(config, name):
                 raise ValueError(f"{name} must be False with a custom router, got True")
     if activation is not None and not callable(activation):

@@ -10,7 +10,8 @@ from torch.utils.checkpoint import checkpoint
 from maxmoe.adapters import factors_of
 from maxmoe.config import Activation, MoEConfig
 from maxmoe.declaration import EXPERT_TOKEN_DIMS, Declaration, SavedTensor
-from maxmoe.ops import ActivationFunction, Projection, RaggedPlan, expert_ffn
+from maxmoe.nn.rms_norm import LatentNorm
+from maxmoe.ops import ActivationFunction, Projection, RaggedPlan, expert_ffn, ragged_sort, ragged_unsort
 from maxmoe.ops._projection import operands
 from maxmoe.ops.expert_ffn import activate_with
 from maxmoe.quantization import QuantizedStack
@@ -112,6 +113,8 @@ class Experts(nn.Module):
         self.register_parameter("gate_bias", parameter(gated and biased, num_experts, width))
         self.register_parameter("up_bias", parameter(biased, num_experts, width))
         self.register_parameter("down_bias", parameter(biased, num_experts, row_size))
+        eps = config.expert_norm_eps
+        self.norm = LatentNorm(row_size, eps, scales_input=True, **options) if config.expert_norm else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -130,6 +133,8 @@ class Experts(nn.Module):
                 nn.init.zeros_(parameter)
             else:
                 nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+        if self.norm is not None:
+            self.norm.reset_parameters()
 
     def forward(
         self, x: Tensor, weights: Tensor | None, plan: RaggedPlan, foreign: ForeignExperts | None = None
@@ -152,15 +157,17 @@ class Experts(nn.Module):
             return self._batched(x.view(num_experts, x.shape[0] // num_experts, x.shape[1])).flatten(0, 1)
 
         def compute(experts: ExpertWeights, plan: RaggedPlan) -> Tensor:
-            return expert_ffn(
-                x,
-                weights,
-                plan,
+            arguments, norm = (x, weights, plan), self.norm
+            if norm is not None:  # before the sum over the experts of a token, so that each row is computed by itself
+                arguments = (ragged_sort(x, plan), None, plan.of_rows())
+            outputs = expert_ffn(
+                *arguments,
                 *experts,
                 activation=self.activation,
                 limit=self.config.activation_limit,
                 recompute="experts" in self.recompute,
             )
+            return outputs if norm is None else ragged_unsort(norm(outputs), plan, weights)
 
         own = self._weights()
         if callable(self.activation):  # a recomputation reads them after the forward, see `_batched`
@@ -209,7 +216,8 @@ class Experts(nn.Module):
                 activated = activate_with(self.activation, gate, up)
             else:
                 activated = activate(gate, up, self.activation, self.config.activation_limit)
-            return project(activated, weights.down)
+            outputs = project(activated, weights.down)
+            return outputs if self.norm is None else self.norm(outputs)
 
         if "experts" not in self.recompute or not torch.is_grad_enabled():
             return compute(inputs)
@@ -230,7 +238,9 @@ class Experts(nn.Module):
                 "down_bias": ("exp", "embed_moe"),
             },
             input_dims={"gate_proj": "embed_moe", "up_proj": "embed_moe", "down_proj": "mlp_moe"},
-            tensor_parallel_dims={"mlp_moe": self.config.intermediate_size},
+            fsdp_unit=True,
+            # The norm is of whole outputs.
+            tensor_parallel_dims={} if self.config.expert_norm else {"mlp_moe": self.config.intermediate_size},
             added_to_output=("down_bias",),
             saved_tensors=self._saved_tensors,
         )
@@ -254,6 +264,11 @@ class Experts(nn.Module):
             saved["weighted_input"] = SavedTensor(
                 (*shape, D), (*EXPERT_TOKEN_DIMS, "activation_embed_moe"), is_kept=is_kept
             )
+            saved["order"] = SavedTensor(shape, EXPERT_TOKEN_DIMS, torch.int64)
+        if self.config.expert_norm:
+            rows = SavedTensor((*shape, D), (*EXPERT_TOKEN_DIMS, "activation_embed_moe"))
+            saved |= dict.fromkeys(("sorted_input", "outputs", "scaled_outputs", "normalized_outputs"), rows)
+            saved |= dict.fromkeys(("norm_factor", "norm_ones"), SavedTensor((D,), (None,)))
             saved["order"] = SavedTensor(shape, EXPERT_TOKEN_DIMS, torch.int64)
         return saved
 

@@ -9,6 +9,7 @@ from torch.nn.functional import pad
 from maxmoe.config import Activation, MoEConfig
 from maxmoe.declaration import TOKEN_DIMS, Declaration, SavedTensor
 from maxmoe.nn.experts import check_activation_is_known
+from maxmoe.nn.rms_norm import LatentNorm
 from maxmoe.nn.routing import TopK
 from maxmoe.ops import ActivationFunction, RaggedPlan, expert_ffn, gmm, linear, ragged_plan
 
@@ -36,21 +37,26 @@ class SharedExperts(nn.Module):
         super().__init__()
         self.config = config
         self.activation: Activation | ActivationFunction = config.activation if activation is None else activation
-        hidden_size, width = config.hidden_size, config.num_shared_experts * config.intermediate_size
+        hidden_size, (*count, width) = config.hidden_size, self._sizes(config)
 
         def parameter(exists: bool, *shape: int) -> nn.Parameter | None:
             return nn.Parameter(torch.empty(shape, **options)) if exists else None
 
-        self.register_parameter("gate_proj", parameter(config.gated, hidden_size, width))
-        self.register_parameter("up_proj", parameter(True, hidden_size, width))
-        self.register_parameter("down_proj", parameter(True, width, hidden_size))
+        self.register_parameter("gate_proj", parameter(config.gated, *count, hidden_size, width))
+        self.register_parameter("up_proj", parameter(True, *count, hidden_size, width))
+        self.register_parameter("down_proj", parameter(True, *count, width, hidden_size))
         self.register_parameter("output_gate", parameter(config.shared_expert_gate, hidden_size))
         self.reset_parameters()
+
+    @staticmethod
+    def _sizes(config: MoEConfig) -> tuple[int, ...]:
+        """Return the number of stacked experts, if they are stacked, and the width of each."""
+        return (config.num_shared_experts * config.intermediate_size,)
 
     def reset_parameters(self) -> None:
         """Initialize projections so that they preserve the variance of their input."""
         for parameter in self.parameters(recurse=False):
-            nn.init.normal_(parameter, std=parameter.shape[0] ** -0.5)
+            nn.init.normal_(parameter, std=parameter.shape[max(parameter.dim() - 2, 0)] ** -0.5)
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None) -> Tensor:
         """Compute the dense expert with `maxmoe.ops.expert_ffn`, all tokens in one group.
@@ -104,6 +110,74 @@ class SharedExperts(nn.Module):
         if self.output_gate is not None:
             saved["softmax"] = SavedTensor((batch, length, 2), (*TOKEN_DIMS, None))
         return saved
+
+
+class ScoredSharedExperts(SharedExperts):
+    """Shared experts whose outputs the router weighs: `gate_proj` and `up_proj` [n, D, F], `down_proj` [n, F, D].
+
+    out[t] = sum_j weights[t, j] * expert_j(x[t])
+
+    On a mesh, every rank computes them whole, because a part of F would give a part of the gradient of the weights.
+
+    Args:
+        config: config of the layer.
+        activation: function that replaces the activation of the config; see `maxmoe.ops.expert_ffn`.
+        **options: device and dtype of the parameters.
+
+    Source: Inkling in transformers.
+    """
+
+    @staticmethod
+    def _sizes(config: MoEConfig) -> tuple[int, ...]:
+        return config.num_shared_experts, config.intermediate_size
+
+    def forward(self, x: Tensor, token_mask: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
+        """Compute the weighted sum of the shared experts.
+
+        Args:
+            x: ``(T, D)``, floating, tokens.
+            token_mask: ``(T,)``, bool, False for padding, which is not computed.
+            weights: ``(T, n)``, floating, weights of the experts; None for ones.
+
+        Returns:
+            ``(T, D)``, dtype of x, outputs; zero for padding.
+        """
+        count = self.config.num_shared_experts
+        experts = torch.arange(count, device=x.device).expand(x.shape[0], count)
+        if token_mask is not None:
+            experts = experts.masked_fill(~token_mask.unsqueeze(1), -1)
+        rows: dict[str, Any] = {"num_rows" if token_mask is None else "max_rows": experts.numel()}
+        return expert_ffn(
+            x,
+            weights,
+            ragged_plan(experts, count, **rows),
+            self.gate_proj,
+            self.up_proj,
+            self.down_proj,
+            activation=self.activation,
+            limit=self.config.activation_limit,
+            recompute="shared_experts" in self.recompute,
+        )
+
+    @property
+    def declaration(self) -> Declaration:
+        """Declare logical names, matrix layouts and saved tensors."""
+        up, down = (None, "embed", "mlp"), (None, "mlp", "embed")
+        return Declaration(
+            logical_names={"gate_proj": up, "up_proj": up, "down_proj": down},
+            input_dims={"gate_proj": "embed", "up_proj": "embed", "down_proj": "mlp"},
+            saved_tensors=self._saved_tensors,
+        )
+
+    def _saved_tensors(self, batch: int, length: int) -> dict[str, SavedTensor]:
+        """Describe the saved tensors; `MoE` declares the input."""
+        saved = super()._saved_tensors(batch, length)
+        count, wide = self.config.num_shared_experts, torch.promote_types(self.up_proj.dtype, torch.float32)
+        for name in ("slots", "rows"):
+            saved[name] = SavedTensor((batch, length, count), (*TOKEN_DIMS, None), torch.int64)
+        weights = SavedTensor((batch, length, count), (*TOKEN_DIMS, None), wide)
+        del saved["order"]
+        return saved | {"weights": weights, "group_sizes": SavedTensor((count,), (None,), torch.int64)}
 
 
 def _sigmoid(column: Tensor) -> Tensor:
@@ -215,6 +289,9 @@ class ZeroComputationExperts(nn.Module):
 class LatentProjection(nn.Module):
     """Linear map between tokens and the rows of latent experts: x @ weight. All routed experts share it.
 
+    With `latent_in_norm`, the projection "in" returns norm(x @ weight), with `latent_out_norm` the projection "out"
+    norm(x) @ weight.
+
     The projection "in", before the experts, has a `weight` [D, L], the projection "out", after their weighted sum,
     [L, D]. What is sent to experts on other ranks has L elements per row.
 
@@ -235,11 +312,15 @@ class LatentProjection(nn.Module):
         if direction == "out":
             sizes, self._names = sizes[::-1], self._names[::-1]
         self.weight = nn.Parameter(torch.empty(sizes, **options))
+        has_norm = config.latent_in_norm if direction == "in" else config.latent_out_norm
+        self.norm = LatentNorm(config.row_size, config.norm_eps, **options) if has_norm else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Initialize the weight so that the projection preserves the variance of its input."""
         nn.init.normal_(self.weight, std=self.weight.shape[0] ** -0.5)
+        if self.norm is not None:
+            self.norm.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
         """Project rows.
@@ -250,7 +331,10 @@ class LatentProjection(nn.Module):
         Returns:
             ``(T, L)``, or ``(T, D)`` for "out", dtype of x. A row is bitwise independent of the other rows.
         """
-        return gmm(x, self.weight.unsqueeze(0), torch.full((1,), x.shape[0], device=x.device))
+        norm, is_in = self.norm, self.direction == "in"
+        rows = x if norm is None or is_in else norm(x)
+        rows = gmm(rows, self.weight.unsqueeze(0), torch.full((1,), x.shape[0], device=x.device))
+        return norm(rows) if norm is not None and is_in else rows
 
     @property
     def declaration(self) -> Declaration:
@@ -266,4 +350,8 @@ class LatentProjection(nn.Module):
         saved = {"group_sizes": SavedTensor((1,), (None,), torch.int64)}
         if self.direction == "out":
             saved["input"] = SavedTensor((batch, length, self.weight.shape[0]), (*TOKEN_DIMS, None))
+        if self.norm is not None:
+            size = len(self.norm.weight)
+            saved["norm_input"] = SavedTensor((batch, length, size), (*TOKEN_DIMS, None))
+            saved["norm_factor"] = SavedTensor((size,), (None,))
         return saved

@@ -31,6 +31,12 @@ def fits_one_operator(
         and token_mask is None
         and given is None
         and config.router == "learned"
+        and config.selection == "scores"
+        and config.other_groups == "excluded"
+        and not config.router_scale
+        and config.logit_scale == 1
+        and not config.expert_norm
+        and not config.shared_expert_scores
         # makes one plan for experts that are all in this process and get the tokens themselves,
         and runner == _runner_of_one_process(config.num_experts)
         and config.latent_size is None

@@ -1,6 +1,7 @@
 """Router of a layer: linear, then the best experts of each token; the rules that balance their load."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from maxmoe.ranks.token_group import LocalTokens, TokenGroupAttribute
 class Router(ConvertedModule):
     """Linear map to logits, then `maxmoe.ops.route`, both in float32 or wider for any dtype of the input.
 
-    logits = x @ weight^T + bias
+    logits = logit_scale * (x @ weight^T + bias)
 
     Args:
         config: config of the layer.
@@ -30,6 +31,7 @@ class Router(ConvertedModule):
 
     weight: Tensor
     bias: Tensor | None
+    scale: Tensor | None
     score_correction_bias: Tensor | None
 
     token_group = TokenGroupAttribute()  # for the random router
@@ -39,9 +41,10 @@ class Router(ConvertedModule):
         self.config = config
         self.token_group = LocalTokens()
         num_experts = config.num_selectable_experts
-        self.weight = nn.Parameter(torch.empty(num_experts, config.hidden_size, **options))
-        bias = nn.Parameter(torch.empty(num_experts, **options)) if config.router_bias else None
-        self.register_parameter("bias", bias)
+        num_rows = num_experts + (config.num_shared_experts if config.shared_expert_scores else 0)
+        self.weight = nn.Parameter(torch.empty(num_rows, config.hidden_size, **options))
+        for name, size in (("bias", num_rows if config.router_bias else 0), ("scale", int(config.router_scale))):
+            self.register_parameter(name, nn.Parameter(torch.empty(size, **options)) if size else None)
         wide = torch.promote_types(self.weight.dtype, torch.float32)
         correction_bias = self.weight.new_empty(num_experts, dtype=wide) if config.score_correction_bias else None
         self.register_buffer("score_correction_bias", correction_bias)
@@ -49,8 +52,10 @@ class Router(ConvertedModule):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialize biases to zero and the weight such that inputs of variance one give logits of variance one."""
+        """Initialize biases to 0, the scale to 1, and the weight so that variance 1 gives logits of variance 1."""
         nn.init.normal_(self.weight, std=self.config.hidden_size**-0.5)
+        if self.scale is not None:
+            nn.init.ones_(self.scale)
         for bias in (self.bias, self.score_correction_bias):
             if bias is not None:
                 nn.init.zeros_(bias)
@@ -72,30 +77,43 @@ class Router(ConvertedModule):
         """
         config = self.config
         logits = linear(x.flatten(0, -2), self.weight, self.bias)
+        if config.logit_scale != 1:
+            logits = logits * config.logit_scale
         if config.router == "random":
             # The values are noise, but the gradient flows to the logits: a balanced load with the cost of training.
-            sequences = logits.view(x.shape[:-2].numel(), x.shape[-2], config.num_selectable_experts)
+            sequences = logits.view(x.shape[:-2].numel(), x.shape[-2], logits.shape[1])
             noise = torch.special.ndtri(rand_of_tokens(sequences, self.token_group)).view_as(logits)
             logits = logits + (noise - logits).detach()
         try:
-            return select_experts(config, logits, self.score_correction_bias, token_mask, experts)
+            routing = select_experts(config, logits, self.score_correction_bias, token_mask, experts)
         except ValueError as error:
             raise ValueError(f"{module_path(self)}: {error}") from error
+        if not config.router_scale:
+            return routing
+        assert self.scale is not None
+        return routing.scaled(self.scale)
 
     @property
     def declaration(self) -> Declaration:
         """Declare logical names and saved tensors."""
         return Declaration(
-            logical_names={"weight": (None, "embed"), "bias": (None,)}, saved_tensors=self._saved_tensors
+            logical_names={"weight": (None, "embed"), "bias": (None,), "scale": (None,)},
+            saved_tensors=self._saved_tensors,
         )
 
     def _saved_tensors(self, batch: int, length: int) -> dict[str, SavedTensor]:
         """Describe the saved tensors; `MoE` declares the input."""
-        wide = torch.promote_types(self.weight.dtype, torch.float32)
-        return {
-            "logits": SavedTensor((batch, length, self.config.num_selectable_experts), (*TOKEN_DIMS, None), wide),
-            "experts": SavedTensor((batch, length, self.config.top_k), (*TOKEN_DIMS, None), torch.int64),
-        }
+        config, wide = self.config, torch.promote_types(self.weight.dtype, torch.float32)
+        num_shared = config.num_shared_experts if config.shared_expert_scores else 0
+        widths = {"logits": self.weight.shape[0]}
+        if num_shared:
+            widths |= {"shared_scores": num_shared, "joint_scores": config.top_k + num_shared, "sums": 2}
+        if config.router_scale:
+            widths["unscaled_weights"] = config.top_k + num_shared
+        saved = {name: SavedTensor((batch, length, width), (*TOKEN_DIMS, None), wide) for name, width in widths.items()}
+        if config.router_scale and self.weight.dtype != wide:
+            saved["wide_scale"] = SavedTensor((1,), (None,), wide)
+        return saved | {"experts": SavedTensor((batch, length, config.top_k), (*TOKEN_DIMS, None), torch.int64)}
 
     def before_conversion(self) -> Callable[[], None]:
         """Keep the correction bias in float32 or wider, because its small updates would be rounded away in 16 bits."""
@@ -180,6 +198,13 @@ def select_experts(
     config: MoEConfig, logits: Tensor, correction_bias: Tensor | None, token_mask: Tensor | None, experts: Tensor | None
 ) -> Routing:
     """Route tokens by their logits ``(T, E)``; mask and experts as in `Router.forward`."""
+    is_unpadded, of_shared = experts is None, None
+    normalization, scale = config.normalization, config.routed_scaling_factor
+    if config.shared_expert_scores:  # normalized below, with the scores of the shared experts
+        logits, of_shared = logits.tensor_split((config.num_selectable_experts,), 1)
+        normalization, scale = "none", 1.0
+    if experts is None and (config.selection == "logits" or config.other_groups == "zero"):
+        experts = _selected_by_other_rules(config, logits.detach(), correction_bias)
     weights, selected, probabilities = route(
         logits,
         config.top_k,
@@ -188,12 +213,38 @@ def select_experts(
         num_groups=config.num_groups,
         top_k_groups=config.top_k_groups,
         group_score=config.group_score,
-        normalization=config.normalization,
-        scale=config.routed_scaling_factor,
+        normalization=normalization,
+        scale=scale,
         experts=experts,
     )
-    routing = Routing(logits, probabilities, weights, selected, is_unpadded=experts is None)
+    routing = Routing(logits, probabilities, weights, selected, is_unpadded=is_unpadded)
+    if of_shared is not None:
+        joint = torch.cat([weights, of_shared.sigmoid()], 1)
+        joint = joint * (config.routed_scaling_factor / (joint.sum(1, keepdim=True) + 1e-20))
+        weights, shared_weights = joint.tensor_split((config.top_k,), 1)
+        routing = routing._replace(weights=weights, shared_weights=shared_weights)
     return routing if token_mask is None else routing.without_padding(token_mask)
+
+
+def _selected_by_other_rules(config: MoEConfig, logits: Tensor, correction_bias: Tensor | None) -> Tensor:
+    """Select experts ``(T, K)`` by a rule that `maxmoe.ops.route` does not have, made of the rules that it has."""
+    by_logits = config.selection == "logits"
+    in_groups = partial(
+        route,
+        logits,
+        score_function="identity" if by_logits else config.score_function,
+        correction_bias=correction_bias,
+        num_groups=config.num_groups,
+        top_k_groups=config.top_k_groups,
+        group_score=config.group_score,
+        normalization="none",
+    )
+    if config.other_groups == "excluded" or config.top_k_groups == config.num_groups:
+        return in_groups(config.top_k)[1]
+    scores, members, _ = in_groups(config.num_experts // config.num_groups * config.top_k_groups)
+    if correction_bias is not None:
+        scores = scores + correction_bias[members]
+    return route(scores.new_zeros(logits.shape).scatter(1, members, scores), config.top_k, score_function="identity")[1]
 
 
 def _widen_correction_bias(router: Router, _keys: object) -> None:

@@ -42,6 +42,8 @@ class Routing(NamedTuple):
         is_unpadded: whether all slots are known to be routed, so that their number is known without reading `experts`.
         token_losses: ``(T,)``, float32 or wider, loss of each token, 0 for padding, whose mean is added to the
             auxiliary loss; None for no such loss.
+        shared_weights: ``(T, n)``, float32 or wider, weights of the shared experts with `shared_expert_scores`; None
+            for shared experts without weights.
     """
 
     logits: Tensor | None
@@ -51,6 +53,7 @@ class Routing(NamedTuple):
     token_mask: Tensor | None = None
     is_unpadded: bool = True
     token_losses: Tensor | None = None
+    shared_weights: Tensor | None = None
 
     @classmethod
     def of(
@@ -120,6 +123,11 @@ class Routing(NamedTuple):
             is_unpadded=False,
             token_losses=None if losses is None else losses.masked_fill(~token_mask, 0.0),
         )
+
+    def scaled(self, factor: Tensor) -> "Routing":
+        """Multiply the weights of all experts by a factor ``(1,)``."""
+        factor, shared = factor.to(self.weights.dtype), self.shared_weights
+        return self._replace(weights=self.weights * factor, shared_weights=None if shared is None else shared * factor)
 
     @property
     def top_k(self) -> TopK:

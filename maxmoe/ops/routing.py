@@ -96,6 +96,11 @@ class RaggedPlan(NamedTuple):
         order = torch.arange(num_rows, device=group_sizes.device)
         return cls(order, order, group_sizes, group_sizes.new_zeros(()), 1)
 
+    def of_rows(self) -> "RaggedPlan":
+        """Return a plan of the same rows in the same order, with K = 1: each row is a slot, and none are summed."""
+        places = torch.arange(self.slots.shape[0], device=self.slots.device).where(self.slots >= 0, -1)
+        return RaggedPlan(places, places, self.group_sizes, self.group_sizes.new_zeros(()), 1)
+
 
 def ragged_plan(
     experts: Tensor,

@@ -6,8 +6,8 @@ from typing import Any
 
 from maxmoe.checks.fields import check_bool, check_int, check_number
 from maxmoe.config import MoEConfig
-from maxmoe.presets import published
-from maxmoe.presets.layouts import Entry, Layout, per_expert, router, shared, stacked
+from maxmoe.presets import published, published_2026
+from maxmoe.presets.layouts import Entry, Layout, per_expert, router, shared, stacked, within
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +21,7 @@ class Family:
         block: layout of the weights of the sparse block in memory.
         checkpoint: layout of the weights in published checkpoints.
         returns_scores: whether the sparse block returns a tuple, with scores that the model drops.
+        scales_sum: whether the sparse block multiplies the sum over the experts by the factor of the routing weights.
     """
 
     preset: Callable[..., MoEConfig]
@@ -29,6 +30,7 @@ class Family:
     block: Layout
     checkpoint: Layout
     returns_scores: bool = False
+    scales_sum: bool = False
 
 
 _FIELDS = {"hidden_size": "hidden_size", "top_k": "num_experts_per_tok", "activation": "hidden_act"}
@@ -62,6 +64,24 @@ _LONGCAT_FLASH_FIELDS = {
     "top_k": "moe_topk",
     "routed_scaling_factor": "routed_scaling_factor",
 }
+_KOLIBRI1_FIELDS = {ours: theirs for ours, theirs in _QWEN2_FIELDS.items() if ours != "load_balance_loss_weight"}
+_BEAM_FIELDS = {ours: theirs for ours, theirs in _DEEPSEEK_V3_FIELDS.items() if ours != "num_shared_experts"}
+_BEAM_FIELDS["num_experts"] = "num_experts"
+_MUSE_SPARK_FIELDS = _FIELDS | {
+    "intermediate_size": "moe_intermediate_size",
+    "num_experts": "num_local_experts",
+    "latent_size": "moe_hidden_size",
+    "logit_scale": "output_multiplier",
+    "routed_scaling_factor": "routed_scaling_factor",
+    "norm_eps": "rms_norm_eps",
+    "expert_norm_eps": "post_norm_eps",
+}
+_INKLING_FIELDS = _FIELDS | {
+    "intermediate_size": "moe_intermediate_size",
+    "num_experts": "n_routed_experts",
+    "num_shared_experts": "n_shared_experts",
+    "routed_scaling_factor": "route_scale",
+}
 _GPT_OSS_FIELDS = {ours: theirs for ours, theirs in _MIXTRAL_FIELDS.items() if ours != "activation"}
 _GPT_OSS_FIELDS["activation_limit"] = "swiglu_limit"
 
@@ -75,6 +95,7 @@ _SHARED_GATED = (
 )
 _W123 = per_expert("w1", "w3", "w2")
 _PROJ = per_expert("gate_proj", "up_proj", "down_proj")
+_SHARED = shared("shared_experts")
 _LLAMA4 = Layout("feed_forward", router("router") + stacked(transposed=False) + shared("shared_expert"))
 _GPT_OSS = Layout(
     "mlp",
@@ -158,6 +179,65 @@ _MINIMAX_M2 = replace(
     checkpoint=Layout("block_sparse_moe", _GATE_BIASED_OUTSIDE + _W123),
 )
 
+_MUSE_SPARK = Layout(
+    "mlp",
+    (
+        *_GATE_BIASED,
+        *stacked(),
+        Entry("experts.post_expert_norm.weight", ("experts.norm.weight",)),
+        Entry("pre_expert_proj.weight", ("latent_in.weight",), transposed=True),
+        Entry("pre_expert_norm.weight", ("latent_in.norm.weight",)),
+        Entry("post_expert_proj.weight", ("latent_out.weight",), transposed=True),
+    ),
+)
+_INKLING = Layout(
+    "mlp",
+    (
+        *_GATE_BIASED,
+        Entry("gate.global_scale", ("router.scale",)),
+        *stacked(),
+        *(
+            Entry(f"shared_experts.{name}", (f"shared_experts.{name}",), transposed=True)
+            for name in ("gate_proj", "up_proj", "down_proj")
+        ),
+    ),
+)
+_INKLING_PUBLISHED = Layout(
+    "mlp",
+    (
+        *router("gate", correction_bias="gate.bias"),
+        Entry("gate.global_scale", ("router.scale",)),
+        Entry("experts.w13_weight", ("experts.gate_proj", "experts.up_proj"), transposed=True, interleaved=True),
+        Entry("experts.w2_weight", ("experts.down_proj",), transposed=True),
+        Entry(
+            "shared_experts.shared_w13_weight",
+            ("shared_experts.gate_proj", "shared_experts.up_proj"),
+            transposed=True,
+            interleaved=True,
+        ),
+        Entry("shared_experts.shared_w2_weight", ("shared_experts.down_proj",), transposed=True),
+    ),
+)
+_KOLIBRI1 = Family(
+    preset=published_2026.kolibri1,
+    fields=_KOLIBRI1_FIELDS,
+    block=Layout("mlp", _GATE_BIASED + stacked() + _SHARED),
+    checkpoint=Layout("", router("mlp.gate", "moe.router.expert_bias") + within("mlp", _PROJ + _SHARED)),
+)
+_MISTRAL_LARGE4 = Family(
+    preset=published_2026.mistral_large4,
+    fields=_DEEPSEEK_V2_FIELDS,
+    block=Layout("mlp", _GATE + stacked() + _SHARED),
+    checkpoint=Layout("", _GATE + _W123 + shared("shared_experts", "w1", "w3", "w2")),
+)
+_BEAM = Family(
+    preset=published_2026.beam,
+    fields=_BEAM_FIELDS,
+    block=Layout("mlp", _GATE_BIASED + stacked()),
+    checkpoint=Layout("mlp", _GATE_BIASED + _PROJ),
+    scales_sum=True,
+)
+
 FAMILIES: dict[str, Family] = {
     "mixtral": _MIXTRAL,
     "qwen2_moe": _QWEN2_MOE,
@@ -170,6 +250,20 @@ FAMILIES: dict[str, Family] = {
     "kimi_k2": replace(_DEEPSEEK_V3, preset=published.kimi_k2),
     "glm4_moe": replace(_DEEPSEEK_V3, preset=published.glm4_moe),
     "longcat_flash": _LONGCAT_FLASH,
+    "kolibri1": _KOLIBRI1,
+    "axk2": replace(_DEEPSEEK_V3, preset=published_2026.axk2),
+    "mistral_large4_text": _MISTRAL_LARGE4,
+    "beam": _BEAM,
+    "muse_spark_text": Family(
+        preset=published_2026.muse_spark, fields=_MUSE_SPARK_FIELDS, block=_MUSE_SPARK, checkpoint=_MUSE_SPARK
+    ),
+    "inkling_text": Family(
+        preset=published_2026.inkling,
+        fields=_INKLING_FIELDS,
+        required={"shared_expert_sink": [True]},
+        block=_INKLING,
+        checkpoint=_INKLING_PUBLISHED,
+    ),
     "minimax_m2": _MINIMAX_M2,
     "nemotron_h": _NEMOTRON_H,
     "gpt_oss": Family(
@@ -234,8 +328,10 @@ def _text_config(config: Any) -> Any:
 
 def _read(config: Any, attribute: str) -> Any:
     """Return an attribute of a transformers config, converted to the value of `MoEConfig`."""
-    if attribute in ("n_group", "topk_group") and getattr(config, "topk_method", None) == "greedy":
-        return 1
+    if attribute in ("n_group", "topk_group"):
+        has_none = config.model_type == "axk2" and getattr(config, attribute, None) is None
+        if has_none or getattr(config, "topk_method", None) == "greedy":
+            return 1
     if attribute == "moe_latent_size":
         return getattr(config, attribute, None)
     value = _get(config, attribute)

@@ -5,7 +5,7 @@ use the same views. E experts, D hidden_size, F intermediate_size.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -41,8 +41,8 @@ class Entry:
 
     @property
     def is_of_experts(self) -> bool:
-        """Whether the tensor contains parameters of routed experts."""
-        return self.names[0].startswith("experts.")
+        """Whether the tensor contains parameters with an expert dim."""
+        return self.names[0].startswith("experts.") and not self.names[0].startswith("experts.norm.")
 
     @property
     def is_stack(self) -> bool:
@@ -102,8 +102,18 @@ class Held(NamedTuple):
 class Layout:
     """Layout of all published tensors of a layer."""
 
-    module: str  # name of the layer in a block of the decoder
+    module: str  # name of the layer in a block of the decoder; "" if the tensors have no common prefix
     entries: tuple[Entry, ...]
+
+    @property
+    def prefix(self) -> str:
+        """Common prefix of the names of the tensors in a block of the decoder."""
+        return f"{self.module}." if self.module else ""
+
+    def has(self, name: str) -> bool:
+        """Return whether a name in a block of the decoder is in the module, or else in the first module of an entry."""
+        modules = {entry.key.partition(".")[0] for entry in self.entries}
+        return name.startswith(self.prefix) and (bool(self.module) or name.partition(".")[0] in modules)
 
     def tensors(self, state: Mapping[str, Any]) -> dict[str, Held]:
         """Return the maxmoe parameters that each published tensor contains, by the name of the tensor in the layer.
@@ -158,10 +168,15 @@ def router(module: str, correction_bias: str | None = None) -> tuple[Entry, ...]
     return (weight, Entry(correction_bias, ("router.score_correction_bias",)))
 
 
-def shared(module: str) -> tuple[Entry, ...]:
+def shared(module: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> tuple[Entry, ...]:
     """Return the entries of the shared expert."""
-    names = ("gate_proj", "up_proj", "down_proj")
-    return tuple(Entry(f"{module}.{name}.weight", (f"shared_experts.{name}",), transposed=True) for name in names)
+    names = {gate: "shared_experts.gate_proj", up: "shared_experts.up_proj", down: "shared_experts.down_proj"}
+    return tuple(Entry(f"{module}.{theirs}.weight", (ours,), transposed=True) for theirs, ours in names.items())
+
+
+def within(module: str, entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
+    """Return entries whose tensors are in a module of the layer."""
+    return tuple(replace(entry, key=f"{module}.{entry.key}") for entry in entries)
 
 
 def stacked(*, gated: bool = True, transposed: bool = True, interleaved: bool = False) -> tuple[Entry, ...]:

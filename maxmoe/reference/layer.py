@@ -18,7 +18,7 @@ from maxmoe.reference.operators import (
     ragged_sort,
     ragged_unsort,
 )
-from maxmoe.reference.routing import route, scores, stack, wide
+from maxmoe.reference.routing import route, scores, select_experts, stack, wide
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj", "gate_bias", "up_bias", "down_bias")
 
@@ -67,7 +67,47 @@ def apply_capacity(experts: Tensor, num_experts: int, capacity_factor: float) ->
 def router_logits(tokens: Tensor, config: MoEConfig, parameters: dict[str, Tensor]) -> Tensor:
     """Return logits [T, E] of tokens [T, D], float32 or wider."""
     logits = wide(tokens) @ wide(parameters["router.weight"]).T
-    return logits + wide(parameters["router.bias"]) if config.router_bias else logits
+    logits = logits + wide(parameters["router.bias"]) if config.router_bias else logits
+    return config.logit_scale * logits
+
+
+def rms_norm(rows: Tensor, eps: float) -> Tensor:
+    """Return row / sqrt(mean(row^2) + eps) for each row."""
+    return stack([row / torch.sqrt(wide(row).square().mean() + eps) for row in rows], rows, rows.shape[1])
+
+
+def selected_experts(logits: Tensor, config: MoEConfig, correction_bias: Tensor | None) -> Tensor:
+    """Return the experts [T, K] of tokens with logits [T, E]."""
+    score = wide(logits) if config.selection == "logits" else scores(logits, config.score_function)
+    biased = score if correction_bias is None else score + correction_bias
+    rule = (config.top_k, config.num_groups, config.top_k_groups, config.group_score, config.other_groups)
+    chosen = [torch.tensor(select_experts(token, *rule)) for token in biased.tolist()]
+    return stack(chosen, torch.empty(0, dtype=torch.int64), config.top_k)
+
+
+def routing(
+    tokens: Tensor, config: MoEConfig, parameters: dict[str, Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return logits [T, E], weights and experts [T, K], and weights [T, n] of shared experts that the router scores."""
+    logits = router_logits(tokens, config, parameters)
+    logits, of_shared = logits[:, : config.num_selectable_experts], logits[:, config.num_selectable_experts :]
+    weights, experts, _ = route(
+        logits,
+        config.top_k,
+        score_function=config.score_function,
+        normalization="none" if config.shared_expert_scores else config.normalization,
+        scale=config.routed_scaling_factor,
+        experts=selected_experts(logits, config, parameters.get("router.score_correction_bias")),
+    )
+    shared_weights = None
+    if config.shared_expert_scores:
+        scores_of_shared = config.routed_scaling_factor * torch.sigmoid(of_shared)
+        total = (weights.sum(1, keepdim=True) + scores_of_shared.sum(1, keepdim=True)) / config.routed_scaling_factor
+        weights, shared_weights = weights / total, scores_of_shared / total
+    if config.router_scale:
+        weights = weights * wide(parameters["router.scale"])
+        shared_weights = None if shared_weights is None else shared_weights * wide(parameters["router.scale"])
+    return logits, weights, experts, shared_weights
 
 
 def routed_experts(
@@ -87,13 +127,16 @@ def routed_experts(
         activation=config.activation,
         limit=config.activation_limit,
     )
-    if config.apply_weights_to == "output":
+    scales_input = config.apply_weights_to == "input"
+    if not scales_input and not config.expert_norm:
         return experts(tokens, weights, plan)
-    rows = ragged_sort(tokens, plan, weights)
+    rows = ragged_sort(tokens, plan, weights if scales_input else None)
     itself = torch.arange(len(rows))
     in_place = plan._replace(slots=itself, rows=itself, top_k=1)
     rows = experts(rows, None, in_place)
-    return ragged_unsort(rows, plan)
+    if config.expert_norm:
+        rows = rms_norm(rows * (1 + parameters["experts.norm.weight"]), config.expert_norm_eps)
+    return ragged_unsort(rows, plan, None if scales_input else weights)
 
 
 def zero_computation_experts(
@@ -127,9 +170,23 @@ def project(rows: Tensor, weight: Tensor) -> Tensor:
     return stack([wide(row) @ wide(weight) for row in rows], rows, weight.shape[1])
 
 
-def shared_experts(tokens: Tensor, config: MoEConfig, parameters: dict[str, Tensor]) -> Tensor:
-    """Return the outputs of the shared expert, scaled by sigmoid(x . output_gate) if it has that gate."""
+def shared_experts(
+    tokens: Tensor, config: MoEConfig, parameters: dict[str, Tensor], weights: Tensor | None = None
+) -> Tensor:
+    """Return the outputs of the shared expert, scaled by sigmoid(x . output_gate) if it has that gate.
+
+    With weights [T, n], the sum of the outputs of n shared experts times their weights.
+    """
     matrices = [parameters.get(f"shared_experts.{name}") for name in PROJECTIONS]
+    if weights is not None:
+        rows = []
+        for token, of_experts in zip(tokens, weights, strict=True):
+            row = wide(torch.zeros_like(token))
+            for j, weight in enumerate(of_experts):
+                expert = [None if each is None else each[j] for each in matrices]
+                row = row + weight * feed_forward(token, expert, config.activation, config.activation_limit)
+            rows.append(row)
+        return stack(rows, tokens, tokens.shape[1])
     out = [feed_forward(token, matrices, config.activation, config.activation_limit) for token in tokens]
     if config.shared_expert_gate:
         gate = wide(parameters["shared_experts.output_gate"])
@@ -170,18 +227,7 @@ def moe(
     tokens = x[is_valid]
     lengths = [int(sequence.sum()) for sequence in is_valid.reshape(math.prod(x.shape[:-2]), x.shape[-2])]
 
-    logits = router_logits(tokens, config, parameters)
-    weights, experts, _ = route(
-        logits,
-        config.top_k,
-        score_function=config.score_function,
-        correction_bias=parameters["router.score_correction_bias"] if config.score_correction_bias else None,
-        num_groups=config.num_groups,
-        top_k_groups=config.top_k_groups,
-        group_score=config.group_score,
-        normalization=config.normalization,
-        scale=config.routed_scaling_factor,
-    )
+    logits, weights, experts, shared_weights = routing(tokens, config, parameters)
     kept = experts
     if config.capacity_factor is not None:
         factor = config.capacity_factor
@@ -193,13 +239,17 @@ def moe(
     plan = ragged_plan(kept, config.num_selectable_experts, num_local_experts=config.num_experts, max_rows=max_rows)
 
     rows = tokens if config.latent_size is None else project(tokens, parameters["latent_in.weight"])
+    if config.latent_in_norm:
+        rows = rms_norm(rows, config.norm_eps) * (1 + parameters["latent_in.norm.weight"])
     outputs = routed_experts(rows, weights, plan, config, parameters)
+    if config.latent_out_norm:
+        outputs = rms_norm(outputs, config.norm_eps) * (1 + parameters["latent_out.norm.weight"])
     if config.latent_size is not None:
         outputs = project(outputs, parameters["latent_out.weight"])
     if config.has_zero_computation_outputs:
         outputs = outputs + zero_computation_experts(tokens, weights, experts, config, parameters)
     if config.num_shared_experts:
-        outputs = outputs + shared_experts(tokens, config, parameters)
+        outputs = outputs + shared_experts(tokens, config, parameters, shared_weights)
     hidden_states = torch.zeros_like(x)
     hidden_states[is_valid] = outputs
     return (

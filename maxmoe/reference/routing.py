@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from maxmoe.config import GroupScore, Normalization, ScoreFunction
+from maxmoe.config import GroupScore, Normalization, OtherGroups, ScoreFunction
 
 
 def wide(tensor: Tensor) -> Tensor:
@@ -37,15 +37,24 @@ def best(values: list[float], candidates: list[int], count: int) -> list[int]:
 
 
 def select_experts(
-    biased: list[float], top_k: int, num_groups: int, top_k_groups: int, group_score: GroupScore
+    biased: list[float],
+    top_k: int,
+    num_groups: int,
+    top_k_groups: int,
+    group_score: GroupScore,
+    other_groups: OtherGroups = "excluded",
 ) -> list[int]:
-    """Return the best experts of one token in its best groups; experts of other groups are never selected."""
+    """Return the best experts of one token in its best groups; those of other groups have no score, or zero."""
     size = len(biased) // num_groups
     members = [list(range(group * size, (group + 1) * size)) for group in range(num_groups)]
     count = 2 if group_score == "top2" else 1
     group_scores = [sum(biased[expert] for expert in best(biased, group, count)) for group in members]
     groups = best(group_scores, list(range(num_groups)), top_k_groups)
-    return best(biased, [expert for group in groups for expert in members[group]], top_k)
+    allowed = [expert for group in groups for expert in members[group]]
+    if other_groups == "excluded":
+        return best(biased, allowed, top_k)
+    everyone = range(len(biased))
+    return best([biased[expert] if expert in allowed else 0.0 for expert in everyone], list(everyone), top_k)
 
 
 def normalize(selected: Tensor, normalization: Normalization) -> Tensor:

@@ -19,6 +19,8 @@ each_family = pytest.mark.parametrize("name", small_models.MODELS)
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in small_models.MODELS} | {
     "qwen2_moe_normalised": ("qwen2_moe", {"norm_topk_prob": True}),
     "deepseek_v2_lite": ("deepseek_v2", {"topk_method": "greedy"}),
+    "kolibri1_normalised": ("kolibri1", {"norm_topk_prob": True}),
+    "axk2_without_groups": ("axk2", {"n_group": None, "topk_group": None}),
     "deepseek_v3_not_normalised": ("deepseek_v3", {"norm_topk_prob": False}),
     "llama4_two_experts": ("llama4", {"num_experts_per_tok": 2}),
     "mixtral_gelu": ("mixtral", {"hidden_act": "gelu_pytorch_tanh"}),
@@ -42,12 +44,14 @@ def routing_of(block: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     if hasattr(block, "e_score_correction_bias"):
         _, weights, experts = block.gate(tokens, block.e_score_correction_bias)
     elif hasattr(block, "gate"):
-        _, weights, experts = block.gate(tokens)
+        _, weights, experts, *_ = block.gate(tokens)
     elif hasattr(block.router, "classifier") or block.router.__class__.__name__ == "GptOssTopKRouter":
         _, weights, experts = block.router(tokens)
     else:  # Llama 4 gives the weights of all experts, 0 for those not chosen
         scores, _ = block.router(tokens)
         weights, experts = scores.topk(block.top_k)
+    if type(block).__name__ == "BeamMoE":
+        weights = weights * block.routed_scaling_factor  # of the sum there
     order = experts.argsort(-1)
     return weights.gather(1, order), experts.gather(1, order)
 

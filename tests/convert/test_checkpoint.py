@@ -28,17 +28,25 @@ def family_of(name: str) -> str:
 
 def empty_layers(name: str) -> dict[str, MoE]:
     config = presets.from_transformers(small_models.config_of(name))
-    return {f"model.layers.{number}": MoE(config) for number in range(2)}
+    decoder = "model.language_model" if name in small_models.MULTIMODAL else "model"
+    return {f"{decoder}.layers.{number}": MoE(config) for number in range(2)}
 
 
 def converted_layers(model: torch.nn.Module) -> dict[str, MoE]:
     return {block: MoE.from_transformers(module) for block, module in small_models.blocks_of(model).items()}
 
 
+def is_stacked(name: str, stacked: bool) -> bool:
+    """Whether transformers writes the names in memory; of a language model without its towers, it knows no others."""
+    return stacked or name == "inkling"
+
+
 def as_saved(name: str, layers: dict[str, MoE], *, stacked: bool = False) -> dict[str, MoE]:
-    """The layers by their names in files: those of Nemotron-H are published with another name of the decoder."""
-    is_renamed = name == "nemotron_h" and not stacked
-    return {block.replace("model.", "backbone.") if is_renamed else block: layer for block, layer in layers.items()}
+    """The layers by their names in files: some are published with another name of the decoder, or without one."""
+    ours, theirs = {"nemotron_h": ("model.", "backbone."), "mistral_large4": ("model.language_model.", "")}.get(
+        name, ("", "")
+    )
+    return {block if stacked else block.replace(ours, theirs, 1): layer for block, layer in layers.items()}
 
 
 def assert_same_layers(got: dict[str, MoE], expected: dict[str, MoE]) -> None:
@@ -53,7 +61,8 @@ def moe_tensors(folder: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for file in folder.glob("*.safetensors"):
         tensors |= load_file(file)
-    names = r"(model|backbone)\.layers\.\d\.(mlp|block_sparse_moe|feed_forward|mixer)\..*"
+    decoder = r"((model|backbone)\.)?(language_model\.)?layers\.\d"
+    names = rf"{decoder}\.(mlp|moe|block_sparse_moe|feed_forward|mixer|gate|experts|shared_experts)\..*"
     return {key: tensor for key, tensor in tensors.items() if re.fullmatch(names, key)}
 
 
@@ -68,7 +77,7 @@ def test_checkpoint_of_transformers(name: str, stacked: bool, tmp_path: Path) ->
     read_checkpoint(tmp_path, saved, family_of(name))
     assert_same_layers(layers, converted_layers(model))
 
-    write_checkpoint(tmp_path / "ours", saved, family_of(name), stacked=stacked)
+    write_checkpoint(tmp_path / "ours", saved, family_of(name), stacked=is_stacked(name, stacked))
     ours, theirs = load_file(tmp_path / "ours"), moe_tensors(tmp_path)
     assert ours.keys() == theirs.keys()
     for key, tensor in theirs.items():
@@ -81,7 +90,8 @@ def test_transformers_reads_what_we_write(name: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     others = {key: tensor for key, tensor in tensors.items() if key not in moe_tensors(tmp_path)}
-    write_checkpoint(tmp_path / "moe.safetensors", as_saved(name, converted_layers(model)), family_of(name))
+    layers, stacked = as_saved(name, converted_layers(model)), is_stacked(name, False)
+    write_checkpoint(tmp_path / "moe.safetensors", layers, family_of(name), stacked=stacked)
     save_file(others | load_file(tmp_path / "moe.safetensors"), tmp_path / "model.safetensors", {"format": "pt"})
     (tmp_path / "moe.safetensors").unlink()
 
@@ -93,6 +103,29 @@ def test_transformers_reads_what_we_write(name: str, tmp_path: Path) -> None:
     got = load_file(tmp_path / "again/model.safetensors")
     assert got.keys() == expected.keys()
     assert all(torch.equal(got[key], tensor) for key, tensor in expected.items())
+
+
+def test_published_names_of_inkling(tmp_path: Path) -> None:
+    """As transformers converts them for the whole model, whose towers need more libraries than its language model."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    layers = converted_layers(small_models.model_of("inkling"))
+    write_checkpoint(tmp_path / "ours", layers, "inkling_text")
+    again = empty_layers("inkling")
+    read_checkpoint(tmp_path / "ours", again, "inkling_text")
+    assert_same_layers(again, layers)
+
+    tensors, state = load_file(tmp_path / "ours"), layers["model.layers.1"].state_dict()
+    mapping = get_checkpoint_conversion_mapping("inkling_mm_model")
+    for pattern, names in {
+        "mlp.experts.w13_weight": ("experts.gate_proj", "experts.up_proj"),
+        "shared_w13_weight": ("shared_experts.gate_proj", "shared_experts.up_proj"),
+    }.items():
+        (converter,) = [each for each in mapping if pattern in each.source_patterns]
+        (key,) = [key for key in tensors if key.startswith("model.layers.1.") and key.endswith(pattern)]
+        deinterleave = converter.operations[0]
+        (fused,) = deinterleave.convert({pattern: tensors[key]}, [pattern], [pattern]).values()
+        assert torch.equal(fused, torch.cat([state[name].mT for name in names], 1))
 
 
 def test_copy_experts_have_no_matrices(tmp_path: Path) -> None:

@@ -46,47 +46,83 @@ def draw_config(random: Random) -> MoEConfig:
     weights_to = random.choice(get_args(config.WeightsTarget))
     kinds = draw_zero_computation_experts(random, weights_to) if num_groups == 1 else {}
     reachable = num_experts // num_groups * top_k_groups + sum(kinds.values())
-    gated = random.random() < 0.75
-    activations = [name for name in get_args(config.Activation) if gated or name != "swigluoai"]
     correction = random.random() < 0.4
     num_shared_experts = sometimes(random.randint(1, 3), 0)
-    implementation = random.choice(get_args(config.Implementation))
-    factor = sometimes(min(random.choice([0.1, 0.5, 0.8, 1.0, 1.25, 2, 4.0]), num_experts), None)
     score_function = random.choice(get_args(config.ScoreFunction))
     top_k = random.randint(1, min(reachable, random.choice([1, 2, 4, 40])))
+    normalization = random.choice(get_args(config.Normalization))
+    can_be_scored = (score_function, normalization, weights_to) == ("sigmoid", "sum", "output")
+    scored = num_shared_experts > 0 and can_be_scored and random.random() < 0.7
     has_quantiles = correction and num_groups == 1 and score_function in ("sigmoid", "softmax") and top_k < reachable
+    rule = random.choice(get_args(config.CorrectionBiasRule)) if has_quantiles else "sign"
     return MoEConfig(
         hidden_size=random.choice(WIDTHS),
         intermediate_size=random.choice(WIDTHS),
         num_experts=num_experts,
         top_k=top_k,
-        latent_size=sometimes(random.choice(WIDTHS), None, 0.25),
+        **draw_latent_experts(random, weights_to),
         **kinds,
         score_function=score_function,
         router_bias=random.random() < 0.4,
+        logit_scale=sometimes(0.3, 1.0, 0.2),
+        router_scale=random.random() < 0.2,
         score_correction_bias=correction,
         num_groups=num_groups,
         top_k_groups=top_k_groups,
         group_score=random.choice(get_args(config.GroupScore)),
-        normalization=random.choice(get_args(config.Normalization)),
+        other_groups=sometimes("zero", "excluded", 0.3),
+        selection=sometimes("logits", "scores", 0.3) if rule == "sign" else "scores",
+        normalization=normalization,
         routed_scaling_factor=random.choice([1.0, 1, 0.25, 2.5]),
         apply_weights_to=weights_to,
         router=sometimes("random", "learned", 0.15),
-        activation=random.choice(activations),
-        gated=gated,
-        activation_limit=sometimes(random.choice([0.3, 1, 7.0]), None) if gated else None,
+        **draw_activation(random),
         expert_bias=random.random() < 0.4,
         num_shared_experts=num_shared_experts,
-        shared_expert_gate=num_shared_experts > 0 and random.random() < 0.5,
-        load_balance_loss_weight=sometimes(random.choice([0.01, 0.3, 1]), 0.0, 0.6),
-        load_balance_scope=random.choice(get_args(config.LoadBalanceScope)),
-        router_z_loss_weight=sometimes(random.choice([0.001, 0.2]), 0.0),
-        correction_bias_rule=random.choice(get_args(config.CorrectionBiasRule)) if has_quantiles else "sign",
+        shared_expert_gate=num_shared_experts > 0 and not scored and random.random() < 0.5,
+        shared_expert_scores=scored,
+        **draw_losses(random),
+        correction_bias_rule=rule,
         correction_bias_update_rate=sometimes(1e-3, 0.0) if correction else 0.0,
-        implementation=implementation,
-        capacity_factor=factor if implementation == "dense" else None,
-        buffer_factor=factor if implementation == "sparse" else None,
+        **draw_implementation(random, num_experts),
     )
+
+
+def draw_activation(random: Random) -> dict[str, Any]:
+    gated = random.random() < 0.75
+    activations = [name for name in get_args(config.Activation) if gated or name != "swigluoai"]
+    limit = random.choice([0.3, 1, 7.0]) if gated and random.random() < 0.4 else None
+    return {"activation": random.choice(activations), "gated": gated, "activation_limit": limit}
+
+
+def draw_implementation(random: Random, num_experts: int) -> dict[str, Any]:
+    implementation = random.choice(get_args(config.Implementation))
+    factor = min(random.choice([0.1, 0.5, 0.8, 1.0, 1.25, 2, 4.0]), num_experts) if random.random() < 0.4 else None
+    return {
+        "implementation": implementation,
+        {"dense": "capacity_factor", "sparse": "buffer_factor"}[implementation]: factor,
+    }
+
+
+def draw_latent_experts(random: Random, weights_to: str) -> dict[str, Any]:
+    """Draw the width of the experts' rows, often the width of the tokens, and norms."""
+    is_latent = random.random() < 0.25
+    return {
+        "latent_size": random.choice(WIDTHS) if is_latent else None,
+        "latent_in_norm": is_latent and random.random() < 0.3,
+        "latent_out_norm": is_latent and random.random() < 0.3,
+        "norm_eps": random.choice([1e-5, 0.1]),
+        "expert_norm": weights_to == "output" and random.random() < 0.2,
+        "expert_norm_eps": random.choice([1e-8, 0.1]),
+    }
+
+
+def draw_losses(random: Random) -> dict[str, Any]:
+    return {
+        "load_balance_loss_weight": random.choice([0.01, 0.3, 1]) if random.random() < 0.6 else 0.0,
+        "load_balance_scope": random.choice(get_args(config.LoadBalanceScope)),
+        "router_z_loss_weight": random.choice([0.001, 0.2]) if random.random() < 0.4 else 0.0,
+    }
 
 
 def draw_zero_computation_experts(random: Random, weights_to: str) -> dict[str, int]:
@@ -167,7 +203,7 @@ def run_reference(layer: MoE, x: Tensor, mask: Tensor | None, got: Result, noise
         state[name] = noisy.requires_grad_()
     hidden_states, aux_loss, load, dropped = reference.moe(state["x"], settings, state, mask)
     tokens = state["x"].flatten(0, -2) if mask is None else state["x"][mask]
-    logits = reference.layer.router_logits(tokens, settings, state)
+    logits = reference.layer.router_logits(tokens, settings, state)[:, : settings.num_selectable_experts]
     scores = reference.routing.scores(
         logits, "softmax" if settings.score_function == "identity" else settings.score_function
     )

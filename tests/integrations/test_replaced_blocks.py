@@ -102,6 +102,17 @@ def test_recorded_routing_is_replayed(preset: str) -> None:
         assert_same(step(model, IDS, mask), expected, mask, 1e-12)
 
 
+def test_a_block_without_the_logits_of_its_shared_experts_replays_nothing() -> None:
+    model = replaced("inkling")
+    with record_routing(model) as record:
+        step(model, IDS)
+    with (
+        pytest.raises(ValueError, match="replay_routing needs the logits of the shared"),
+        replay_routing(model, record),
+    ):
+        step(model, IDS)
+
+
 # Single blocks
 
 

@@ -19,7 +19,7 @@ from support.replaced_models import TOLERANCE, replaced
 from support.run_ranks import run_ranks
 from support.small_models import import_models
 
-PRESETS = ["mixtral", "qwen2_moe", "deepseek_v3", "nemotron_h", "gpt_oss", "llama4"]
+PRESETS = ["mixtral", "qwen2_moe", "deepseek_v3", "nemotron_h", "gpt_oss", "llama4", "inkling", "muse_spark"]
 import_models(*PRESETS, "longcat_flash")
 IDS = torch.randint(3, 32, (4, 6), generator=torch.Generator().manual_seed(1))
 MASK = torch.ones(4, 6, dtype=torch.int64)

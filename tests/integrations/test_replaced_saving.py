@@ -28,10 +28,10 @@ SQUARE |= {"moe_shared_expert_intermediate_size": 16, "shared_expert_intermediat
 READ = """
 import sys
 sys.modules["maxmoe"] = None
-import torch
-from transformers import AutoModelForCausalLM
+import torch, transformers
 for name in sys.argv[1:]:
-    model, info = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True)
+    (architecture,) = transformers.AutoConfig.from_pretrained(name).architectures
+    model, info = getattr(transformers, architecture).from_pretrained(name, output_loading_info=True)
     assert not any(map(len, info.values())), info
     torch.save(model.state_dict(), f"{name}/read.pt")
 """

@@ -16,8 +16,8 @@ from maxmoe.nn import RoutingRecord
 from support.replaced_models import IDS, PRESETS, assert_same, small_model, step
 from support.small_models import blocks_of
 
-# Llama 4 and LongCat-Flash have no experts implementations: their blocks must be replaced.
-FAMILIES = [preset for preset in PRESETS if preset not in ("llama4", "longcat_flash")]
+# Llama 4 and LongCat-Flash have no experts implementations: their blocks must be replaced. Inkling is refused below.
+FAMILIES = [preset for preset in PRESETS if preset not in ("llama4", "longcat_flash", "inkling")]
 
 
 def ours(preset: str, **overrides: Any) -> Any:
@@ -58,6 +58,16 @@ def test_the_ids_are_those_of_the_family(preset: str) -> None:
         assert_same(step(model, IDS), expected, None)
     for path, (ids,) in again.calls.items():
         assert torch.equal(ids, record.calls[path][0])
+
+
+def test_a_router_without_the_logits_of_shared_experts_replays_nothing() -> None:
+    model = ours("inkling")
+    record = recorded(model)
+    with (
+        pytest.raises(ValueError, match=r"^InklingMoE: replay_routing needs the logits of the shared experts"),
+        maxmoe.replay_routing(model, record),
+    ):
+        step(model, IDS)
 
 
 WEIGHTS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -54,6 +54,11 @@ VARIANTS = {
     "constant experts": replace(WIDE, num_copy_experts=5, num_constant_experts=3, num_shared_experts=0),
     "latent experts": replace(WIDE, latent_size=24, router_z_loss_weight=0.1),
     "latent, weights on the input": replace(WIDE, latent_size=24, apply_weights_to="input", num_shared_experts=0),
+    "scored shared experts": replace(
+        WIDE, score_function="sigmoid", num_shared_experts=3, shared_expert_scores=True, router_scale=True
+    ),
+    "norms": replace(WIDE, latent_size=24, latent_in_norm=True, latent_out_norm=True, expert_norm=True),
+    "scale of the router": replace(WIDE, router_scale=True, selection="logits"),
     "no gate, biases": replace(WIDE, gated=False, activation="relu2", expert_bias=True, router_bias=True),
 }
 

@@ -48,7 +48,14 @@ def test_every_field_can_be_set(name: str) -> None:
 def test_config_of_transformers_is_the_preset_of_its_size(name: str) -> None:
     config = presets.from_transformers(small_models.config_of(name))
     sizes = ("hidden_size", "intermediate_size", "num_experts", "num_copy_experts", "top_k", "num_shared_experts")
-    others = ("latent_size", "num_groups", "top_k_groups", "routed_scaling_factor", "load_balance_loss_weight")
+    others = (
+        "latent_size",
+        "logit_scale",
+        "num_groups",
+        "top_k_groups",
+        "routed_scaling_factor",
+        "load_balance_loss_weight",
+    )
     values = {field: getattr(config, field) for field in sizes + others}
     assert config == getattr(presets, name)(**values)
     assert (config.hidden_size, config.intermediate_size) == (16, 10)

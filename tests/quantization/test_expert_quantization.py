@@ -29,7 +29,8 @@ def layer(**options: Any) -> MoE:
 
 def expert_weights(model: nn.Module) -> dict[str, Any]:
     stacks = {name: weight for name, weight in state_with_stacks(model).items() if weight.dim() == 3}
-    return {name: parameter for name, parameter in stacks.items() if "lora" not in name and "conv" not in name}
+    others = ("lora", "conv", "shared_experts")
+    return {name: parameter for name, parameter in stacks.items() if not any(other in name for other in others)}
 
 
 def dequantized(model: nn.Module) -> None:

@@ -173,8 +173,8 @@ def test_the_fields_of_the_config_are_described_as_in_its_docstring() -> None:
 
 
 def test_the_state_dict_is_as_written() -> None:
-    sizes = {"E": 4, "N": 15, "D": 6, "F": 3, "n F": 6, "C": 7, "L": 5, "2": 2}
-    rows = re.findall(r"^\| (`\w+\.\w+`.*?) \| `\[(.*?)\]` \|", LAYER.read_text(), re.MULTILINE)
+    sizes = {"E": 4, "N": 15, "D": 6, "F": 3, "n F": 6, "C": 7, "L": 5, "1": 1, "2": 2}
+    rows = re.findall(r"^\| (`\w+\.[\w.]+`.*?) \| `\[(.*?)\]` \|", LAYER.read_text(), re.MULTILINE)
     written = {
         name: tuple(sizes[size] for size in shape.split(", "))
         for names, shape in rows
@@ -186,6 +186,7 @@ def test_the_state_dict_is_as_written() -> None:
         num_experts=4,
         top_k=2,
         router_bias=True,
+        router_scale=True,
         score_correction_bias=True,
         expert_bias=True,
         num_shared_experts=2,
@@ -194,6 +195,9 @@ def test_the_state_dict_is_as_written() -> None:
         num_copy_experts=3,
         num_constant_experts=7,
         latent_size=5,
+        latent_in_norm=True,
+        latent_out_norm=True,
+        expert_norm=True,
     )
     assert {name: tuple(value.shape) for name, value in maxmoe.MoE(config).state_dict().items()} == written
 

@@ -35,6 +35,10 @@ FAMILIES = {
         normalization="none",
         num_shared_experts=1,
     ),
+    "inkling": presets.inkling(
+        **SIZES, **LOSSES, top_k=3, num_groups=4, top_k_groups=2, other_groups="zero", selection="logits"
+    ),
+    "muse_spark": presets.muse_spark(**SIZES, **LOSSES, top_k=3, latent_size=4, latent_out_norm=True),
     "nemotron_h": MoEConfig(
         **SIZES,
         **LOSSES,

@@ -56,6 +56,41 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
             **{name: size for name, size in DEEPSEEK.items() if "_" in name and "experts" not in name},
         },
     ),
+    "kolibri1": ("kolibri1", "Kolibri1", QWEN | {"shared_expert_intermediate_size": 20}),
+    "axk2": ("axk2", "AXK2", DEEPSEEK | {"n_group": 4, "topk_group": 3}),
+    "mistral_large4": ("mistral_large4", "MistralLarge4", DEEPSEEK | GROUPS),
+    "beam": (
+        "beam",
+        "Beam",
+        QWEN | GROUPS | {"num_experts": 8, "mlp_layer_types": ["sparse"] * 2},
+    ),
+    "muse_spark": (
+        "muse_spark",
+        "MuseSpark",
+        {
+            "moe_intermediate_size": 10,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_hidden_size": 6,
+            "routed_scaling_factor": 2.5,
+            "mlp_layer_types": ["sparse"] * 2,
+        },
+    ),
+    "inkling": (
+        "inkling",
+        "Inkling",
+        {
+            "moe_intermediate_size": 10,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 2,
+            "route_scale": 2.5,
+            "mlp_layer_types": ["sparse"] * 2,
+            "swa_num_attention_heads": 2,
+            "swa_num_key_value_heads": 2,
+            "swa_head_dim": 8,
+        },
+    ),
     "minimax_m2": (
         "minimax_m2",
         "MiniMaxM2",
@@ -81,15 +116,39 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }
 
+TEXT_CONFIGS = {"inkling", "llama4", "mistral_large4", "muse_spark"}
+# The configs of their other parts, for families that have no class for the language model with its head alone.
+VISION: dict[str, Any] = {
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 8,
+    "patch_size": 4,
+}
+MULTIMODAL: dict[str, dict[str, Any]] = {
+    "mistral_large4": {"vision_config": VISION | {"model_type": "pixtral"}},
+    "muse_spark": {
+        "vision_config": VISION,
+        "audio_config": {"hidden_sizes": [8] * 4, "depths": [1] * 4, "out_hidden_size": 16},
+    },
+}
+
+# Those whose files have other names for weights outside of the sparse blocks, which `from_pretrained` alone converts.
+RENAMED_ELSEWHERE = {"axk2", "kolibri1", "mistral_large4", "nemotron_h"}
+
 # Those whose experts can have another implementation, and whose saved files have no matrix that is not used.
 STANDARD_MODELS = [name for name in MODELS if name != "longcat_flash"]
 
 
 def config_of(preset: str, **overrides: Any) -> Any:
+    """The config of the language model."""
     folder, name, sizes = MODELS[preset]
     module = importlib.import_module(f"transformers.models.{folder}.configuration_{folder}")
-    config_class = getattr(module, f"{name}TextConfig" if preset == "llama4" else f"{name}Config")
+    config_class = getattr(module, f"{name}TextConfig" if preset in TEXT_CONFIGS else f"{name}Config")
     options = SIZES | sizes | overrides
+    if "mlp_layer_types" in sizes:
+        options["mlp_layer_types"] = ["sparse"] * options["num_hidden_layers"]
     if preset == "longcat_flash":  # of two attentions each
         options["num_layers"] = options.pop("num_hidden_layers")
     if preset == "nemotron_h":
@@ -108,7 +167,12 @@ def model_of(preset: str, **overrides: Any) -> nn.Module:
     (module,), name = import_models(preset), MODELS[preset][1]
     config = config_of(preset, **overrides)
     config._experts_implementation = "eager"  # the default one refuses widths of 10
-    model = getattr(module, f"{name}ForCausalLM")(config)
+    if preset in MULTIMODAL:
+        whole = getattr(module, f"{name}Config")(text_config=config, **MULTIMODAL[preset])
+        whole._experts_implementation = "eager"
+        model = getattr(module, f"{name}ForConditionalGeneration")(whole)
+    else:
+        model = getattr(module, f"{name}ForCausalLM")(config)
     for block in blocks_of(model).values():
         for value in block.state_dict().values():
             value.copy_(torch.randn(value.shape, dtype=torch.float64) * 0.3)

@@ -33,10 +33,10 @@ def _copy_published(
         views: dict[str, Tensor] = {}
         for entry in entries:
             views.update(zip(entry.names, entry.views(own[entry.key]), strict=True))
-        base = f"{prefix}{family.checkpoint.module}."
+        base, own_base = f"{prefix}{family.checkpoint.prefix}", f"{prefix}{name}."
         copied, missing = set[str](), set[str]()
         for key, held in family.checkpoint.tensors(views).items():
-            is_own_name = base == f"{prefix}{name}." and key in own
+            is_own_name = f"{base}{key}" in {f"{own_base}{each}" for each in own}
             tensor = None if is_own_name else state_dict.pop(base + key, None)
             if tensor is None:
                 missing.update(held.entry.names)
@@ -48,4 +48,4 @@ def _copy_published(
                 StoredWeight(key, held).read({key: tensor})
         for entry in entries:
             if copied - missing >= {*entry.names}:  # complete: copied onto itself
-                state_dict[f"{prefix}{name}.{entry.key}"] = own[entry.key]
+                state_dict[f"{own_base}{entry.key}"] = own[entry.key]

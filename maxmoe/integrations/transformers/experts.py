@@ -61,18 +61,19 @@ def experts_forward(
     plan = top_k_index if isinstance(top_k_index, RaggedPlan) else _plan(experts, top_k_index)
     up, down = (_projection(experts, name) for name in _stacks(experts))
     gate = None if experts.has_post_expert_norm else fused_gate(experts)
-    if gate is None:
-        rows = gmm(ragged_sort(hidden_states, plan), up, plan.group_sizes)
-        rows = gmm(apply_gate(experts, rows), down, plan.group_sizes)
-        if experts.has_post_expert_norm:
-            rows = experts.post_expert_norm(rows)
-        return ragged_unsort(rows, plan, top_k_weights).to(hidden_states.dtype)
-    if experts.has_gate:
-        gate["fused_gate"] = "concatenated" if experts.is_concatenated else "interleaved"
-    gate["recompute"] = "experts" in getattr(experts, "recompute", ())
+    if gate is not None:
+        if experts.has_gate:
+            gate["fused_gate"] = "concatenated" if experts.is_concatenated else "interleaved"
+        gate["recompute"] = "experts" in getattr(experts, "recompute", ())
 
     def compute(weights: ExpertWeights, plan: RaggedPlan) -> Tensor:
-        return expert_ffn(hidden_states, top_k_weights, plan, *weights, **gate)
+        if gate is not None:
+            return expert_ffn(hidden_states, top_k_weights, plan, *weights, **gate)
+        rows = gmm(ragged_sort(hidden_states, plan), weights.up, plan.group_sizes)
+        rows = gmm(apply_gate(experts, rows), weights.down, plan.group_sizes)
+        if experts.has_post_expert_norm:
+            rows = experts.post_expert_norm(rows)
+        return ragged_unsort(rows, plan, top_k_weights)
 
     own = ExpertWeights(None, up, down)
     out = compute(own, plan) if foreign is None else foreign.compute(compute, own, plan)

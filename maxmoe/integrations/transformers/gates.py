@@ -65,8 +65,10 @@ _ACTIVATIONS: dict[object, Activation] = {
     activations.ReLUSquaredActivation: "relu2",
 }
 
-# Clipped gates that families of transformers.models define themselves and `expert_ffn` supports.
+# Gates that families of transformers.models define themselves and `expert_ffn` supports.
 _FAMILY_GATES: dict[str, Callable[[Any], Options | None]] = {
+    # silu(gate) * up in float32, as `expert_ffn` computes it.
+    "beam.modeling_beam.BeamExperts._apply_gate": lambda experts: recognise_activation(experts.act_fn),
     "deepseek_v4.modeling_deepseek_v4.DeepseekV4Experts._apply_gate": lambda experts: recognise_activation(
         experts.act_fn, experts.limit
     ),

@@ -1,6 +1,6 @@
 """The layer in the place of a sparse block of transformers, made of the modules of the block."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -52,7 +52,8 @@ class TransformersMoE(MoEFeedForward):
 
     # Every process computes the shared experts whole.
     router, shared_experts = _part("router.weight"), _part("shared_experts.up_proj")
-    latent_in, latent_out = _part("latent_in.weight"), _part("latent_out.weight")
+    latent_out = _part("latent_out.weight")
+    latent_projection, latent_norm = _part("latent_in.weight"), _part("latent_in.norm.weight")
     output_gate = _part("shared_experts.output_gate")
 
     def __init__(self, block: nn.Module, **training: Any) -> None:
@@ -77,6 +78,12 @@ class TransformersMoE(MoEFeedForward):
         _declare(self.router, self.experts, config, family.block.entries)
         self.train(block.training)
 
+    @property
+    def latent_in(self) -> Callable[[Tensor], Tensor] | None:  # type: ignore[override]
+        """Projection before latent experts, with the norm after it if the block has one."""
+        projection, norm = self.latent_projection, self.latent_norm
+        return projection if norm is None else lambda x: norm(projection(x))
+
     @classmethod
     def from_transformers(cls, block: nn.Module) -> Self:
         """Create a layer from the sparse block of a transformers model, with the modules of the block."""
@@ -99,11 +106,26 @@ class TransformersMoE(MoEFeedForward):
         """Call the router of the block, whose output transformers records, and select experts by its logits."""
         router, bias = self.router, self._correction_bias
         is_outside = bias is not None and "." not in self._keys["router.score_correction_bias"]
-        logits = router_logits(router, router(x, bias) if is_outside else router(x))
+        outputs = router(x, bias) if is_outside else router(x)
+        if self.config.shared_expert_scores:
+            return self._routed_with_shared(outputs, token_mask, given)
+        logits = router_logits(router, outputs)
         try:
             return select_experts(self.config, logits, bias, token_mask, given)
         except ValueError as error:
             raise ValueError(f"{module_path(self)}: {error}") from error
+
+    def _routed_with_shared(
+        self, outputs: Sequence[Tensor], token_mask: Tensor | None, given: Tensor | None
+    ) -> Routing:
+        """Take experts and weights as the router of the block gives them; it has no logits of the shared experts."""
+        if given is not None:
+            check_replayable(self.config, module_path(self))
+        logits, weights, experts, shared_weights = outputs
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        routing = select_experts(replace(self.config, shared_expert_scores=False), logits.to(wide), None, None, experts)
+        routing = routing._replace(weights=weights.to(wide), shared_weights=shared_weights, is_unpadded=True)
+        return routing if token_mask is None else routing.without_padding(token_mask)
 
     def _expert_function(self, x: Tensor, weights: Tensor | None, plan: RaggedPlan, *foreign: Any) -> Tensor:
         """Compute rows as `maxmoe.nn.Experts`, by a call of the experts of the block, around which adapters may lie."""
@@ -123,7 +145,8 @@ class TransformersMoE(MoEFeedForward):
         shared_experts, output_gate = self.shared_experts, self.output_gate
         parts = []
         if shared_experts is not None:
-            out = shared_experts(inputs.router)
+            weights = () if routing.shared_weights is None else (routing.shared_weights,)
+            out = shared_experts(inputs.router, *weights)
             parts.append(out if output_gate is None else output_gate(inputs.router).sigmoid() * out)
         if self.zero_computation_experts is not None:
             parts.append(self.zero_computation_experts(inputs.router, routing.top_k, dtype))
@@ -150,6 +173,15 @@ class TransformersMoE(MoEFeedForward):
     def _dtype(self) -> torch.dtype:
         dtype: torch.dtype = self.routed_experts.down_proj.dtype  # type: ignore[assignment]
         return dtype
+
+
+def check_replayable(config: MoEConfig, block: str) -> None:
+    """Raise if the router of a block returns too little to weigh the experts of a replay."""
+    if config.shared_expert_scores:
+        raise ValueError(
+            f"{block}: replay_routing needs the logits of the shared experts, which the router of this block does not "
+            "return: replay in maxmoe.MoE, see MoE.from_transformers"
+        )
 
 
 def router_logits(router: nn.Module, outputs: Any) -> Tensor:
@@ -192,8 +224,10 @@ def _declare(router: nn.Module, experts: nn.Module, config: MoEConfig, entries: 
         tensor_parallel_dims={} if "concatenated" in fused.values() else of_ours.tensor_parallel_dims,
         added_to_output=tuple(name for name in ("down_proj_bias",) if name in names),
     )
+    if config.expert_norm:  # the experts gather it, so that its gradient is summed over the ranks of all experts
+        experts.post_expert_norm.declaration = Declaration(logical_names={"weight": ("norm",)})  # type: ignore
     keys = {entry.names[0]: entry.key.partition(".")[2] for entry in entries}
-    of_router = {"router.weight": (None, "embed"), "router.bias": (None,)}
+    of_router = {"router.weight": (None, "embed"), "router.bias": (None,), "router.scale": (None,)}
     router.declaration = Declaration(  # type: ignore[assignment]
         logical_names={keys[name]: dims for name, dims in of_router.items() if name in keys}, fsdp_unit=True
     )

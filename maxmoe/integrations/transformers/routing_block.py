@@ -6,6 +6,7 @@ ids and weights to compute with.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -17,7 +18,7 @@ from maxmoe.adapters import adapted_module
 from maxmoe.config import MoEConfig
 from maxmoe.convert.blocks import config_of_block, family_of_block
 from maxmoe.integrations.transformers._transformers import experts_implementation, is_expert_parallel, is_experts
-from maxmoe.integrations.transformers.moe_block import correction_bias_of, router_logits
+from maxmoe.integrations.transformers.moe_block import check_replayable, correction_bias_of, router_logits
 from maxmoe.nn.replay import finds_routing_layers, given_experts, observe
 from maxmoe.nn.router import select_experts
 from maxmoe.ops import RaggedPlan, ragged_plan
@@ -38,8 +39,10 @@ class RoutingBlock:
     config: MoEConfig
 
     def __init__(self, block: nn.Module) -> None:
-        self.config = config_of_block(block)
-        self._keys = {entry.names[0]: entry.key for entry in family_of_block(block).block.entries}
+        self.config, family = config_of_block(block), family_of_block(block)
+        if family.scales_sum:
+            self.config = replace(self.config, routed_scaling_factor=1.0)
+        self._keys = {entry.names[0]: entry.key for entry in family.block.entries}
         self._block = ref(block)  # which keeps this object
         self._hooks: tuple[Any, ...] = ()
         self._handles: list[Any] = []
@@ -103,6 +106,7 @@ class RoutingBlock:
         if given is None:
             observe(self._hooks, experts, leading_dims)
             return experts, weights
+        check_replayable(self.config, type(block).__name__)
         bias = correction_bias_of(block, self._keys) if self.config.score_correction_bias else None
         routing = select_experts(self.config, logits, bias, None, given)
         observe(self._hooks, given, leading_dims)

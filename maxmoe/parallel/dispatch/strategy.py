@@ -129,7 +129,8 @@ class PlannedDispatch:
     def saved(self, num_rows: int, top_k: int, num_indices: int = 0) -> Iterator[SavedTensor]:
         """List what is saved if this rank receives `num_rows` tokens, and int64 indices of the plan that sent them."""
         yield SavedTensor((num_indices,), (None,), torch.int64)
-        yield SavedTensor((num_rows, self.config.row_size), (None, None), is_kept=not self.recomputes_input)
+        if not self.config.expert_norm:  # then the experts save sorted rows
+            yield SavedTensor((num_rows, self.config.row_size), (None, None), is_kept=not self.recomputes_input)
         if self.recomputes_input and self.config.latent_size is not None:  # otherwise from the input of the layer
             yield SavedTensor((self.num_tokens, self.config.latent_size), (None, None))
         yield from self.saved_by_local_dispatcher(num_rows, top_k)
@@ -199,7 +200,8 @@ class LocalStrategy(Strategy):
     def planned_saved_tensors(tokens: PlannedDispatch) -> Iterator[SavedTensor]:
         """List what the local dispatcher saves."""
         yield from tokens.saved_by_local_dispatcher(tokens.num_tokens, tokens.config.top_k)
-        if tokens.config.latent_size is not None:  # otherwise the input of the layer, which the layer declares
+        # Otherwise the input of the layer, which the layer declares, or sorted rows, which the experts declare.
+        if tokens.config.latent_size is not None and not tokens.config.expert_norm:
             yield SavedTensor((tokens.num_tokens, tokens.config.latent_size), (None, None))
 
 

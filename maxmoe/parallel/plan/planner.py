@@ -224,7 +224,7 @@ class _Planner:
         except ValueError as error:
             raise ValueError(f"{path or 'the layer'}: {error}") from None
         shared = layer.shared_experts
-        of_shared = set(self.parallel_axes[shared]) if isinstance(shared, SharedExperts) else None
+        of_shared = set(self.parallel_axes.get(shared, ())) if isinstance(shared, SharedExperts) else None
         # Routed and shared experts share one all-reduce of the input's gradient and one of the output, if they are
         # partial over the same axes.
         return replace(plan, shared_is_partial=of_shared == set(plan.partial_axes))
@@ -248,6 +248,8 @@ class _Planner:
     def _plan_parameters(self, unit_path: str, unit: nn.Module) -> Iterator[tuple[str, ParameterPlan]]:
         """Plan the parameters that a FSDP unit gathers, by their path in the unit."""
         tensor_parallel = self.parallel_axes.get(unit, ())
+        # A parameter that all experts share, such as their norm, has a gradient from the experts of each rank.
+        expert_axes = self.dispatch_plans[unit].expert_axes if unit in self.dispatch_plans else ()
         block = next((outer for outer in enclosing(unit_path) if self.modules[outer] in self.blocks), "")
         for path, name in self.units.get(unit, {}).items():
             used = self._used(unit, self.shardings[name])
@@ -263,7 +265,7 @@ class _Planner:
                     f"tensor_parallel_dims, got the logical names {self.shardings[name].names}"
                 )
             read = next((part.partial_axes for part in self.residual_parts if name.startswith(f"{part.reader}.")), ())
-            summed = (*self.tokens.axes, *tensor_parallel, *read)
+            summed = dict.fromkeys((*self.tokens.axes, *tensor_parallel, *read, *expert_axes))
             partial = tuple(axis for axis in summed if axis not in sharded and axis not in added)
             stored, grad_used = self.shardings[name].sharding, NamedSharding(self.mesh, used.spec, partial)
             is_shared = parameter in self.shared_by_blocks

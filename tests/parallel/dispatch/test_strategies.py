@@ -200,7 +200,7 @@ def test_capacity_of_whole_sequences() -> None:
 @pytest.mark.parametrize("sizes", [(0, 1, 2, 3), (4, 0, 0, 1), (0, 0, 0, 0)], ids=str)
 def test_ranks_with_other_numbers_of_sequences(layout: MeshRules, sizes: tuple[int, ...]) -> None:
     cases = []
-    for (family, config), num_chunks in zip(FAMILIES.items(), (1, 2, 2, 1, 2, 3), strict=True):
+    for (family, config), num_chunks in zip(FAMILIES.items(), (1, 2, 2, 1, 2, 3, 1, 2), strict=True):
         batch = make_batch(config, "of the router", (sum(sizes), 3))
         cases.append((family, config, num_chunks, batch, take_step(make_layer(config), batch)))
 

@@ -1,0 +1,117 @@
+"""Layers in float64 against the code of their families in float64, with padding, in one process and on ranks."""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+pytest.importorskip("transformers")
+
+from maxmoe import MoE, parallelize
+from maxmoe.parallel import token_sharding
+from maxmoe.sharding import Mesh
+from support.named import named
+from support.operator_calls import assert_near
+from support.run_ranks import run_ranks
+from support.small_models import MODELS, block_of, import_models
+
+# Families whose routers or experts differ from those of DeepSeek-V3, with 8 experts, which 4 ranks divide.
+ON_RANKS: dict[str, dict[str, Any]] = {
+    "kolibri1": {"num_experts": 8, "norm_topk_prob": True},
+    "axk2": {},
+    "mistral_large4": {},
+    "beam": {},
+    "inkling": {},
+    "muse_spark": {},
+}
+import_models(*ON_RANKS)
+
+
+class InFloat64(TorchFunctionMode):
+    """Turns float32, in which families compute routers and norms, into float64."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is Tensor.float:
+            return args[0].double()
+        args = tuple(torch.float64 if each is torch.float32 else each for each in args)
+        kwargs = {name: torch.float64 if each is torch.float32 else each for name, each in (kwargs or {}).items()}
+        return function(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Tokens ``(4, 7, D)`` with a mask, and what a block makes of them; gradients by the names of our parameters."""
+
+    block: nn.Module
+    x: Tensor
+    mask: Tensor
+    cotangent: Tensor
+    hidden_states: Tensor
+    gradients: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, preset: str, **sizes: Any) -> "Step":
+        torch.manual_seed(0)
+        block: Any = block_of(preset, **sizes).double()
+        if preset == "axk2":  # then both experts of the group that is left out are selected, with a score of zero
+            block.gate.e_score_correction_bias -= 2
+        mask = torch.ones(4, 7).bool()
+        mask[0, :3], mask[2, 5:], mask[3] = False, False, False
+        x = torch.randn(4, 7, 16, dtype=torch.float64, requires_grad=True)
+        cotangent = torch.randn_like(x).masked_fill(~mask.unsqueeze(2), 0.0)
+        carrier = copy.deepcopy(block)
+        with InFloat64():
+            output = carrier(x)
+            output = (output[0] if isinstance(output, tuple) else output).reshape(x.shape)
+            output.backward(cotangent)
+        for parameter in carrier.parameters():
+            parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        gradients = dict(MoE.from_transformers(carrier).named_parameters())
+        gradients["x"] = x.grad
+        return cls(block, x.detach(), mask, cotangent, output.detach() * mask.unsqueeze(2), gradients)
+
+    def check(self, layer: MoE, part: Any = ...) -> None:
+        """Take the step with a layer, on a mesh with this rank's part of the tokens, and compare all values."""
+        x = self.x[part].clone().requires_grad_()
+        output = layer(x.masked_fill(~self.mask[part].unsqueeze(2), float("nan")), self.mask[part])
+        output.hidden_states.backward(self.cotangent[part])
+        assert_near(output.hidden_states.detach(), self.hidden_states[part], 1e-12, "hidden_states")
+        gradients: dict[str, Any] = {name: parameter.grad for name, parameter in layer.named_parameters()}
+        gradients["x"] = x.grad
+        assert gradients.keys() == self.gradients.keys()
+        for name, expected in self.gradients.items():
+            got, whole = gradients[name], expected[part] if name == "x" else expected
+            assert_near(got.full_tensor() if isinstance(got, DTensor) else got, whole, 1e-12, name)
+
+
+@pytest.mark.parametrize("preset", MODELS)
+def test_one_process(preset: str) -> None:
+    step = Step.of(preset)
+    step.check(MoE.from_transformers(step.block))
+
+
+@pytest.mark.filterwarnings("ignore:.* of the parameters are whole")
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks(num_ranks: int) -> None:
+    steps = {preset: Step.of(preset, **sizes) for preset, sizes in ON_RANKS.items()}
+
+    def check() -> None:
+        for rules, dispatch in (
+            ("ep-as-dp", "ring_of_experts"),
+            ("ep-as-dp", "ragged_all_to_all"),
+            ("ep-as-dp", "least_loaded"),
+            ("ep-tp", "auto"),
+        ):
+            mesh = Mesh({"expert": num_ranks})
+            for preset, step in steps.items():
+                with named(preset, rules, dispatch):
+                    layer = MoE.from_transformers(copy.deepcopy(step.block))
+                    parallelize(layer, mesh, rules, dispatch=dispatch)
+                    step.check(layer, token_sharding(mesh, rules).slices(step.mask.shape))
+
+    run_ranks(check, num_ranks)
