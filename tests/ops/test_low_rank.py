@@ -60,14 +60,14 @@ def without_recompute(call: Call) -> Call:
     [(shape, [*VARIANTS][(number + shift) % len(VARIANTS)]) for number, shape in enumerate(SHAPES) for shift in (0, 3)],
     ids=str,
 )
-def test_variants(every_path: str, shape: Shape, variant: str) -> None:
+def test_variants(path: str, shape: Shape, variant: str) -> None:
     call = with_factors(VARIANTS[variant](shape), scale=1.75)
     assert_same(result(call), result(without_recompute(call), reference), tolerance(torch.float64, 1))
 
 
 @each_variant
 @pytest.mark.parametrize("names", [("gate",), ("up",), ("down",), ("gate", "down")], ids=str)
-def test_factors_beside_some_matrices(every_path: str, names: tuple[str, ...], variant: Any) -> None:
+def test_factors_beside_some_matrices(path: str, names: tuple[str, ...], variant: Any) -> None:
     call = with_factors(variant(SKEWED), dict.fromkeys(names, 5))
     assert_same(result(call), result(without_recompute(call), reference), tolerance(torch.float64, 1))
 
@@ -91,7 +91,7 @@ def test_ranks(path: str, shape: Shape, dtype: torch.dtype, rank: int) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("layout", ["transposed", "columns"])
-def test_matrices_of_equal_sizes(every_path: str, shape: Shape, layout: str) -> None:
+def test_matrices_of_equal_sizes(path: str, shape: Shape, layout: str) -> None:
     """With D = F, with D = 2F, with one choice and with one expert, a factor in the wrong place would fit as well."""
     for call in (with_factors(ffn_call(shape)), with_factors(with_fused_gate(ffn_call(shape), "concatenated"))):
         call = call.replace(**{name: strided(v, layout) for name, v in call.tensors().items() if "_factors" in name})
@@ -99,7 +99,7 @@ def test_matrices_of_equal_sizes(every_path: str, shape: Shape, layout: str) -> 
 
 
 @pytest.mark.parametrize("operator", ["expert_ffn", "gmm"])
-def test_factors_without_columns(every_path: str, operator: str) -> None:
+def test_factors_without_columns(path: str, operator: str) -> None:
     call = ffn_call(SKEWED) if operator == "expert_ffn" else gmm_call(SKEWED, 0)
     if operator == "expert_ffn":
         empty = {n: torch.empty(*s, dtype=torch.float64) for n, s in _empty_factors(call).items()}
@@ -121,7 +121,7 @@ def _empty_factors(call: Call) -> dict[str, tuple[int, ...]]:
 
 @pytest.mark.parametrize("build", [lambda: with_factors(ffn_call(ODD_WIDTHS)), lambda: gmm_call(ODD_WIDTHS)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_wider_factors_beside_16_bit_matrices(every_path: str, dtype: torch.dtype, build: Any) -> None:
+def test_wider_factors_beside_16_bit_matrices(path: str, dtype: torch.dtype, build: Any) -> None:
     call = build()
     wide = {name: value.float() for name, value in call.tensors().items() if "factors" in name}
     call = call.cast(dtype).replace(**wide)
@@ -142,7 +142,7 @@ def test_autocast(path: str, build: Any) -> None:
     assert torch.equal(got.outputs[0], result(lower).outputs[0])
 
 
-def test_adapters_side_by_side(every_path: str) -> None:
+def test_adapters_side_by_side(path: str) -> None:
     """Several adapters are one adapter with the columns of all of them."""
     call = ffn_call(SKEWED)
     first, second = (with_factors(call, {"up": rank}, scale).arguments for rank, scale in ((2, 0.5), (3, 1.75)))
@@ -161,7 +161,7 @@ def test_adapters_side_by_side(every_path: str) -> None:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_no_gradient_of_a_frozen_matrix(every_path: str, recompute: bool) -> None:
+def test_no_gradient_of_a_frozen_matrix(path: str, recompute: bool) -> None:
     call = with_factors(ffn_call(SKEWED, recompute=recompute)).trainable()
     for name in PROJECTIONS:
         call.arguments[name].requires_grad_(False)
@@ -176,7 +176,7 @@ def test_no_gradient_of_a_frozen_matrix(every_path: str, recompute: bool) -> Non
     assert all(call.arguments[f"{name}_factors.{field}"].grad.any() for name in PROJECTIONS for field in "ab")
 
 
-def test_gmm_multiplies_no_groups_for_a_frozen_matrix(every_path: str) -> None:
+def test_gmm_multiplies_no_groups_for_a_frozen_matrix(path: str) -> None:
     call = gmm_call(SKEWED).trainable()
     call.arguments["rhs"].requires_grad_(False)
     out = call()[0]
@@ -211,7 +211,7 @@ def test_compiles_with_inductor() -> None:
     check_compile(gmm_call(SKEWED), "inductor")
 
 
-def test_unrouted_tokens_get_no_gradient(every_path: str) -> None:
+def test_unrouted_tokens_get_no_gradient(path: str) -> None:
     call = with_factors(ffn_call(UNROUTED))
     assert_same(result(call), result(call, reference), tolerance(torch.float64, 1))
 

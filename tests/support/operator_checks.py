@@ -156,7 +156,7 @@ class OperatorTests:
         assert not any(output.requires_grad for output in outputs)
         assert not saved
 
-    def test_split_backward(self, every_path: str) -> None:
+    def test_split_backward(self, path: str) -> None:
         """Gradients that are asked for one by one have the same bits, and none is computed when it is not asked for."""
         call = self.call(SKEWED).trainable()
         outputs, leaves = call(), list(call.floats().values())
