@@ -28,7 +28,7 @@ def called_operators(function: Callable[[], object]) -> list[str]:
 
 @each_family
 @each_dtype
-def test_the_operator_gives_the_bits_of_the_modules(every_path: str, dtype: torch.dtype, options: Options) -> None:
+def test_the_operator_gives_the_bits_of_the_modules(path: str, dtype: torch.dtype, options: Options) -> None:
     layer = make(dtype, **options)
     x = tokens(layer, 2, 3)
     x_of_modules = x.clone()

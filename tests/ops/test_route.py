@@ -39,7 +39,7 @@ class TestRoute(OperatorTests):
 
 @each_score_function
 @each_normalization
-def test_every_combination(every_path: str, normalization: Normalization, score_function: ScoreFunction) -> None:
+def test_every_combination(path: str, normalization: Normalization, score_function: ScoreFunction) -> None:
     groups = [(1, 1), (4, 2), (4, 4), (12, 5)]
     for group_score, (num_groups, top_k_groups), with_bias in product(get_args(GroupScore), groups, (False, True)):
         call = route_call(
