@@ -82,8 +82,13 @@ def _activation_and_operator(experts: Any) -> tuple[str, str]:
         return "a gate of its own", "`gmm`"
     if experts.has_post_expert_norm:
         return f"{gate['activation']}, norm after each expert", "`gmm`"
-    clipped = "" if gate["limit"] is None else f", clipped at {gate['limit']:g}"
-    return f"{gate['activation']}{clipped}", "`expert_ffn`"
+    return f"{gate['activation']}{_constants(gate)}", "`expert_ffn`"
+
+
+def _constants(gate: dict[str, Any]) -> str:
+    if "gate_softcap" in gate:
+        return f", softcaps {gate['gate_softcap']:g} and {gate['up_softcap']:g}"
+    return "" if gate["limit"] is None else f", clipped at {gate['limit']:g}"
 
 
 def document() -> str:
@@ -96,7 +101,9 @@ from transformers {transformers.__version__} with the defaults of each family, b
 
 Llama 4 (`Llama4TextExperts`, transposed, silu) has no experts implementations in transformers; maxmoe patches its
 block. It runs on `expert_ffn` and computes the routed tokens only, whereas the original code computes every expert on
-every token. All other families ignore the setting, as any experts implementation.
+every token. Step-3.7 (`Step3p7Experts`, concatenated, silu, whose output is clipped at a limit for each layer) has none
+either; with maxmoe it takes "maxmoe" and runs on `expert_ffn`, and has its own code under every other name. All other
+families ignore the setting, as any experts implementation.
 
 {table()}
 """

@@ -1,20 +1,23 @@
-"""Llama 4 and LongCat-Flash, which have no experts implementations in transformers: their classes are patched.
+"""Families that have no experts implementations in transformers: their classes are patched.
 
-The experts of both take the plan of a replaced block. The block of Llama 4 supports "maxmoe". Whatever else the models
-compute is unchanged.
+The experts of Llama 4 and LongCat-Flash take the plan of a replaced block. The block of Llama 4 and the experts of
+Step-3.7 support "maxmoe". Whatever else the models compute is unchanged.
 """
 
+import importlib.util
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 from torch import Tensor, nn
+from transformers.integrations.moe import use_experts_implementation
 from transformers.models.llama4.modeling_llama4 import Llama4PreTrainedModel, Llama4TextExperts, Llama4TextMoe
 from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashExperts
 
 from maxmoe.adapters import factors_of, without_adapters
 from maxmoe.declaration import finds_expert_matrices
 from maxmoe.integrations.transformers._transformers import allow_experts_implementation, experts_implementation
+from maxmoe.integrations.transformers.experts import experts_forward
 from maxmoe.integrations.transformers.gates import recognise_activation
 from maxmoe.ops import Projection, RaggedPlan, expert_ffn, ragged_plan
 
@@ -27,6 +30,22 @@ def register() -> None:
     block.forward = _or_maxmoe(block.forward)
     allow_experts_implementation(Llama4PreTrainedModel)
     finds_expert_matrices(_expert_matrices)
+    if importlib.util.find_spec("transformers.models.step3p7"):  # from 5.24 on
+        _implement_step3p7()
+
+
+def _implement_step3p7() -> None:
+    from transformers.models.step3p7.modeling_step3p7 import Step3p7Experts, Step3p7PreTrainedModel
+
+    use_experts_implementation(Step3p7Experts, experts_interface=_OwnOrMaxmoe())  # type: ignore[arg-type]
+    allow_experts_implementation(Step3p7PreTrainedModel)
+
+
+class _OwnOrMaxmoe:
+    """Experts implementations for a class that transformers gives none: other names leave its own code."""
+
+    def get_interface(self, name: str | None, own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return experts_forward if name == "maxmoe" else own
 
 
 def _of_longcat_flash(experts: Any, name: str) -> Projection:
