@@ -109,7 +109,7 @@ build/cuda/%.o: cpp/cuda/%.cu .venv-cuda/packages $(wildcard cpp/cuda/*.h) $(fil
 # build/cuda/maxmoe_cuda_tests: the tests of cpp/cuda/tests for a machine with an NVIDIA GPU, on which they are run as
 # CUDA_LAUNCH_BLOCKING=1 maxmoe_cuda_tests --gtest_filter=-*Error*. An assertion of the device ends its use: the tests of
 # errors are left out.
-CUDA_TESTS := $(patsubst cpp/cuda/%.cu,build/cuda/test_%.o,$(wildcard cpp/cuda/*.cu))
+CUDA_TESTS := $(patsubst cpp/cuda/tests/%.cpp,build/cuda/%.o,$(filter-out %_emulator.cpp,$(wildcard cpp/cuda/tests/*.cpp)))
 cuda-tests: $(CUDA_OBJECTS) $(CUDA_TESTS) build/cuda/managed_memory.o
 	@$(CXX) $^ -L"$(CUDA_HOME)/lib" -lgtest_main -lgtest -static-libstdc++ -static-libgcc -lcudart_static -ldl -lrt -lpthread \
 	  -o build/cuda/maxmoe_cuda_tests

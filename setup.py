@@ -4,6 +4,9 @@ The core is built for the torch of the environment, also under pip's build isola
 separated by colons, builds one wheel for several releases: `make wheel` sets it. MAXMOE_ANY_TORCH=1 builds for an older
 torch as well: for device checks alone, whose machine may have no other (tests/device/run.sh). MAXMOE_CORE=off installs
 the Python package alone, without a compiler: enough for maxmoe.testing, configs, presets, rules and the reference.
+
+MAXMOE_CUDA=on builds the kernels for NVIDIA GPUs as well, which takes nvcc and some minutes; auto, the default, builds
+them if there is an nvcc and torch has CUDA, and off does not.
 """
 
 import fcntl
@@ -84,6 +87,9 @@ def torch_folders() -> dict[tuple[int, int], Path]:
 CORE = os.environ.get("MAXMOE_CORE", "on")
 if CORE not in ("on", "off"):
     raise SystemExit(f"MAXMOE_CORE must be 'on' or 'off', got {CORE!r}")
+CUDA = os.environ.get("MAXMOE_CUDA", "auto")
+if CUDA not in ("auto", "on", "off"):
+    raise SystemExit(f"MAXMOE_CUDA must be 'auto', 'on' or 'off', got {CUDA!r}")
 TORCHES = torch_folders() if CORE == "on" else {}
 
 
@@ -96,7 +102,7 @@ class CMakeBuild(build_ext):
     def build_extensions(self) -> None:
         folder = build_folder()
         package = Path(self.build_lib, "maxmoe").resolve()
-        for earlier in package.glob("libmaxmoe_torch*.so"):  # for another torch, maybe of other sources
+        for earlier in package.glob("libmaxmoe_*.so"):  # for another torch, maybe of other sources
             earlier.unlink()
         # The cmake and ninja that pip installed beside this Python come before those of the system.
         path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
@@ -104,6 +110,7 @@ class CMakeBuild(build_ext):
         # benchmarks on, `make train` builds for one machine alone.
         options = [f"-DPython_EXECUTABLE={sys.executable}", f"-DMAXMOE_TORCH={';'.join(map(str, TORCHES.values()))}"]
         options += ["-DMAXMOE_BUILD_TESTS=OFF", "-DMAXMOE_BUILD_BENCHMARKS=OFF", "-DMAXMOE_ISAS=all"]
+        options += [f"-DMAXMOE_CUDA={CUDA}"]
         options += shlex.split(os.environ.get("CMAKE_ARGS", ""))
         if ninja := shutil.which("ninja", path=path):
             options += ["-GNinja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
@@ -114,6 +121,12 @@ class CMakeBuild(build_ext):
             run(["cmake", "-S", str(ROOT), "-B", str(folder), *options], path)
             run(["cmake", "--build", str(folder), "--parallel", jobs], path)
             run(["cmake", "--install", str(folder), "--component", "maxmoe_library", "--prefix", str(package)], path)
+
+    def copy_extensions_to_source(self) -> None:
+        """Put the CUDA kernels beside the core in an editable installation as well."""
+        super().copy_extensions_to_source()
+        for library in Path(self.build_lib, "maxmoe").glob("libmaxmoe_cuda.so"):
+            shutil.copy(library, ROOT / "maxmoe")
 
 
 def run(command: list[str], path: str) -> None:

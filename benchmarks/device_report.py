@@ -16,7 +16,15 @@ Values = dict[str, Any]
 Groups = dict[str, dict[str, Values]]
 
 # Groups whose cases are summed up, with the largest error of each.
-SUMMED = ("operators", "experts", "layers, float64", "layers, float32", "quantized experts")
+SUMMED = (
+    "operators",
+    "operators, through ATen",
+    "experts",
+    "experts, through ATen",
+    "layers, float64",
+    "layers, float32",
+    "quantized experts",
+)
 OURS, OURS_FUSED = "ours", "ours, gate and up in one"
 # By names of CUDA kernels, the first that fits. Our sum over the slots of a token is in float32, the rest of the
 # elementwise passes is in bfloat16.

@@ -1,6 +1,8 @@
 // The library libmaxmoe_torch*.so. Loading it registers the operators of cpp/ops. It has no symbols of Python, so that
 // one file serves all versions: maxmoe/_library.py calls these C functions through ctypes. They report the build and
-// the memory in use, release cached memory, and force ATen in place of the kernels.
+// the memory in use, release cached memory, and force other implementations in place of the kernels.
+#include <c10/util/Exception.h>
+
 #include <Eigen/Core>
 #include <iomanip>
 #include <sstream>
@@ -10,6 +12,7 @@
 #include "kernels/isa/caches.h"
 #include "kernels/isa/isa.h"
 #include "ops/backend.h"
+#include "ops/cuda_kernels.h"
 #include "ops/memory.h"
 
 namespace {
@@ -38,7 +41,8 @@ std::string build_info() {
        << ", \"compiler\": " << std::quoted(compiler()) << ", \"eigen\": \"" << EIGEN_WORLD_VERSION << '.'
        << EIGEN_MAJOR_VERSION << '.' << EIGEN_MINOR_VERSION << "\", \"openmp\": " << _OPENMP
        << ", \"isa\": " << std::quoted(maxmoe::name(maxmoe::active_isa())) << ", \"supported_isas\": ["
-       << supported_isas() << "], \"second_level_cache_bytes\": " << maxmoe::second_level_cache_bytes() << '}';
+       << supported_isas() << "], \"cuda_kernels\": " << std::quoted(maxmoe::ops::state_of_cuda_kernels())
+       << ", \"second_level_cache_bytes\": " << maxmoe::second_level_cache_bytes() << '}';
   return json.str();
 }
 
@@ -65,12 +69,22 @@ const char* maxmoe_error() {
 
 // A JSON object.
 const char* maxmoe_build_info() {
-  static const std::string text = build_info();
+  thread_local std::string text;
+  text = build_info();
   return text.c_str();
 }
 
-bool maxmoe_force_aten(bool enabled) {
-  return maxmoe::ops::force_aten(enabled);
+// Returns the previous path, or null and a message.
+const char* maxmoe_force_path(const char* name, const char** message) {
+  thread_local std::string text;
+  try {
+    text = maxmoe::ops::force_path(name);
+    return text.c_str();
+  } catch (const c10::Error& invalid) {
+    text = invalid.what_without_backtrace();
+    *message = text.c_str();
+    return nullptr;
+  }
 }
 
 void maxmoe_empty_cache() {

@@ -27,6 +27,7 @@ class BuildInfo(TypedDict):
     openmp: int
     isa: str
     supported_isas: list[str]
+    cuda_kernels: str
     second_level_cache_bytes: int
 
 
@@ -63,7 +64,8 @@ def _load_core() -> ctypes.CDLL:
     except OSError as error:
         raise ImportError(f"the C++ core of maxmoe cannot be loaded: {error}", path=str(path)) from error
     core.maxmoe_error.restype = core.maxmoe_build_info.restype = ctypes.c_char_p
-    core.maxmoe_force_aten.argtypes, core.maxmoe_force_aten.restype = [ctypes.c_bool], ctypes.c_bool
+    core.maxmoe_force_path.argtypes = [ctypes.c_char_p, ctypes.POINTER(ctypes.c_char_p)]
+    core.maxmoe_force_path.restype = ctypes.c_char_p
     core.maxmoe_empty_cache.restype = None
     core.maxmoe_memory_allocated.restype = core.maxmoe_memory_reserved.restype = ctypes.c_size_t
     if message := core.maxmoe_error().decode():
@@ -82,9 +84,13 @@ def build_info() -> BuildInfo:
     return cast(BuildInfo, json.loads(_core.maxmoe_build_info()))
 
 
-def force_aten(enabled: bool) -> bool:
-    """Make operators call ATen for tensors on the CPU as well, in the whole process; return the previous setting."""
-    return cast(bool, _core.maxmoe_force_aten(enabled))
+def force_path(name: str) -> str:
+    """Make operators run "kernels", "cuda_emulator" or "aten" for tensors on the CPU; return what they ran before."""
+    error = ctypes.c_char_p()
+    before = _core.maxmoe_force_path(name.encode(), ctypes.byref(error))
+    if before is None:
+        raise RuntimeError((error.value or b"").decode())
+    return cast(bytes, before).decode()
 
 
 def empty_cache() -> None:

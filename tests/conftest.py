@@ -3,6 +3,7 @@
 import gc
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 # OpenMP threads that wait for each other would spin on the processor that the other test process needs. libgomp reads
@@ -15,6 +16,8 @@ import pytest
 import torch
 
 pytest.register_assert_rewrite("support")
+
+EMULATOR = Path(__file__).parents[1] / "maxmoe/libmaxmoe_cuda_emulator.so"
 
 
 @pytest.hookimpl(trylast=True)  # after the terminal reporter has been made
@@ -100,13 +103,26 @@ def fresh_state(num_threads: int) -> Iterator[None]:
 
 @pytest.fixture(params=["cpu", "aten"])
 def path(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The two implementations of every operator: our CPU kernels, and ATen calls as on other devices.
+    """The two implementations of every operator: our CPU kernels, and ATen calls as on other devices."""
+    with implementation(request.param):
+        yield request.param
 
-    New memory is filled with NaN, so that a value which nobody wrote does not look like a zero.
-    """
+
+@pytest.fixture(params=["cpu", "aten", "cuda"])
+def every_path(request: pytest.FixtureRequest) -> Iterator[str]:
+    """These two, and the CUDA kernels in their emulator."""
+    if request.param == "cuda" and not EMULATOR.exists():
+        pytest.skip("the emulator of CUDA is built with the C++ tests (MAXMOE_BUILD_TESTS), wheels have none")
+    with implementation(request.param):
+        yield request.param
+
+
+@contextmanager
+def implementation(path: str) -> Iterator[None]:
+    """The operators compute by a path. New memory is filled with NaN, so that what nobody wrote is not like a zero."""
     from maxmoe import ops
 
     torch.use_deterministic_algorithms(True)
-    with ops.force_aten(request.param == "aten"):
-        yield request.param
+    with ops.force_cuda_emulator() if path == "cuda" else ops.force_aten(path == "aten"):
+        yield
     torch.use_deterministic_algorithms(False)

@@ -21,7 +21,7 @@ foreach(minor IN LISTS MAXMOE_TORCH_MINORS)
   add_library(${library} MODULE cpp/library.cpp)
   target_compile_definitions(${library} PRIVATE
     MAXMOE_VERSION="${MAXMOE_VERSION}" MAXMOE_TORCH_VERSION="${MAXMOE_TORCH_VERSION_${minor}}")
-  target_link_libraries(${library} PRIVATE ${ops})
+  target_link_libraries(${library} PRIVATE ${ops} ${CMAKE_DL_LIBS})
   # --no-undefined: a symbol of Python, which no linked library has, ends the build.
   target_link_options(${library} PRIVATE -Wl,--as-needed -Wl,--no-undefined -Wl,--exclude-libs,ALL)
   set_target_properties(${library} PROPERTIES OUTPUT_NAME maxmoe_torch${minor} INSTALL_RPATH "$ORIGIN/../torch/lib")

@@ -30,8 +30,9 @@ struct RaggedPlan {
   int64_t max_rows;           // negative: no limit
   int64_t num_rows;           // R, at least the number of rows
   int64_t* scratch;           // [ragged_plan_scratch(T * K, L)]
+  int64_t* first_rows;        // [L + 1], first row of each expert without a limit; then the number of rows
   int64_t* slots;             // [R]
-  int64_t* rows;              // [T * K], row of each slot or -1
+  int64_t* rows;              // [T * K], row of each slot or -1; or null: not computed
   int64_t* group_sizes;       // [L]
   int64_t* dropped;           // [1], number of local slots past max_rows
 };
@@ -52,6 +53,23 @@ template <class T>
 void ragged_gather_reduce(const RaggedGatherReduce<T>& arguments, Stream stream);
 template <class T>
 void ragged_dot(const RaggedDot<T>& arguments, Stream stream);
+
+// out[n] = sum of weights[j] * rows[j / group_size] over all j with index[j] == n, in the order of j. A row that no
+// index names is zero. The slots are ordered by their row first, so that one thread computes each sum.
+template <class T>
+struct RaggedScatterAdd {
+  ConstMatrixView<T> rows;  // [M / group_size, D]
+  const int64_t* index;     // [M], each in [-1, N)
+  int64_t index_size;       // M
+  int64_t group_size;
+  const Accumulator<T>* weights;  // [M] or null for ones
+  int64_t* scratch;               // [ragged_scatter_add_scratch(M, N)]
+  MatrixView<T> out;              // [N, D]
+};
+
+int64_t ragged_scatter_add_scratch(int64_t index_size, int64_t num_rows);
+template <class T>
+void ragged_scatter_add(const RaggedScatterAdd<T>& arguments, Stream stream);
 
 // out = f(gate) * up, or f(up) without a gate. Interleaved gate and up are views with a column stride of 2.
 template <class T>
@@ -97,6 +115,21 @@ struct Gmm {
 
 template <class T>
 void gmm(const Gmm<T>& arguments, Stream stream);
+
+// out[l] = lhs_g^T * rhs_g over the rows of group g = l + group_offset; zero for a group without rows. A block sums all
+// rows of its part of a matrix, in order.
+template <class T>
+struct Tgmm {
+  ConstMatrixView<T> lhs;      // [R, D]
+  ConstMatrixView<T> rhs;      // [R, F]
+  const int64_t* group_sizes;  // [G], sum <= R
+  int64_t num_groups;          // G
+  int64_t group_offset;
+  MatrixStack<T> out;  // [L, D, F], row-major
+};
+
+template <class T>
+void tgmm(const Tgmm<T>& arguments, Stream stream);
 
 }  // namespace maxmoe::cuda
 

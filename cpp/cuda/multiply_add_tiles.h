@@ -34,6 +34,22 @@ __device__ void load_rhs(const Gmm<T>& a, const Tile& tile, int64_t first, T* rh
   }
 }
 
+// Adds the products of a step to the sums of this thread.
+template <class T>
+__device__ void multiply_step(const T* lhs, const T* rhs, T (&sums)[4][4]) {
+  const int thread_row = static_cast<int>(threadIdx.x) / 16 * 4;
+  const int thread_column = static_cast<int>(threadIdx.x) % 16 * 4;
+  for (int k = 0; k < kDepth; ++k) {
+    MAXMOE_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      MAXMOE_UNROLL
+      for (int j = 0; j < 4; ++j) {
+        sums[i][j] += lhs[k * kPitch + thread_row + i] * rhs[k * kPitch + thread_column + j];
+      }
+    }
+  }
+}
+
 template <class T>
 __global__ void __launch_bounds__(kThreads, 1) multiply(const Gmm<T> a) {
   MAXMOE_SHARED_MEMORY(memory);
@@ -53,15 +69,7 @@ __global__ void __launch_bounds__(kThreads, 1) multiply(const Gmm<T> a) {
       load_lhs(a, tile, first, lhs);
       load_rhs(a, tile, first, rhs);
       __syncthreads();
-      for (int k = 0; k < kDepth; ++k) {
-        MAXMOE_UNROLL
-        for (int i = 0; i < 4; ++i) {
-          MAXMOE_UNROLL
-          for (int j = 0; j < 4; ++j) {
-            sums[i][j] += lhs[k * kPitch + thread_row + i] * rhs[k * kPitch + thread_column + j];
-          }
-        }
-      }
+      multiply_step(lhs, rhs, sums);
       __syncthreads();  // the next step overwrites the operands
     }
     MAXMOE_UNROLL

@@ -20,8 +20,7 @@ int64_t number_of_chunks(int64_t num_slots, int64_t num_local_experts) {
 struct Chunks {
   int64_t size;
   int64_t count;
-  int64_t* counts;      // [L, count], slots of each expert and chunk, then rows of its expert before the chunk
-  int64_t* first_rows;  // [L + 1], first row of each expert without a limit; then the number of rows with the limit
+  int64_t* counts;  // [L, count], slots of each expert and chunk, then rows of its expert before the chunk
 };
 
 // The position of a slot's expert among the local ones, or -1.
@@ -80,7 +79,7 @@ __global__ void __launch_bounds__(kThreads, 1) sum_chunks(const RaggedPlan plan,
 }
 
 // One warp: the sums over the experts, cut off at the limit of rows.
-__global__ void sum_experts(const RaggedPlan plan, const Chunks chunks) {
+__global__ void sum_experts(const RaggedPlan plan) {
   const int64_t limit = plan.max_rows < 0 ? plan.num_slots : plan.max_rows;
   int64_t total = 0;
   for (int64_t first = 0; first < plan.num_local_experts; first += kWarp) {
@@ -89,7 +88,7 @@ __global__ void sum_experts(const RaggedPlan plan, const Chunks chunks) {
     const int64_t end = total + warp_inclusive_sum(size);
     if (e < plan.num_local_experts) {
       const int64_t left = limit - (end - size);
-      chunks.first_rows[e] = end - size;
+      plan.first_rows[e] = end - size;
       plan.group_sizes[e] = left < 0 ? 0 : left < size ? left : size;
     }
     total = __shfl_sync(kAllLanes, end, kWarp - 1);
@@ -97,24 +96,25 @@ __global__ void sum_experts(const RaggedPlan plan, const Chunks chunks) {
   if (lane_index() != 0) return;
   const int64_t kept = total < limit ? total : limit;
   MAXMOE_DEVICE_CHECK(kept <= plan.num_rows, "maxmoe::ragged_plan: num_rows must be at least the number of rows");
-  chunks.first_rows[plan.num_local_experts] = kept;
+  plan.first_rows[plan.num_local_experts] = kept;
   *plan.dropped = total - kept;
 }
 
 __global__ void __launch_bounds__(kThreads, 1) assign_rows(const RaggedPlan plan, const Chunks chunks) {
-  const int64_t kept = chunks.first_rows[plan.num_local_experts];
+  const int64_t kept = plan.first_rows[plan.num_local_experts];
   for (int64_t chunk = first_item_of_warp(); chunk < chunks.count; chunk += items_of_all_warps()) {
     int64_t* const counts = chunks.counts + chunk;
     visit_slots(plan, chunks, chunk, [&](int64_t slot, int64_t local, uint32_t peers) {
       int64_t row = kept;
       if (local >= 0) {
         const int rank = __popc(peers & ((1U << lane_index()) - 1));
-        row = chunks.first_rows[local] + counts[local * chunks.count] + rank;
+        row = plan.first_rows[local] + counts[local * chunks.count] + rank;
       }
       __syncwarp();  // all lanes have read the count
       if (local >= 0 && is_first(peers)) counts[local * chunks.count] += __popc(peers);
       if (row < kept) plan.slots[row] = slot;
-      if (slot < plan.num_slots && slot < (chunk + 1) * chunks.size) plan.rows[slot] = row < kept ? row : -1;
+      const bool is_slot = slot < plan.num_slots && slot < (chunk + 1) * chunks.size;
+      if (is_slot && plan.rows != nullptr) plan.rows[slot] = row < kept ? row : -1;
     });
   }
   const int64_t thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
@@ -124,21 +124,20 @@ __global__ void __launch_bounds__(kThreads, 1) assign_rows(const RaggedPlan plan
 }  // namespace
 
 int64_t ragged_plan_scratch(int64_t num_slots, int64_t num_local_experts) {
-  return num_local_experts * number_of_chunks(num_slots, num_local_experts) + num_local_experts + 1;
+  return num_local_experts * number_of_chunks(num_slots, num_local_experts);
 }
 
 void ragged_plan(const RaggedPlan& plan, Stream stream) {
   constexpr const char* op = "ragged_plan";
   const int64_t count = number_of_chunks(plan.num_slots, plan.num_local_experts);
-  const Chunks chunks{slots_per_chunk(plan.num_local_experts), count, plan.scratch,
-                      plan.scratch + plan.num_local_experts * count};
+  const Chunks chunks{slots_per_chunk(plan.num_local_experts), count, plan.scratch};
   if (count > 0) {
     launch(op, count_slots, grid_of(count, kWarpsPerBlock), kThreads, 0, stream, plan, chunks);
   }
   if (plan.num_local_experts > 0) {
     launch(op, sum_chunks, grid_of(plan.num_local_experts, kWarpsPerBlock), kThreads, 0, stream, plan, chunks);
   }
-  launch(op, sum_experts, 1, kWarp, 0, stream, plan, chunks);
+  launch(op, sum_experts, 1, kWarp, 0, stream, plan);
   const int64_t blocks = std::max<int64_t>({1, count, plan.num_rows / kThreads / 4});
   launch(op, assign_rows, grid_of(blocks, kWarpsPerBlock), kThreads, 0, stream, plan, chunks);
 }

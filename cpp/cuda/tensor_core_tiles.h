@@ -88,18 +88,23 @@ __device__ inline WarpPlace place_of_warp() {
   return {warp / 4 * 64, warp % 4 * 32};
 }
 
-template <bool kTransposed, class T>
-__device__ void multiply_step(const T* stage, Sums& sums) {
+// The left operand is [kRows][kDepthPitch] or transposed [kDepth][kColumnPitch], the right one as in a stage.
+template <bool kLeftTransposed, bool kTransposed, class T>
+__device__ void multiply_step(const T* lhs, const T* rhs, Sums& sums) {
   const auto [warp_row, warp_column] = place_of_warp();
   const int lane = lane_index();
-  const T* const rhs = stage + kLhsSize;
   MAXMOE_UNROLL
   for (int k = 0; k < kDepth; k += 16) {
     uint32_t left[kRowBlocks][4];
     uint32_t right[kColumnBlocks / 2][4];  // two blocks of columns each
     MAXMOE_UNROLL
     for (int i = 0; i < kRowBlocks; ++i) {
-      load_matrices<false>(left[i], stage + (warp_row + i * 16 + lane % 16) * kDepthPitch + k + lane / 16 * 8);
+      const int row = warp_row + i * 16;
+      if constexpr (kLeftTransposed) {
+        load_matrices<true>(left[i], lhs + (k + lane / 16 * 8 + lane % 8) * kColumnPitch + row + lane / 8 % 2 * 8);
+      } else {
+        load_matrices<false>(left[i], lhs + (row + lane % 16) * kDepthPitch + k + lane / 16 * 8);
+      }
     }
     MAXMOE_UNROLL
     for (int j = 0; j < kColumnBlocks / 2; ++j) {
@@ -171,7 +176,7 @@ __global__ void __launch_bounds__(kThreads, 1) multiply(const Gmm<T> a) {
       const int64_t next = s + kStages - 1;
       if (next < steps) load_step<kTransposed, kAligned>(a, tile, rows, next * kDepth, stage_of(next));
       commit_copies();
-      multiply_step<kTransposed>(stage_of(s), sums);
+      multiply_step<false, kTransposed>(stage_of(s), stage_of(s) + kLhsSize, sums);
     }
     wait_for_copies<0>();
     __syncthreads();  // the next tile overwrites the stages

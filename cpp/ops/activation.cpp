@@ -1,6 +1,7 @@
 #include "ops/activation.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/gelu_backward.h>
 #include <ATen/ops/mul.h>
@@ -16,6 +17,8 @@
 
 #include "ops/autograd.h"
 #include "ops/checks.h"
+#include "ops/cuda_kernels.h"
+#include "ops/views.h"
 
 namespace maxmoe::ops {
 namespace {
@@ -130,6 +133,29 @@ void store_factor_gradient(const ActivationKind& kind, Tensor& up, const Tensor&
   if (is_clipped.defined()) up.masked_fill_(is_clipped, 0);
 }
 
+// Every step frees or overwrites what no later step reads: beside gate, up and grad there are two tensors at a time.
+Tensor activation_gradient_aten(const ActivationKind& kind, const Tensor& grad, Tensor gate, Tensor up,
+                                bool wants_activated) {
+  const Formulas f = formulas_of(kind.activation);
+  Tensor activated;
+  if (kind.gate == GateLayout::none) {
+    if (wants_activated) activated = f.value(kind, up);
+    f.store_gradient(kind, up, grad, up);
+    return activated;
+  }
+  const double limit = limit_of(kind, up);
+  const auto [value, limited] = gate_value(kind, gate, limit);
+  const Tensor factor = factor_of(kind, up, limit);
+  {
+    const Tensor is_clipped = std::isinf(limit) ? Tensor() : limited.gt(limit);
+    f.store_gradient(kind, gate, grad * factor, clipped(kind, LimitTarget::input, gate, limit));
+    if (is_clipped.defined()) gate.masked_fill_(is_clipped, 0);
+  }
+  if (wants_activated) activated = value * factor;
+  store_factor_gradient(kind, up, grad, value, limit);
+  return activated;
+}
+
 Activation parse_activation(const char* op, std::string_view name) {
   return parse<Activation>(op, "activation", name,
                            {{"silu", Activation::silu},
@@ -197,27 +223,42 @@ Tensor activated_rows(const ActivationKind& kind, const Tensor& gate, const Tens
   return times(gate_value(kind, gate, limit).value, factor_of(kind, up, limit));
 }
 
-// Every step frees or overwrites what no later step reads: beside gate, up and grad there are two tensors at a time.
-Tensor activation_gradient(const ActivationKind& kind, const Tensor& grad, Tensor gate, Tensor up,
-                           bool wants_activated) {
-  const Formulas f = formulas_of(kind.activation);
-  Tensor activated;
-  if (kind.gate == GateLayout::none) {
-    if (wants_activated) activated = f.value(kind, up);
-    f.store_gradient(kind, up, grad, up);
-    return activated;
+Tensor activate(const ActivationKind& kind, const Tensor& gate, const Tensor& up) {
+  const auto kernels = cuda_kernels(up);
+  if (!kernels.has_value()) return activated_rows(kind, gate, up);
+  const Tensor out = at::empty(up.sizes(), up.options());
+  for_dtype(up.scalar_type(), [&]<class T>() {
+    kernels->rows<T>().activate_rows(
+        {kind, gate.defined() ? const_view<T>(gate) : ConstMatrixView<T>{}, const_view<T>(up), view<T>(out)},
+        kernels->stream);
+  });
+  return out;
+}
+
+ActivationResults activation_gradient(const ActivationKind& kind, const Tensor& grad, Tensor gate, Tensor up,
+                                      bool wants_activated, bool wants_products) {
+  const auto kernels = cuda_kernels(up);
+  if (!kernels.has_value()) {
+    const Tensor rows = activation_gradient_aten(kind, grad, gate, up, wants_activated || wants_products);
+    return {rows, wants_products ? row_products(rows, grad) : Tensor()};
   }
-  const double limit = limit_of(kind, up);
-  const auto [value, limited] = gate_value(kind, gate, limit);
-  const Tensor factor = factor_of(kind, up, limit);
-  {
-    const Tensor is_clipped = std::isinf(limit) ? Tensor() : limited.gt(limit);
-    f.store_gradient(kind, gate, grad * factor, clipped(kind, LimitTarget::input, gate, limit));
-    if (is_clipped.defined()) gate.masked_fill_(is_clipped, 0);
+  ActivationResults results;
+  if (wants_activated) results.activated = at::empty(up.sizes(), up.options());
+  if (wants_products) {
+    results.products = at::empty({up.size(0)}, up.options().dtype(accumulator_type(up.scalar_type())));
   }
-  if (wants_activated) activated = value * factor;
-  store_factor_gradient(kind, up, grad, value, limit);
-  return activated;
+  for_dtype(up.scalar_type(), [&]<class T>() {
+    kernels->rows<T>().activate_rows_backward(
+        {kind, Rows(grad), /*weights=*/nullptr, gate.defined() ? view<T>(gate) : MatrixView<T>{}, view<T>(up),
+         wants_activated ? view<T>(results.activated) : MatrixView<T>{},
+         wants_products ? pointer<Accumulator<T>>(results.products) : nullptr},
+        kernels->stream);
+  });
+  return results;
+}
+
+Tensor row_products(const Tensor& a, const Tensor& b) {
+  return (a * b).sum(1, /*keepdim=*/false, accumulator_type(a.scalar_type()));
 }
 
 }  // namespace maxmoe::ops

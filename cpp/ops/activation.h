@@ -1,5 +1,5 @@
-// The activation as arguments of an operator, and through ATen. All functions but the last one are differentiable, any
-// number of times.
+// The activation as arguments of an operator, and the activations of the experts on all devices but the CPU: through
+// ATen, differentiable any number of times, and through CUDA kernels or ATen.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -39,12 +39,23 @@ struct ActivationArguments {
 // Views of the gate and up columns of preactivations [R, 2F]. Without a gate the first one is undefined.
 std::pair<at::Tensor, at::Tensor> gate_and_up(GateLayout layout, const at::Tensor& preactivations);
 
-// f(gate) * up, or f(up) if gate is undefined.
+// f(gate) * up, or f(up) if gate is undefined. Differentiable.
 at::Tensor activated_rows(const ActivationKind& kind, const at::Tensor& gate, const at::Tensor& up);
 
-// Gate and up become their gradients, from `grad`, the gradient of activated_rows. Returns the activated rows if they
-// are wanted.
-at::Tensor activation_gradient(const ActivationKind& kind, const at::Tensor& grad, at::Tensor gate, at::Tensor up,
-                               bool wants_activated);
+// The same, not differentiable, by the CUDA kernel where there is one.
+at::Tensor activate(const ActivationKind& kind, const at::Tensor& gate, const at::Tensor& up);
+
+struct ActivationResults {
+  at::Tensor activated;  // [R, F]
+  at::Tensor products;   // [R]: for each row, the product of `grad` and the activated row
+};
+
+// Gate and up become their gradients, from `grad`, the gradient of activated_rows. Returns the activated rows and the
+// products if they are wanted.
+ActivationResults activation_gradient(const ActivationKind& kind, const at::Tensor& grad, at::Tensor gate,
+                                      at::Tensor up, bool wants_activated, bool wants_products);
+
+// For each row, the product of two rows.
+at::Tensor row_products(const at::Tensor& a, const at::Tensor& b);
 
 }  // namespace maxmoe::ops

@@ -7,17 +7,19 @@
 #include <ATen/ops/mm.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 
 #include "kernels/matrix/dtype.h"
 #include "kernels/product/tiled/tile_gemm.h"
 #include "kernels/quantized/dequantize.h"
+#include "ops/cuda_kernels.h"
 #include "ops/torch_internals.h"
 
 namespace maxmoe::ops {
 namespace {
 
-std::atomic<bool> aten_is_forced{false};
+std::atomic<Path> forced{Path::kernels};
 
 class TorchExecutor final : public Executor {
  public:
@@ -108,12 +110,19 @@ const Gemm<T>& half_gemm() {
 
 }  // namespace
 
-bool uses_kernels(const at::Tensor& tensor) {
-  return tensor.is_cpu() && !aten_is_forced;
+Path path_of(const at::Tensor& tensor) {
+  const Path path = forced.load(std::memory_order_relaxed);
+  if (tensor.is_cpu() || path == Path::aten) return path;
+  return tensor.is_cuda() && has_cuda_kernels() ? Path::cuda_kernels : Path::aten;
 }
 
-bool force_aten(bool enabled) {
-  return aten_is_forced.exchange(enabled);
+std::string force_path(const std::string& name) {
+  static constexpr std::array<const char*, 3> kNames = {"kernels", "cuda_emulator", "aten"};  // in the order of Path
+  const auto position = std::find(kNames.begin(), kNames.end(), name) - kNames.begin();
+  TORCH_CHECK_VALUE(position < 3, "the path must be kernels, cuda_emulator or aten, got ", name);
+  const Path path{static_cast<int>(position)};
+  if (path == Path::cuda_kernels) open_cuda_emulator();
+  return kNames[static_cast<size_t>(forced.exchange(path))];
 }
 
 const Executor& torch_executor() {

@@ -1,19 +1,29 @@
-// The threads and the matrix product that kernels use, and the choice between kernels and ATen.
+// The threads and the matrix product that kernels use, and the choice between CPU kernels, CUDA kernels and ATen.
 #pragma once
 
 #include <ATen/core/Tensor.h>
+
+#include <string>
 
 #include "kernels/executor.h"
 #include "kernels/product/gemm.h"
 
 namespace maxmoe::ops {
 
-// Whether an operator runs a kernel for this tensor: on the CPU, unless ATen is forced. Otherwise it calls ATen.
-bool uses_kernels(const at::Tensor& tensor);
+// What an operator runs for a tensor. Tensors on the CPU use its kernels unless another path is forced, tensors on a
+// GPU the CUDA kernels if these are built and can run there, and all others ATen. What the CUDA kernels do not compute
+// goes to ATen as well: quantized matrices, linear, and route with very many experts.
+enum class Path { kernels, cuda_kernels, aten };
+Path path_of(const at::Tensor& tensor);
 
-// Makes operators call ATen for tensors on the CPU as well, on all threads of the process. Returns the previous
-// setting.
-bool force_aten(bool enabled);
+// Whether an operator runs a CPU kernel for this tensor.
+inline bool uses_kernels(const at::Tensor& tensor) {
+  return path_of(tensor) == Path::kernels;
+}
+
+// Sets the path of tensors on the CPU, on all threads of the process: "kernels", "cuda_emulator" or "aten", which is
+// that of tensors on GPUs as well. Returns the previous one.
+std::string force_path(const std::string& name);
 
 // Runs tasks on the threads of torch (torch.set_num_threads).
 const Executor& torch_executor();

@@ -46,11 +46,11 @@ Tensor gmm_kernel(const Tensor& lhs, const Projection& rhs, const Tensor& group_
   return out;
 }
 
-// Rows of no group are zero, as the kernel writes them.
-Tensor gmm_aten(const Tensor& lhs, const Projection& rhs, const RowGroups& groups, const Tensor& reduced) {
+// Through a CUDA kernel or ATen. Rows of no group are zero, as the kernels write them.
+Tensor gmm_device(const Tensor& lhs, const Projection& rhs, const RowGroups& groups, const Tensor& reduced) {
   Tensor out = multiply_rows(lhs, rhs, groups);
   if (reduced.defined()) out.add_(multiply_rows(reduced, {*rhs.b}, groups));
-  return out.masked_fill_(groups.rows_of_no_group(lhs.size(0)), 0);
+  return runs_gmm_kernel(lhs, rhs) ? out : out.masked_fill_(groups.rows_of_no_group(lhs.size(0)), 0);
 }
 
 template <class... Types>
@@ -62,7 +62,7 @@ Tensor gmm_backend(Types... arguments) {
   const int64_t offset = std::clamp(a.group_offset, -a.rhs.count(), a.group_sizes.size(0));
   const auto multiply = [&](const Projection& matrices, const Tensor& reduced) {
     if (uses_kernels(a.lhs)) return gmm_kernel(a.lhs, matrices, a.group_sizes, offset, reduced);
-    return gmm_aten(a.lhs, matrices, row_groups(a.group_sizes, offset, a.rhs.count()), reduced);
+    return gmm_device(a.lhs, matrices, RowGroups(a.group_sizes, offset, a.rhs.count()), reduced);
   };
   if (!a.rhs.has_factors()) return multiply(a.rhs, Tensor());
   return multiply(a.rhs, a.reduced.has_value() ? a.reduced->contiguous() : multiply({*a.rhs.a}, Tensor()));

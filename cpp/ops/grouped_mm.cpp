@@ -15,8 +15,10 @@
 #include <cstdint>
 #include <limits>
 
+#include "ops/cuda_kernels.h"
 #include "ops/dequantize.h"
 #include "ops/torch_internals.h"
+#include "ops/views.h"
 
 namespace maxmoe::ops {
 namespace {
@@ -85,32 +87,43 @@ Tensor matrix_of(const Weights& matrices, int64_t group, at::ScalarType dtype, c
 // work in the stream of the device.
 template <class Visit>
 void for_each_group(const RowGroups& groups, const Visit& visit) {
-  const Tensor on_host = groups.bounds().cpu();
+  const Tensor on_host = groups.bounds().both().cpu();
   const auto* const row = on_host.const_data_ptr<int32_t>();
   for (int64_t group = 0; group < groups.size(); ++group) {
     if (row[group + 1] > row[group]) visit(group, row[group], row[group + 1] - row[group]);
   }
 }
 
-}  // namespace
-
-Tensor RowGroups::bounds() const {
-  return begin.defined() ? at::cat({begin, ends}) : at::constant_pad_nd(ends, {1, 0});
+// Whether torch's kernel, where it is one, is left aside: it multiplies bfloat16 on tensor cores of compute capability
+// 9.0 and 10.0 faster than ours.
+std::optional<CudaKernels> product_kernels(const Tensor& rows) {
+  auto kernels = cuda_kernels(rows);
+  return kernels.has_value() && has_fast_products(*kernels, rows) ? std::nullopt : kernels;
 }
 
-Tensor RowGroups::of_rows(int64_t num_rows) const {
-  const Tensor position = at::arange(num_rows, ends.options());
-  return at::searchsorted(ends, position, /*out_int32=*/false, /*right=*/true).clamp_max_(size() - 1);
+Tensor gmm_cuda(const CudaKernels& kernels, const Tensor& rows, const Projection& given, const RowGroups& groups) {
+  const Projection matrices = given.in_kernel_layout();
+  const Tensor out = at::empty({rows.size(0), matrices.out_size()}, rows.options());
+  for_dtype(rows.scalar_type(), [&]<class T>() {
+    kernels.rows<T>().gmm({Rows(rows), nullptr, const_stack<T>(*matrices.tensor),
+                           matrices.bias.has_value() ? const_view<T>(*matrices.bias) : ConstMatrixView<T>{},
+                           List(groups.sizes()), groups.sizes().numel(), groups.offset(), view<T>(out)},
+                          kernels.stream);
+  });
+  return out;
 }
 
-Tensor RowGroups::rows_of_no_group(int64_t num_rows) const {
-  if (size() == 0) return at::ones({num_rows, 1}, ends.options().dtype(at::kBool));
-  const Tensor position = at::arange(num_rows, ends.options()).unsqueeze(1);
-  const Tensor is_after = position.ge(ends.select(0, size() - 1));
-  return begin.defined() ? position.lt(begin).logical_or_(is_after) : is_after;
+Tensor tgmm_cuda(const CudaKernels& kernels, const Tensor& lhs, const Tensor& rhs, const RowGroups& groups) {
+  const Tensor out = at::empty({groups.size(), lhs.size(1), rhs.size(1)}, lhs.options());
+  for_dtype(lhs.scalar_type(), [&]<class T>() {
+    kernels.rows<T>().tgmm(
+        {Rows(lhs), Rows(rhs), List(groups.sizes()), groups.sizes().numel(), groups.offset(), stack<T>(out)},
+        kernels.stream);
+  });
+  return out;
 }
 
-RowGroups row_groups(const Tensor& group_sizes, int64_t group_offset, int64_t num_local_groups) {
+GroupBounds bounds_of(const Tensor& group_sizes, int64_t group_offset, int64_t num_local_groups) {
   const int64_t num_groups = group_sizes.size(0);
   // Stays on the device; int32 is what grouped_mm reads.
   const Tensor ends = group_sizes.cumsum(0, at::kInt);
@@ -126,14 +139,44 @@ RowGroups row_groups(const Tensor& group_sizes, int64_t group_offset, int64_t nu
           first == 0 ? Tensor() : bounds.narrow(0, first, 1)};
 }
 
+}  // namespace
+
+Tensor GroupBounds::both() const {
+  return begin.defined() ? at::cat({begin, ends}) : at::constant_pad_nd(ends, {1, 0});
+}
+
+const GroupBounds& RowGroups::bounds() const {
+  if (!bounds_.has_value()) bounds_ = bounds_of(sizes_, offset_, count_);
+  return *bounds_;
+}
+
+Tensor RowGroups::of_rows(int64_t num_rows) const {
+  const Tensor& ends = bounds().ends;
+  const Tensor position = at::arange(num_rows, ends.options());
+  return at::searchsorted(ends, position, /*out_int32=*/false, /*right=*/true).clamp_max_(size() - 1);
+}
+
+Tensor RowGroups::rows_of_no_group(int64_t num_rows) const {
+  if (size() == 0) return at::ones({num_rows, 1}, sizes_.options().dtype(at::kBool));
+  const auto& [ends, begin] = bounds();
+  const Tensor position = at::arange(num_rows, ends.options()).unsqueeze(1);
+  const Tensor is_after = position.ge(ends.select(0, size() - 1));
+  return begin.defined() ? position.lt(begin).logical_or_(is_after) : is_after;
+}
+
+bool runs_gmm_kernel(const Tensor& rows, const Weights& matrices) {
+  return !matrices.is_quantized() && product_kernels(rows).has_value();
+}
+
 Tensor multiply_rows(const Tensor& rows, const Projection& matrices, const RowGroups& groups) {
+  if (runs_gmm_kernel(rows, matrices)) return gmm_cuda(*product_kernels(rows), rows, matrices, groups);
   Tensor out;
   if (rows.numel() == 0 || matrices.count() == 0 || matrices.out_size() == 0) {
     out = at::zeros({rows.size(0), matrices.out_size()}, rows.options());
   } else if (!matrices.is_quantized() && is_legal(rows, groups)) {
     // grouped_mm takes only the ends of groups, so that rows before the first group count as its rows. Their results
     // may be undefined.
-    out = grouped_mm(aligned(rows), aligned(*matrices.tensor), groups.ends).contiguous();
+    out = grouped_mm(aligned(rows), aligned(*matrices.tensor), groups.bounds().ends).contiguous();
   } else {
     out = at::empty({rows.size(0), matrices.out_size()}, rows.options());
     const Tensor values = values_of_codes(matrices);
@@ -152,12 +195,14 @@ Tensor multiply_groups(const Tensor& lhs, const Tensor& rhs, const RowGroups& gr
   if (groups.size() == 0 || lhs.numel() == 0 || rhs.numel() == 0) {
     return at::zeros({groups.size(), lhs.size(1), rhs.size(1)}, lhs.options());
   }
+  if (const auto kernels = product_kernels(lhs)) return tgmm_cuda(*kernels, lhs, rhs, groups);
   if (is_legal(lhs, groups)) {
+    const GroupBounds& bounds = groups.bounds();
     const Tensor left = aligned(lhs).t();
     const Tensor right = aligned(rhs);
-    if (!groups.begin.defined()) return grouped_mm(left, right, groups.ends).contiguous();
+    if (!bounds.begin.defined()) return grouped_mm(left, right, bounds.ends).contiguous();
     // The rows before the first group form an additional group, whose product is dropped.
-    return grouped_mm(left, right, groups.bounds()).narrow(0, 1, groups.size()).contiguous();
+    return grouped_mm(left, right, bounds.both()).narrow(0, 1, groups.size()).contiguous();
   }
   const Tensor out = at::zeros({groups.size(), lhs.size(1), rhs.size(1)}, lhs.options());
   const Tensor left = at_allocated_address(lhs);

@@ -1,8 +1,10 @@
-// Products of groups of rows through ATen, for devices without kernels. docs/devices.md says which function of ATen
-// runs for which tensors.
+// Products of groups of rows through CUDA kernels or ATen, for all devices but the CPU. docs/devices.md says which
+// function runs for which tensors.
 #pragma once
 
 #include <ATen/core/Tensor.h>
+
+#include <optional>
 
 #include "ops/projection.h"
 
@@ -10,25 +12,43 @@ namespace maxmoe::ops {
 
 // The rows of L contiguous groups: group g begins where group g - 1 ends. Rows before the first group and after the
 // last one belong to no group.
-struct RowGroups {
+struct GroupBounds {
   at::Tensor ends;   // int32 [L], on the device
   at::Tensor begin;  // int32 [1], on the device: the first row of the first group; undefined if it is row 0
 
-  int64_t size() const { return ends.size(0); }
-  at::Tensor bounds() const;  // int32 [L + 1]: begin and ends
+  at::Tensor both() const;  // int32 [L + 1]: begin and ends
+};
+
+// The groups [offset, offset + L) out of the G groups of sizes [G]. Groups before the first or after the last of the G
+// are empty.
+class RowGroups {
+ public:
+  RowGroups(const at::Tensor& sizes, int64_t offset, int64_t count) : sizes_(sizes), offset_(offset), count_(count) {}
+
+  int64_t size() const { return count_; }
+  const at::Tensor& sizes() const { return sizes_; }
+  int64_t offset() const { return offset_; }
+  // Computed when they are asked for first: CUDA kernels read the sizes alone.
+  const GroupBounds& bounds() const;
   // int64 [num_rows]: the group of each row; an arbitrary group for a row of no group.
   at::Tensor of_rows(int64_t num_rows) const;
   // bool [num_rows, 1]: true for the rows of no group.
   at::Tensor rows_of_no_group(int64_t num_rows) const;
+
+ private:
+  at::Tensor sizes_;
+  int64_t offset_;
+  int64_t count_;
+  mutable std::optional<GroupBounds> bounds_;
 };
 
-// The groups [group_offset, group_offset + num_local_groups) out of the G groups of group_sizes [G]. Groups before the
-// first or after the last of the G are empty.
-RowGroups row_groups(const at::Tensor& group_sizes, int64_t group_offset, int64_t num_local_groups);
+// Whether multiply_rows runs the CUDA kernel gmm, which writes zeros to rows of no group: for tensors that use CUDA
+// kernels, unless the matrices are quantized or torch has a faster one.
+bool runs_gmm_kernel(const at::Tensor& rows, const Weights& matrices);
 
 // [R, F]: rows [R, D] times the matrices [L, D, F] of their groups, plus the biases [L, F]; without low-rank factors.
-// The values of rows of no group are undefined. Quantized matrices are dequantized one by one, for which the host waits
-// for the bounds.
+// Through ATen the values of rows of no group are undefined. Quantized matrices are dequantized one by one, for which
+// the host waits for the bounds.
 at::Tensor multiply_rows(const at::Tensor& rows, const Projection& matrices, const RowGroups& groups);
 
 // [L, D, F]: for each group, its rows of lhs [R, D], transposed, times its rows of rhs [R, F].

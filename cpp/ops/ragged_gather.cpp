@@ -1,12 +1,9 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/zeros.h>
 
-#include "kernels/rows/ragged_gather.h"
 #include "ops/backend.h"
-#include "ops/memory.h"
 #include "ops/operators.h"
 #include "ops/row_sums.h"
-#include "ops/views.h"
 
 namespace maxmoe::ops {
 namespace {
@@ -21,8 +18,7 @@ Tensor masked_index(const Tensor& index, const c10::SymInt& start, const std::op
 Tensor ragged_gather_aten(const Tensor& x, const Tensor& index, const OptionalTensor& weights) {
   if (x.size(0) == 0) return at::zeros({index.size(0), x.size(1)}, x.options());
   const Tensor row = index.clamp_min(0);
-  const Tensor out = weights.has_value() ? weighted_rows(x, row, weights->reshape(-1)) : x.index_select(0, row);
-  return out.masked_fill_(index.lt(0).unsqueeze(1), 0);
+  return selected_rows(x, row, weights).masked_fill_(index.lt(0).unsqueeze(1), 0);
 }
 
 Tensor ragged_gather_backend(const Tensor& x, const Tensor& index, const OptionalTensor& weights, int64_t start,
@@ -37,13 +33,8 @@ Tensor ragged_gather_backend(const Tensor& x, const Tensor& index, const Optiona
   MAXMOE_CHECK(start <= end && end <= size, kOp, "end must be in [start (", start, "), ", size, "], got ", end);
   // The values are checked last, because that reads the whole index.
   Argument(kOp, "index", index).has_values_in(-1, x.size(0), "-1 or a row of x");
-  if (!uses_kernels(x)) return ragged_gather_aten(x, masked_index(index, start, end), weights);
-  const Tensor out = empty({size, x.size(1)}, x.options());
-  const List factors(accumulator_weights(weights, x.scalar_type()));
-  for_dtype(x.scalar_type(), [&]<class T>() {
-    maxmoe::ragged_gather(RaggedGather<T>{Rows(x), List(index), factors, start, end, view<T>(out)}, torch_executor());
-  });
-  return out;
+  if (path_of(x) == Path::aten) return ragged_gather_aten(x, masked_index(index, start, end), weights);
+  return gather_rows(x, index, weights, start, end);
 }
 
 variable_list ragged_gather_backward(WantedGradients wanted, const Tensor& grad, const Tensor& x, const Tensor& index,

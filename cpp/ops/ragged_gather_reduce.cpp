@@ -1,9 +1,6 @@
-#include "kernels/rows/ragged_gather_reduce.h"
 #include "ops/backend.h"
-#include "ops/memory.h"
 #include "ops/operators.h"
 #include "ops/row_sums.h"
-#include "ops/views.h"
 
 namespace maxmoe::ops {
 namespace {
@@ -27,17 +24,10 @@ Tensor ragged_gather_reduce_backend(const Tensor& rows, const Tensor& index, int
   }
   // The values are checked last, because that reads the whole index.
   Argument(kOp, "index", index).has_values_in(-1, rows.size(0), "-1 or a row of rows");
-  if (!uses_kernels(rows)) {
+  if (path_of(rows) == Path::aten) {
     return RowSums::of_groups(masked_index(index, valid), group_size, weights, rows.scalar_type())(rows);
   }
-  const Tensor out = empty({index.size(0) / group_size, rows.size(1)}, rows.options());
-  const List factors(accumulator_weights(weights, rows.scalar_type()));
-  for_dtype(rows.scalar_type(), [&]<class T>() {
-    maxmoe::ragged_gather_reduce(
-        RaggedGatherReduce<T>{Rows(rows), List(index), group_size, factors, List(valid), view<T>(out)},
-        torch_executor());
-  });
-  return out;
+  return sum_rows(rows, index, group_size, weights, valid);
 }
 
 variable_list ragged_gather_reduce_backward(WantedGradients wanted, const Tensor& grad, const Tensor& rows,

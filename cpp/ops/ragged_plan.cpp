@@ -11,6 +11,7 @@
 
 #include "kernels/routing/ragged_plan.h"
 #include "ops/backend.h"
+#include "ops/cuda_kernels.h"
 #include "ops/operators.h"
 #include "ops/torch_internals.h"
 #include "ops/views.h"
@@ -42,8 +43,11 @@ void check_num_rows(std::optional<int64_t> num_rows, int64_t actual) {
                "), got ", num_rows.value_or(0));
 }
 
-// The number of rows R. Reading it from `kept` waits for the device, so the caller's num_rows has precedence.
-int64_t count_rows(const Tensor& kept, std::optional<int64_t> num_rows, int64_t num_slots) {
+// The number of rows R. Reading it from `kept` waits for the device, so the caller's num_rows has precedence; with
+// max_rows and without num_rows it is the smaller one of max_rows and the number of slots.
+int64_t count_rows(const Tensor& kept, std::optional<int64_t> num_rows, std::optional<int64_t> max_rows,
+                   int64_t num_slots) {
+  if (!num_rows.has_value() && max_rows.has_value()) num_rows = std::min(*max_rows, num_slots);
   if (!num_rows.has_value()) return kept.item<int64_t>();
   if (kept.is_cpu()) {
     const int64_t least = kept.item<int64_t>();
@@ -67,8 +71,7 @@ Tensor sort_keys(const Tensor& experts, int64_t num_experts, int64_t first_exper
   return ids.sub(first_expert).clamp_(-1, num_local_experts).remainder_(num_local_experts + 1);
 }
 
-// A stable sort by expert. Slots of other experts sort last. The group sizes stay on the device. With max_rows and
-// without num_rows, R is max_rows, so that nothing waits for the device.
+// A stable sort by expert. Slots of other experts sort last. The group sizes stay on the device.
 Plan ragged_plan_aten(const Tensor& experts, int64_t num_experts, int64_t first_expert, int64_t num_local_experts,
                       std::optional<int64_t> max_rows, std::optional<int64_t> known_rows) {
   const int64_t num_slots = experts.numel();
@@ -81,8 +84,7 @@ Plan ragged_plan_aten(const Tensor& experts, int64_t num_experts, int64_t first_
   const Tensor bounds = may_drop ? wanted.clamp_max(*max_rows) : wanted;
   const Tensor kept = bounds.select(0, num_local_experts);
 
-  if (!known_rows.has_value() && max_rows.has_value()) known_rows = std::min(*max_rows, num_slots);
-  const int64_t num_rows = count_rows(kept, known_rows, num_slots);
+  const int64_t num_rows = count_rows(kept, known_rows, max_rows, num_slots);
   const Tensor position = at::arange(num_slots, order.options());
   const Tensor is_left_out = position.ge(kept);
   const Tensor rows = at::empty_like(order).scatter_(0, order, position.masked_fill_(is_left_out, -1));
@@ -92,11 +94,36 @@ Plan ragged_plan_aten(const Tensor& experts, int64_t num_experts, int64_t first_
   return {slots, rows, bounds.diff(), wanted.select(0, num_local_experts) - kept};
 }
 
+// The kernel writes slots for the largest number of rows there can be; those past R are cut off.
+Plan ragged_plan_cuda(const CudaKernels& kernels, const Tensor& experts, int64_t num_experts, int64_t first_expert,
+                      int64_t num_local_experts, std::optional<int64_t> max_rows, std::optional<int64_t> known_rows) {
+  const int64_t num_slots = experts.numel();
+  const int64_t most_rows = std::max(num_slots, known_rows.value_or(0));
+  const auto options = experts.options();
+  const int64_t scratch_size = kernels.library->ragged_plan_scratch(num_slots, num_local_experts);
+  const Tensor scratch = at::empty({scratch_size + num_local_experts + 1}, options);
+  auto* const numbers = pointer<int64_t>(scratch);
+  const Tensor slots = at::empty({most_rows}, options);
+  const Tensor rows = at::empty({num_slots}, options);
+  const Tensor group_sizes = at::empty({num_local_experts}, options);
+  const Tensor dropped = at::empty({}, options);
+  kernels.library->ragged_plan(
+      {List(experts), num_slots, num_experts, first_expert, num_local_experts, max_rows.value_or(-1), most_rows,
+       numbers, numbers + scratch_size, pointer<int64_t>(slots), pointer<int64_t>(rows), pointer<int64_t>(group_sizes),
+       pointer<int64_t>(dropped)},
+      kernels.stream);
+  const Tensor kept = scratch.select(0, scratch_size + num_local_experts);
+  return {slots.narrow(0, 0, count_rows(kept, known_rows, max_rows, num_slots)), rows, group_sizes, dropped};
+}
+
 Plan ragged_plan_backend(const Tensor& experts, int64_t num_experts, int64_t first_expert,
                          std::optional<int64_t> local_or_all, std::optional<int64_t> max_rows,
                          std::optional<int64_t> known_rows) {
   const int64_t num_local_experts = local_or_all.value_or(num_experts - first_expert);
   check_ragged_plan(experts, num_experts, first_expert, num_local_experts, max_rows);
+  if (const auto cuda = cuda_kernels(experts)) {
+    return ragged_plan_cuda(*cuda, experts, num_experts, first_expert, num_local_experts, max_rows, known_rows);
+  }
   if (!uses_kernels(experts)) {
     return ragged_plan_aten(experts, num_experts, first_expert, num_local_experts, max_rows, known_rows);
   }

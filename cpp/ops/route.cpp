@@ -13,6 +13,7 @@
 
 #include "kernels/routing/route.h"
 #include "ops/backend.h"
+#include "ops/cuda_kernels.h"
 #include "ops/operators.h"
 #include "ops/torch_internals.h"
 #include "ops/views.h"
@@ -250,6 +251,10 @@ void check_route(const Tensor& logits, const Options& o) {
   }
 }
 
+bool uses_aten(const Tensor& logits) {
+  return path_of(logits) == Path::aten || (cuda_kernels(logits) && logits.size(1) > kMostExpertsOnCuda);
+}
+
 Routing route_kernel(const Tensor& logits, int64_t top_k, const OptionalTensor& correction_bias,
                      const OptionalTensor& given, const RoutingRule& rule) {
   const Tensor weights = at::empty({logits.size(0), top_k}, logits.options());
@@ -257,9 +262,9 @@ Routing route_kernel(const Tensor& logits, int64_t top_k, const OptionalTensor& 
   const Tensor experts = at::empty({logits.size(0), top_k}, logits.options().dtype(at::kLong));
   // Only float32 and float64: the scores of 16-bit logits are computed in float32.
   for_accumulator_type(logits.scalar_type(), [&]<class T>() {
-    maxmoe::route(Route<T>{Rows(logits), List(correction_bias), List(given), rule, view<T>(weights),
-                           view<int64_t>(experts), view<T>(probabilities)},
-                  torch_executor());
+    run(cuda_kernels(logits), &cuda::RouteKernels<T>::route, maxmoe::route<T>,
+        {Rows(logits), List(correction_bias), List(given), rule, view<T>(weights), view<int64_t>(experts),
+         view<T>(probabilities)});
   });
   return {weights, experts, probabilities};
 }
@@ -272,8 +277,8 @@ Routing route_backend(const Tensor& logits, OptionTypes... options) {
   const auto type = accumulator_type(logits.scalar_type());
   const Tensor wide = logits.to(type);
   const auto bias = o.correction_bias.has_value() ? OptionalTensor(o.correction_bias->to(type)) : std::nullopt;
-  const Routing routing = uses_kernels(logits) ? route_kernel(wide, o.top_k, bias, o.experts, rule)
-                                               : route_aten(wide, o.top_k, bias, o.experts, rule);
+  const Routing routing = uses_aten(logits) ? route_aten(wide, o.top_k, bias, o.experts, rule)
+                                            : route_kernel(wide, o.top_k, bias, o.experts, rule);
   // A token whose scores are NaN is marked instead of raising an error at once, because other devices cannot raise.
   const Tensor& experts = std::get<1>(routing);
   if (logits.is_cpu()) {
@@ -315,14 +320,13 @@ Tensor route_backward_backend(const Tensor& grad_weights, const OptionalTensor& 
   }
   const Tensor wide = logits.to(type).contiguous();
   const Tensor grad = grad_weights.to(type);
-  if (!uses_kernels(logits)) return route_backward_aten(grad, grad_all, wide, experts, rule).to(logits.scalar_type());
+  if (uses_aten(logits)) return route_backward_aten(grad, grad_all, wide, experts, rule).to(logits.scalar_type());
   const Tensor ids = experts.contiguous();
   const Tensor out = at::empty_like(wide);
   for_accumulator_type(type, [&]<class T>() {
-    maxmoe::route_backward(
-        RouteBackward<T>{Rows(grad), grad_all.has_value() ? const_view<T>(*grad_all) : ConstMatrixView<T>{},
-                         const_view<T>(wide), const_view<int64_t>(ids), rule, view<T>(out)},
-        torch_executor());
+    run(cuda_kernels(logits), &cuda::RouteKernels<T>::route_backward, maxmoe::route_backward<T>,
+        {Rows(grad), grad_all.has_value() ? const_view<T>(*grad_all) : ConstMatrixView<T>{}, const_view<T>(wide),
+         const_view<int64_t>(ids), rule, view<T>(out)});
   });
   return out.to(logits.scalar_type());
 }

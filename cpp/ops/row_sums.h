@@ -1,19 +1,26 @@
-// Rows that are selected by an index, and their sums, each times a weight, through ATen.
+// Rows that are selected by an index, and their sums, each times a weight.
 #pragma once
 
 #include <functional>
 #include <initializer_list>
+#include <optional>
+#include <utility>
 
 #include "ops/checks.h"
 
 namespace maxmoe::ops {
 
-// The rows [M, D] of an index [M], which has no negative numbers, each times its weight [M]: for 16-bit rows in
-// float32, rounded once.
-Tensor weighted_rows(const Tensor& rows, const Tensor& index, const Tensor& weights);
+// The kernels ragged_gather and ragged_gather_reduce, of the CPU or of CUDA. The arguments have been checked.
+Tensor gather_rows(const Tensor& x, const Tensor& index, const OptionalTensor& weights, int64_t start, int64_t end);
+Tensor sum_rows(const Tensor& rows, const Tensor& index, int64_t group_size, const OptionalTensor& weights,
+                const OptionalTensor& valid);
 
-// Sums of rows. One kernel reads each row once and adds in the order of the index, for 16-bit rows in float32. No
-// tensor of the selected rows is allocated.
+// The rows [M, D] of an index [M], which has no negative numbers, each times its weight [M], if there are weights: for
+// 16-bit rows in float32, rounded once. Through a CUDA kernel or ATen.
+Tensor selected_rows(const Tensor& rows, const Tensor& index, const OptionalTensor& weights = std::nullopt);
+
+// Sums of rows. One kernel, of CUDA or of ATen, reads each row once and adds in the order of the index, for 16-bit rows
+// in float32. No tensor of the selected rows is allocated.
 class RowSums {
  public:
   // For each group of slots, the sum of their rows, each times the weight of its slot. index [M]: the row of each slot,
@@ -27,12 +34,21 @@ class RowSums {
   Tensor operator()(std::initializer_list<std::function<Tensor()>> tensors) const;
 
  private:
-  // Without zeros for empty sums.
+  // The arguments of a CUDA kernel.
+  struct Groups {
+    Tensor index;
+    int64_t group_size;
+    OptionalTensor weights;
+  };
+
+  // Adds the sums of rows to `sums`, which may be undefined; through ATen without zeros for empty sums.
   Tensor add(const Tensor& sums, const Tensor& rows) const;
 
   RowSums() = default;
+  explicit RowSums(Groups groups) : groups_(std::move(groups)) {}
   RowSums(const Tensor& index, const Tensor& factors);
 
+  std::optional<Groups> groups_;  // if the CUDA kernel sums them, otherwise:
   int64_t num_sums_ = 0;
   Tensor index_;     // the row of each term
   Tensor factors_;   // of each term

@@ -22,7 +22,7 @@ Tensor tgmm_backend(const Tensor& lhs, const Tensor& rhs, const Tensor& group_si
   group_offset = std::clamp(group_offset, -num_local_groups, group_sizes.size(0));
   const std::array<int64_t, 3> shape{num_local_groups, lhs.size(1), rhs.size(1)};
   if (shape[1] == 0 || shape[2] == 0) return empty(shape, lhs.options());  // num_local_groups may be huge
-  if (!uses_kernels(lhs)) return multiply_groups(lhs, rhs, row_groups(group_sizes, group_offset, num_local_groups));
+  if (!uses_kernels(lhs)) return multiply_groups(lhs, rhs, RowGroups(group_sizes, group_offset, num_local_groups));
   const Tensor out = empty(shape, lhs.options());
   if (out.numel() == 0) return out;
   for_dtype(lhs.scalar_type(), [&]<class T>() {

@@ -5,6 +5,7 @@
 #include <ATen/native/CPUBlas.h>
 #include <ATen/ops/_assert_async.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 namespace maxmoe::torch_internals {
@@ -30,6 +31,10 @@ void assert_async(const Tensor& condition, const std::string& message) {
 
 bool has_matrix_units(at::ScalarType type) {
   return at::native::cpublas::could_pack(type);
+}
+
+void* current_stream(c10::Device device) {
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle();
 }
 
 Tensor empty(at::ScalarType type, c10::Allocator* allocator) {

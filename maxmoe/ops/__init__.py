@@ -24,7 +24,7 @@ autograd functions in C++. Use `torch.autograd.grad` instead.
 from maxmoe import _library as _library  # registers the operators; first
 from maxmoe.ops import _fake as _fake
 from maxmoe.ops._projection import LowRankFactors, Projection
-from maxmoe.ops._runtime import force_aten
+from maxmoe.ops._runtime import force_aten, force_cuda_emulator
 from maxmoe.ops.expert_ffn import ActivationFunction, expert_ffn
 from maxmoe.ops.products import gmm, linear, tgmm
 from maxmoe.ops.routing import RaggedPlan, ragged_plan, route
@@ -44,6 +44,7 @@ __all__ = [
     "RaggedPlan",
     "expert_ffn",
     "force_aten",
+    "force_cuda_emulator",
     "gmm",
     "linear",
     "ragged_dot",

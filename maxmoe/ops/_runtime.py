@@ -1,4 +1,4 @@
-"""The choice between kernels and ATen, and the memory that the operators cache."""
+"""The choice between kernels, CUDA kernels and ATen, and the memory that the operators cache."""
 
 import threading
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ _entered = threading.RLock()
 
 @contextmanager
 def force_aten(enabled: bool = True) -> Iterator[None]:
-    """Context in which CPU tensors use the ATen implementation, which tensors on other devices always use.
+    """Context in which all tensors use the ATen implementation, as those on devices without kernels always do.
 
     For tests, and to find out whether a kernel causes an error. Applies to all threads of the process.
 
@@ -21,13 +21,37 @@ def force_aten(enabled: bool = True) -> Iterator[None]:
     Raises:
         RuntimeError: if another thread is in such a context, which would end it for both.
     """
-    if not _entered.acquire(blocking=False):
-        raise RuntimeError("force_aten applies to all threads of the process, and another thread is in its context")
-    before = _library.force_aten(enabled)
-    try:
+    with _forced("force_aten", "aten" if enabled else "kernels"):
         yield
+
+
+@contextmanager
+def force_cuda_emulator() -> Iterator[None]:
+    """Context in which CPU tensors run the CUDA kernels, in an emulator (``cpp/cuda/emulator.h``).
+
+    For tests of these kernels without a GPU; far slower than the kernels of the CPU. What has no CUDA
+    kernel goes through ATen, as on a GPU. Applies to all threads of the process. The emulator is built with the tests
+    and is no part of wheels.
+
+    Raises:
+        RuntimeError: if the emulator has not been built, or if another thread is in such a context or in `force_aten`.
+    """
+    with _forced("force_cuda_emulator", "cuda_emulator"):
+        yield
+
+
+@contextmanager
+def _forced(function: str, path: str) -> Iterator[None]:
+    """Set the path of CPU tensors for the time of the context, for the public function of this name."""
+    if not _entered.acquire(blocking=False):
+        raise RuntimeError(f"{function} applies to all threads of the process, and another thread is in its context")
+    try:
+        before = _library.force_path(path)
+        try:
+            yield
+        finally:
+            _library.force_path(before)
     finally:
-        _library.force_aten(before)
         _entered.release()
 
 

@@ -77,6 +77,12 @@ def ours(problem: Problem, *, backward: bool) -> Results:
     return _step(outputs, leaves, gradient if backward else None)
 
 
+def ours_through_aten(problem: Problem, *, backward: bool) -> Results:
+    """The same without CUDA kernels of our own."""
+    with ops.force_aten():
+        return ours(problem, backward=backward)
+
+
 def ours_fused(problem: Problem, *, backward: bool) -> Results:
     """The same with gate and up in one matrix."""
     x, weights, experts, _, _, gate_up, down, gradient = problem
@@ -129,6 +135,7 @@ def _by_hand(problem: Problem, summed: Callable[[Tensor, Tensor, Tensor], Tensor
 
 CONTENDERS: dict[str, Callable[..., Results]] = {
     "ours": ours,
+    "ours, through ATen": ours_through_aten,
     "ours, gate and up in one": ours_fused,
     "grouped_mm by hand": by_hand,
     "grouped_mm by hand, in order": by_hand_in_order,

@@ -9,7 +9,8 @@ experts at larger sizes with the kernels of the CPU in float64.
 import importlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from benchmarks.shapes import Shape as Sizes
 from device import experts
 from device.cases import Cases, Values, main, rounded, within
-from maxmoe import ops
+from maxmoe import _C, build_info, ops
 from support.operator_calls import Call, Result, cotangents_of, expected_result, result, tolerance
 from support.operator_checks import OperatorTests
 from support.shapes import DTYPES, EMPTY_EXPERTS, NO_TOKEN, ODD_WIDTHS, SEVERAL_BLOCKS, SKEWED, UNROUTED
@@ -159,7 +160,7 @@ def two_devices(cases: Cases) -> Values:
 
 WRONG_EXPERT = """
 import torch
-from maxmoe import ops
+from maxmoe import _C, build_info, ops
 ops.ragged_plan(torch.tensor([[0, 99]], device="{device}"), 2, num_rows=2)
 if "{device}" != "cpu":
     torch.cuda.synchronize()
@@ -175,16 +176,35 @@ def wrong_value(cases: Cases) -> Values:
     return {"exit_code": done.returncode, "message": said[-500:], "ok": done.returncode != 0 and named in said}
 
 
-def check(cases: Cases) -> None:
-    """Check the operators."""
+def check_results(cases: Cases, suffix: str) -> None:
+    """Compare what operators compute by one implementation."""
     for name, tests in operator_tests():
         for dtype in [torch.float32] if cases.is_tiny else DTYPES:
-            cases.run("operators", f"{name}, {name_of(dtype)}", operator_errors, tests, dtype)
+            cases.run(f"operators{suffix}", f"{name}, {name_of(dtype)}", operator_errors, tests, dtype)
     for dtype in [torch.float32] if cases.is_tiny else LIMITS:
         for sizes in SIZES[:1] if cases.is_tiny else SIZES:
             for skew in (0.0, 0.5):
                 name = f"{name_of(dtype)}, {tuple(sizes)}, skew {skew}"
-                cases.run("experts", name, experts_errors, sizes, dtype, skew)
+                cases.run(f"experts{suffix}", name, experts_errors, sizes, dtype, skew)
+
+
+def implementations(cases: Cases) -> Iterator[tuple[str, Callable[[], AbstractContextManager[None]]]]:
+    """Yield what is added to the name of a group, and a context: what operators run by default first, then the other.
+
+    On a GPU with CUDA kernels this is ATen. On the CPU it is these kernels in the emulator, if that is built.
+    """
+    yield "", nullcontext
+    if cases.is_cuda and build_info()["cuda_kernels"] == "usable":
+        yield ", through ATen", ops.force_aten
+    if not cases.is_cuda and Path(_C.__file__).with_name("libmaxmoe_cuda_emulator.so").exists():
+        yield ", CUDA kernels in the emulator", ops.force_cuda_emulator
+
+
+def check(cases: Cases) -> None:
+    """Check the operators."""
+    for suffix, implementation in implementations(cases):
+        with implementation():
+            check_results(cases, suffix)
     if cases.is_cuda:
         cases.run("device", "experts, no wait", no_wait)
         cases.run("device", "experts, forward in a CUDA graph", cuda_graph)

@@ -14,8 +14,10 @@
 #     python3 -m pip download --no-deps --only-binary=:all: --platform manylinux_2_17_x86_64 \
 #       --platform manylinux2014_x86_64 --platform any --python-version 3.12 -d .device 'cmeel-eigen>=3.4'
 #
-# A core in .device, such as the libmaxmoe_torch2_11.so of an earlier run, is used as it is. Take it
-# out after a change of C++.
+# With an nvcc there the CUDA kernels are built as well; operators are then checked and timed with and without them.
+#
+# A core in .device, such as the libmaxmoe_torch2_11.so of an earlier run, is used as it is, with the libmaxmoe_cuda.so
+# beside it. Take them out after a change of C++.
 set -uo pipefail
 : "${OUT:=runs/device}" "${PYTHON:=python3}" "${STEPS:=operators layers models speed kernels threads}"
 : "${THREADS_SECONDS:=100}"
@@ -45,12 +47,14 @@ build() {
   step "Eigen" 20 "$PYTHON" -m pip install -q --no-index --no-deps --upgrade --target build/eigen .device/*.whl
   step "build" 150 "$PYTHON" setup.py -q build_ext --inplace
   cp maxmoe/libmaxmoe_torch*.so "$OUT"
+  compgen -G maxmoe/libmaxmoe_cuda.so && cp maxmoe/libmaxmoe_cuda.so "$OUT"
 }
 
 [[ $device == cpu ]] || nvidia-smi
 rm -f "$OUT/results.json"
 if compgen -G ".device/libmaxmoe_torch*.so"; then
   cp .device/libmaxmoe_torch*.so maxmoe/
+  compgen -G .device/libmaxmoe_cuda.so && cp .device/libmaxmoe_cuda.so maxmoe/
 elif [[ $device == cuda ]]; then
   build
 fi

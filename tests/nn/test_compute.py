@@ -41,7 +41,7 @@ def twin(layer: MoE, **options: Any) -> MoE:
 
 @each_family
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_dense_is_sparse(path: str, dtype: torch.dtype, options: Options) -> None:
+def test_dense_is_sparse(every_path: str, dtype: torch.dtype, options: Options) -> None:
     sparse = make(dtype, **options)
     x = tokens(sparse, 3, 9)
     expected = outcome(sparse, x)
@@ -55,7 +55,7 @@ def test_dense_is_sparse(path: str, dtype: torch.dtype, options: Options) -> Non
 
 
 @each_compute
-def test_an_expert_without_tokens_is_never_heard(path: str, compute: Options) -> None:
+def test_an_expert_without_tokens_is_never_heard(every_path: str, compute: Options) -> None:
     """Whatever comes of its parameters: infinity and NaN do not reach a result by way of a zero."""
     layer = make(score_correction_bias=True, top_k=1, normalization="none", expert_bias=True, **compute)
     assert layer.router.score_correction_bias is not None
@@ -104,7 +104,7 @@ def test_capacity_drops_the_last_tokens_of_an_expert_in_each_sequence() -> None:
 
 @pytest.mark.parametrize("factor", [0.1, 0.5, 1.0, 1.3, 2.0, 6.0])
 @pytest.mark.parametrize("shape", [(1,), (2, 1), (2, 5), (1, 2, 7)], ids=str)
-def test_capacity_is_that_of_the_specification(path: str, shape: tuple[int, ...], factor: float) -> None:
+def test_capacity_is_that_of_the_specification(every_path: str, shape: tuple[int, ...], factor: float) -> None:
     layer = make(implementation="dense", capacity_factor=factor, **LOSSES)
     with torch.no_grad():
         layer.router.weight[3:] *= 0.1  # leaves some experts too much
@@ -121,7 +121,7 @@ def test_capacity_beyond_the_slots_of_a_sequence_costs_nothing() -> None:
 
 
 @pytest.mark.parametrize("factor", [0.01, 0.2, 0.5, 0.99, 1.0])
-def test_buffer_drops_the_last_experts_and_counts(path: str, factor: float) -> None:
+def test_buffer_drops_the_last_experts_and_counts(every_path: str, factor: float) -> None:
     layer = make(buffer_factor=factor, **LOSSES)
     x = tokens(layer, 2, 5)
     stats = layer(x).stats
@@ -173,7 +173,7 @@ def test_any_number_of_dimensions() -> None:
 @pytest.mark.parametrize("layout", ["transposed", "columns", "rows", "expanded"])
 @pytest.mark.parametrize("shape", [(13,), (4, 5)], ids=str)
 @each_compute
-def test_strides_do_not_matter(path: str, compute: Options, shape: tuple[int, ...], layout: str) -> None:
+def test_strides_do_not_matter(every_path: str, compute: Options, shape: tuple[int, ...], layout: str) -> None:
     layer = make(num_shared_experts=1, shared_expert_gate=True, **compute)
     x = strided(tokens(layer, *shape), layout)
     assert_same(outcome(layer, x), outcome(layer, x.contiguous()), 1e-13)

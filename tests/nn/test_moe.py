@@ -76,7 +76,7 @@ def name_of(choices: tuple[Options, ...]) -> str:
 
 
 @pytest.mark.parametrize("choices", pairwise(OPTIONS), ids=name_of)
-def test_every_pair_of_options(path: str, choices: tuple[Options, ...]) -> None:
+def test_every_pair_of_options(every_path: str, choices: tuple[Options, ...]) -> None:
     options = {name: value for choice in choices for name, value in choice.items()}
     shape = options["shape"]
     layer = make(**{key: value for key, value in options.items() if key != "shape"})
@@ -84,7 +84,7 @@ def test_every_pair_of_options(path: str, choices: tuple[Options, ...]) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "compute", "family"), pairwise([DTYPES, [*COMPUTE], [*FAMILIES]]), ids=str)
-def test_every_dtype(path: str, dtype: torch.dtype, compute: str, family: str) -> None:
+def test_every_dtype(every_path: str, dtype: torch.dtype, compute: str, family: str) -> None:
     sizes = {"hidden_size": 17, "intermediate_size": 11}
     layer = make(dtype, **FAMILIES[family], **COMPUTE[compute], **sizes)
     x = tokens(layer, 2, 13)
@@ -112,7 +112,7 @@ SITUATIONS: dict[str, tuple[tuple[int, ...], Options]] = {
 @pytest.mark.parametrize(
     ("situation", "name", "weights_to"), pairwise([[*SITUATIONS], [*COMPUTE], ["output", "input"]])
 )
-def test_situations(path: str, name: str, weights_to: str, situation: str) -> None:
+def test_situations(every_path: str, name: str, weights_to: str, situation: str) -> None:
     (shape, options), compute = SITUATIONS[situation], COMPUTE[name]
     features = {"expert_bias": True, "load_balance_loss_weight": 0.3, "router_z_loss_weight": 0.2}
     if "capacity_factor" in compute:  # more than num_experts is refused
@@ -124,7 +124,7 @@ def test_situations(path: str, name: str, weights_to: str, situation: str) -> No
 
 @pytest.mark.parametrize("top_k", [1, 3])
 @each_compute
-def test_all_to_the_same_experts(path: str, compute: Options, top_k: int) -> None:
+def test_all_to_the_same_experts(every_path: str, compute: Options, top_k: int) -> None:
     options = {"normalization": "none", "score_correction_bias": True, "load_balance_loss_weight": 0.3}
     layer = make(top_k=top_k, **options, **compute)
     assert layer.router.score_correction_bias is not None

@@ -29,7 +29,7 @@ def correction_bias(layer: MoE) -> Tensor:
 
 
 @each_dtype
-def test_is_in_float32_or_wider(path: str, dtype: torch.dtype) -> None:
+def test_is_in_float32_or_wider(every_path: str, dtype: torch.dtype) -> None:
     """As if x and the parameters had been widened first: no product is rounded to 16 bits."""
     wide = torch.promote_types(dtype, torch.float32)
     router = make(dtype, router_bias=True, hidden_size=65).router

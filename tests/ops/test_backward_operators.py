@@ -93,7 +93,7 @@ def test_route_backward_refuses(path: str, changes: dict[str, Any], named: tuple
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_saved_tensors_that_come_back_in_another_dtype(path: str, dtype: torch.dtype) -> None:
+def test_saved_tensors_that_come_back_in_another_dtype(every_path: str, dtype: torch.dtype) -> None:
     call = ffn_call(SKEWED).cast(torch.float32).trainable()
     given = {tensor.data_ptr() for tensor in call.tensors().values()}
 
@@ -113,7 +113,7 @@ def meta_calls() -> list[tuple[Call, str]]:
 
 @pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
 @pytest.mark.parametrize(("call", "name"), meta_calls(), ids=lambda value: value if isinstance(value, str) else "")
-def test_one_tensor_on_meta(path: str, call: Call, name: str, trained: bool) -> None:
+def test_one_tensor_on_meta(every_path: str, call: Call, name: str, trained: bool) -> None:
     """A parameter that was never loaded."""
     call = call.replace(**{name: call.arguments[name].to("meta")})
     with refusal("expert_ffn", "cpu", "meta"):
@@ -121,7 +121,7 @@ def test_one_tensor_on_meta(path: str, call: Call, name: str, trained: bool) -> 
 
 
 @pytest.mark.parametrize("sizes", [(0, 3), (3, 0)], ids=str)
-def test_empty_results_of_any_number_of_groups(path: str, sizes: tuple[int, int]) -> None:
+def test_empty_results_of_any_number_of_groups(every_path: str, sizes: tuple[int, int]) -> None:
     lhs, rhs = torch.randn(5, sizes[0]), torch.randn(5, sizes[1])
     for group_offset in (0, 2**63 - 1, -(2**63)):
         out = ops.tgmm(lhs, rhs, torch.tensor([2, 3]), 2**40, group_offset=group_offset)
@@ -129,7 +129,7 @@ def test_empty_results_of_any_number_of_groups(path: str, sizes: tuple[int, int]
 
 
 @pytest.mark.parametrize("group_offset", [2**63 - 1, -(2**63)])
-def test_groups_that_are_far_away(path: str, group_offset: int) -> None:
+def test_groups_that_are_far_away(every_path: str, group_offset: int) -> None:
     lhs, sizes = torch.randn(5, 3), torch.tensor([2, 3])
     assert not ops.gmm(lhs, torch.randn(2, 3, 4), sizes, group_offset=group_offset).any()
     assert not ops.tgmm(lhs, lhs, sizes, 2, group_offset=group_offset).any()

@@ -43,14 +43,14 @@ class TestExpertFfn(MixedWeights, OperatorTests):
 
 @pytest.mark.parametrize("activation", [*activations.EACH, *activations.LIMITED], ids=activations.name_of)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", ""])
-def test_every_gated_combination(path: str, bias: bool, activation: dict[str, Any]) -> None:
+def test_every_gated_combination(every_path: str, bias: bool, activation: dict[str, Any]) -> None:
     call = ffn_call(SKEWED, bias=bias, **activation)
     assert_same(result(call), result(call, reference), tolerance(torch.float64, 1))
 
 
 @pytest.mark.parametrize("activation", activations.PLAIN, ids=activations.name_of)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", ""])
-def test_every_plain_combination(path: str, bias: bool, activation: dict[str, Any]) -> None:
+def test_every_plain_combination(every_path: str, bias: bool, activation: dict[str, Any]) -> None:
     call = ffn_call(SKEWED, gated=False, bias=bias, **activation)
     assert_same(result(call), result(call, reference), tolerance(torch.float64, 1))
 
@@ -60,25 +60,25 @@ IN_LOW_PRECISION = [{"activation": "gelu"}, {"activation": "swigluoai"}, activat
 
 @pytest.mark.parametrize("activation", IN_LOW_PRECISION, ids=activations.name_of)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_activations_in_low_precision(path: str, dtype: torch.dtype, activation: dict[str, Any]) -> None:
+def test_activations_in_low_precision(every_path: str, dtype: torch.dtype, activation: dict[str, Any]) -> None:
     call = ffn_call(ODD_WIDTHS, **activation).cast(dtype)
     assert_same(result(call), expected_result(call), tolerance(dtype, 8))
 
 
 @each_shape
-def test_without_weights_gate_and_bias(path: str, shape: Shape) -> None:
+def test_without_weights_gate_and_bias(every_path: str, shape: Shape) -> None:
     call = ffn_call(shape, gated=False, bias=False, weights=None, activation="relu2")
     assert_same(result(call), result(call, reference), tolerance(torch.float64, 1))
 
 
 @pytest.mark.parametrize("missing", PARAMETERS[3:])
-def test_some_biases_only(path: str, missing: str) -> None:
+def test_some_biases_only(every_path: str, missing: str) -> None:
     call = ffn_call(SKEWED).replace(**{missing: None})
     assert_same(result(call), result(call, reference), tolerance(torch.float64, 1))
 
 
 @pytest.mark.parametrize("max_rows", [0, 1, 20])
-def test_of_a_share_of_the_experts_cut_at_max_rows(path: str, max_rows: int) -> None:
+def test_of_a_share_of_the_experts_cut_at_max_rows(every_path: str, max_rows: int) -> None:
     call = ffn_call(SKEWED)
     share = {name: call.arguments[name][1:5] for name in PARAMETERS}
     plan = ops.ragged_plan(SKEWED.experts(), 8, first_expert=1, num_local_experts=4, max_rows=max_rows)
@@ -87,7 +87,7 @@ def test_of_a_share_of_the_experts_cut_at_max_rows(path: str, max_rows: int) -> 
 
 
 @pytest.mark.parametrize("empty", ["num_experts", "hidden_size", "intermediate_size"])
-def test_a_size_of_zero(path: str, empty: str) -> None:
+def test_a_size_of_zero(every_path: str, empty: str) -> None:
     """No local experts, or experts without width: their biases are all that is left."""
     sizes = dataclasses.replace(SKEWED, **{empty: 0})
     plan = ops.ragged_plan(SKEWED.experts(), 8, num_local_experts=sizes.num_experts)
@@ -96,7 +96,7 @@ def test_a_size_of_zero(path: str, empty: str) -> None:
 
 
 @pytest.mark.parametrize("trained", ["x", "weights", *PARAMETERS])
-def test_gradient_of_one_argument_alone(path: str, trained: str) -> None:
+def test_gradient_of_one_argument_alone(every_path: str, trained: str) -> None:
     """What needs no gradient gets none, and the one that does gets the same."""
     call = ffn_call(SKEWED)
     expected = result(call, reference, [torch.ones(20, 12, dtype=torch.float64)]).gradients[trained]
@@ -106,7 +106,7 @@ def test_gradient_of_one_argument_alone(path: str, trained: str) -> None:
     torch.testing.assert_close(leaf.grad, expected)
 
 
-def test_is_the_composition_of_the_other_operators(path: str) -> None:
+def test_is_the_composition_of_the_other_operators(every_path: str) -> None:
     call = ffn_call(SEVERAL_BLOCKS, bias=False)
     x, weights, plan, gate, up, down = (call.arguments[name] for name in ("x", "weights", "plan", "gate", "up", "down"))
     rows = ops.ragged_sort(x, plan)
@@ -117,7 +117,7 @@ def test_is_the_composition_of_the_other_operators(path: str) -> None:
 
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_saves_the_preactivations_and_its_arguments(path: str, dtype: torch.dtype, gated: bool) -> None:
+def test_saves_the_preactivations_and_its_arguments(every_path: str, dtype: torch.dtype, gated: bool) -> None:
     """D + 2 K F elements per token: no [R, D] tensor, and neither activations nor copies of parameters."""
     call = ffn_call(SKEWED, gated=gated, activation="silu").cast(dtype)
     call = call.replace(weights=call.arguments["weights"].to(torch.promote_types(dtype, torch.float32)))
@@ -150,7 +150,7 @@ def test_backward_takes_the_memory_of_the_preactivations_but_from_a_retained_gra
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_nan_of_nobody_stays_out(path: str) -> None:
+def test_nan_of_nobody_stays_out(every_path: str) -> None:
     """Idle tokens and their gradients, weights of slots without an expert, experts without tokens."""
     shape = Shape("idle", 11, 5, 2, 8, 4, lambda slot: -1 if slot % 5 < 3 else slot % 4)
     call = ffn_call(shape)
@@ -184,7 +184,7 @@ def test_autocast(path: str, dtype: torch.dtype) -> None:
     assert_same(got, result(low, ops, [cotangent]), tolerance(dtype, 1))
 
 
-def test_activation_extremes_stay_finite(path: str) -> None:
+def test_activation_extremes_stay_finite(every_path: str) -> None:
     """Preactivations of +-1e4, where exp overflows."""
     for activation in [*activations.EACH, *activations.LIMITED]:
         call = ffn_call(TINY, bias=False, **activation).cast(torch.float32)

@@ -27,7 +27,7 @@ def transposed_leaf(matrices: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("layout", ["concatenated", "interleaved"])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", ""])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_gate_within_up(path: str, dtype: torch.dtype, bias: bool, layout: str) -> None:
+def test_gate_within_up(every_path: str, dtype: torch.dtype, bias: bool, layout: str) -> None:
     """As with matrices of its own; the gradients of transposed views arrive in the layout of their parameters."""
     call = ffn_call(SKEWED, bias=bias, activation="swigluoai", limit=0.75).cast(dtype)
     cotangent = torch.randn(20, 12, dtype=dtype)
@@ -62,7 +62,7 @@ def test_gate_within_up(path: str, dtype: torch.dtype, bias: bool, layout: str) 
 
 @pytest.mark.parametrize("layout", ["concatenated", "interleaved"])
 @each_shape
-def test_is_the_loop(path: str, shape: Shape, layout: str) -> None:
+def test_is_the_loop(every_path: str, shape: Shape, layout: str) -> None:
     call = ffn_call(shape, limit=0.5)
     gate, up, gate_bias, up_bias = (call.arguments[name] for name in ("gate", "up", "gate_bias", "up_bias"))
     both, bias_of_both = fused(layout, gate, up), fused(layout, gate_bias, up_bias)

@@ -23,7 +23,7 @@ def output_and_gradients(values: dict[str, Tensor], experts: Tensor, cotangent: 
     return {"out": out.detach(), **{name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}}
 
 
-def test_rounding_in_bfloat16(path: str) -> None:
+def test_rounding_in_bfloat16(every_path: str) -> None:
     T, K, E, D, F = 256, 4, 8, 128, 96
     values = {"x": torch.randn(T, D), "gate": torch.randn(E, D, F) / D**0.5, "up": torch.randn(E, D, F) / D**0.5}
     values |= {"down": torch.randn(E, F, D) / F**0.5}

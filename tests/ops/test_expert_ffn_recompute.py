@@ -38,13 +38,13 @@ def test_every_dtype_gives_the_same_bits(path: str, dtype: torch.dtype, options:
 
 
 @pytest.mark.parametrize("layout", ["concatenated", "interleaved"])
-def test_gate_within_up_gives_the_same_bits(path: str, layout: str) -> None:
+def test_gate_within_up_gives_the_same_bits(every_path: str, layout: str) -> None:
     call = with_fused_gate(ffn_call(SKEWED), layout)
     assert_same(result(recomputed(call)), result(call))
 
 
 @pytest.mark.parametrize("trained", ["x", "weights", "gate", "down", "up_bias"])
-def test_gradient_of_one_argument_alone(path: str, trained: str) -> None:
+def test_gradient_of_one_argument_alone(every_path: str, trained: str) -> None:
     call = ffn_call(SKEWED)
     gradients = []
     for variant in (call, recomputed(call)):
@@ -55,7 +55,7 @@ def test_gradient_of_one_argument_alone(path: str, trained: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_saves_its_arguments_alone(path: str, dtype: torch.dtype) -> None:
+def test_saves_its_arguments_alone(every_path: str, dtype: torch.dtype) -> None:
     call = recomputed(ffn_call(SKEWED).cast(dtype)).trainable()
     arguments = {tensor.data_ptr() for tensor in (*call.tensors().values(), *call.arguments["plan"][:4])}
     with saved_for_backward() as saved:
@@ -63,7 +63,7 @@ def test_saves_its_arguments_alone(path: str, dtype: torch.dtype) -> None:
     assert not [tensor.shape for tensor in saved if tensor.numel() and tensor.data_ptr() not in arguments]
 
 
-def test_backward_runs_again_from_a_retained_graph(path: str) -> None:
+def test_backward_runs_again_from_a_retained_graph(every_path: str) -> None:
     call = recomputed(ffn_call(SKEWED)).trainable()
     leaves = list(call.floats().values())
     loss = call()[0].square().sum()

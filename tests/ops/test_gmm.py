@@ -37,7 +37,7 @@ class TestGmm(OperatorTests):
 
 
 @each_shape
-def test_without_bias_and_offset(path: str, shape: Shape) -> None:
+def test_without_bias_and_offset(every_path: str, shape: Shape) -> None:
     call = gmm_call(shape)
     rhs = torch.randn(shape.num_experts, shape.hidden_size, shape.intermediate_size, dtype=torch.float64)
     call = call.replace(rhs=rhs, rhs_bias=None, group_offset=0)
@@ -45,7 +45,7 @@ def test_without_bias_and_offset(path: str, shape: Shape) -> None:
 
 
 @pytest.mark.parametrize("group_offset", [0, 3, 7, 8, 100, -1, -2, -100])
-def test_any_offset(path: str, group_offset: int) -> None:
+def test_any_offset(every_path: str, group_offset: int) -> None:
     """Groups before the offset and past the local ones belong to others; the rows of all of them are zero."""
     call = gmm_call(SKEWED).replace(
         rhs=torch.randn(2, SKEWED.hidden_size, 5, dtype=torch.float64),
@@ -57,7 +57,7 @@ def test_any_offset(path: str, group_offset: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [ODD_WIDTHS, SEVERAL_BLOCKS], ids=str)
-def test_transposed_rhs_as_a_view(path: str, shape: Shape, dtype: torch.dtype) -> None:
+def test_transposed_rhs_as_a_view(every_path: str, shape: Shape, dtype: torch.dtype) -> None:
     call = gmm_call(shape).cast(dtype)
     rhs = call.arguments["rhs"].transpose(1, 2).contiguous().transpose(1, 2)
     assert not rhs.is_contiguous()
@@ -65,7 +65,7 @@ def test_transposed_rhs_as_a_view(path: str, shape: Shape, dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("sizes", [(0, 5), (5, 0), (0, 0)], ids=str)
-def test_no_columns_on_either_side(path: str, sizes: tuple[int, int]) -> None:
+def test_no_columns_on_either_side(every_path: str, sizes: tuple[int, int]) -> None:
     """A product over no columns is the bias."""
     hidden_size, intermediate_size = sizes
     call = Call(
@@ -80,7 +80,7 @@ def test_no_columns_on_either_side(path: str, sizes: tuple[int, int]) -> None:
     assert_same(result(call), result(call, reference), tolerance(torch.float64, 1))
 
 
-def test_nan_of_nobody_stays_out(path: str) -> None:
+def test_nan_of_nobody_stays_out(every_path: str) -> None:
     """Rows of other groups and past the last, with their upstream gradients, and matrices of empty groups."""
     call = gmm_call(EMPTY_EXPERTS)
     sizes = call.arguments["group_sizes"]
@@ -101,13 +101,13 @@ def test_nan_of_nobody_stays_out(path: str) -> None:
     assert_same(got, result(call, reference, [cotangent]), tolerance(torch.float64, 1))
 
 
-def test_rows_of_other_groups_are_zero_with_a_bias_too(path: str) -> None:
+def test_rows_of_other_groups_are_zero_with_a_bias_too(every_path: str) -> None:
     call = gmm_call(ALL_TO_ONE).replace(group_offset=3, rhs=torch.ones(1, 8, 5).double())
     out = call.replace(rhs_bias=torch.ones(1, 5).double())()[0]
     assert not out.any()
 
 
-def test_accumulates_in_float32(path: str) -> None:
+def test_accumulates_in_float32(every_path: str) -> None:
     """256 ones and 256 more: in bfloat16 alone the sum would stay at 256."""
     lhs = torch.ones(2, 512, dtype=torch.bfloat16)
     rhs = torch.ones(1, 512, 3, dtype=torch.bfloat16)

@@ -35,13 +35,13 @@ class TestRaggedDot(OperatorTests):
         return dot_call(shape)
 
 
-def test_group_size_is_one_by_default(path: str) -> None:
+def test_group_size_is_one_by_default(every_path: str) -> None:
     a, b = torch.randn(3, 4), torch.randn(2, 4)
     out = ops.ragged_dot(a, b, torch.tensor([1, -1, 0]))
     torch.testing.assert_close(out, torch.stack([a[0] @ b[1], torch.zeros(()), a[2] @ b[0]]))
 
 
-def test_is_the_gradient_of_the_weights(path: str) -> None:
+def test_is_the_gradient_of_the_weights(every_path: str) -> None:
     arguments = dot_call(SKEWED).arguments
     y, rows, index = arguments["a"], arguments["b"], arguments["index"]
     weights = torch.randn(len(index), dtype=torch.float64, requires_grad=True)
@@ -50,7 +50,7 @@ def test_is_the_gradient_of_the_weights(path: str) -> None:
     torch.testing.assert_close(ops.ragged_dot(**arguments), weights.grad, rtol=1e-13, atol=1e-13)
 
 
-def test_nan_of_nobody_stays_out(path: str) -> None:
+def test_nan_of_nobody_stays_out(every_path: str) -> None:
     a, b = torch.randn(3, 4), torch.randn(4, 4)
     a[1], b[2] = NAN, NAN
     index = torch.tensor([0, 3, -1, -1, -1, 1])

@@ -34,7 +34,7 @@ class TestRaggedGather(MixedWeights, OperatorTests):
         return gather_call(shape)
 
 
-def test_without_weights_and_bounds(path: str) -> None:
+def test_without_weights_and_bounds(every_path: str) -> None:
     x = torch.randn(5, 3)
     index = torch.tensor([4, -1, 0, 4, 2])
     out = ops.ragged_gather(x, index)
@@ -43,7 +43,7 @@ def test_without_weights_and_bounds(path: str) -> None:
     assert not ops.ragged_gather(x, index, start=3, end=3).any()
 
 
-def test_adjoint_is_scatter_add(path: str) -> None:
+def test_adjoint_is_scatter_add(every_path: str) -> None:
     x, index, weights = (gather_call(UNROUTED).arguments[name] for name in ("x", "index", "weights"))
     y = torch.randn(len(index), x.shape[1], dtype=torch.float64)
     forward = (ops.ragged_gather(x, index, weights) * y).sum()
@@ -51,7 +51,7 @@ def test_adjoint_is_scatter_add(path: str) -> None:
     torch.testing.assert_close(forward, transposed, rtol=1e-13, atol=1e-13)
 
 
-def test_nan_of_nobody_stays_out(path: str) -> None:
+def test_nan_of_nobody_stays_out(every_path: str) -> None:
     """Rows and weights that are not asked for, and upstream gradients of rows that are not filled."""
     x = torch.randn(6, 4)
     x[[1, 5]] = NAN
@@ -96,7 +96,7 @@ def test_refuses(path: str, changes: dict[str, Any], named: tuple[str, ...]) -> 
         ops.ragged_gather(**{**arguments, **changes})
 
 
-def test_bounds_of_an_empty_table(path: str) -> None:
+def test_bounds_of_an_empty_table(every_path: str) -> None:
     """Nothing can be read from x without rows, but an index of -1 alone is fine."""
     x = torch.empty(0, 3)
     assert not ops.ragged_gather(x, torch.tensor([-1, -1])).any()
@@ -104,7 +104,7 @@ def test_bounds_of_an_empty_table(path: str) -> None:
         ops.ragged_gather(x, torch.tensor([-1, 0]))
 
 
-def test_wide_result_of_16_bit_sums_is_rounded_once(path: str) -> None:
+def test_wide_result_of_16_bit_sums_is_rounded_once(every_path: str) -> None:
     """bfloat16 rows times float32 weights: the product is rounded, not the weight."""
     x = torch.full((1, 4), 3.0, dtype=torch.bfloat16)
     weights = torch.tensor([1.0 + 2**-12])
@@ -112,7 +112,7 @@ def test_wide_result_of_16_bit_sums_is_rounded_once(path: str) -> None:
     assert out.tolist() == (x.float() * weights).bfloat16().tolist()
 
 
-def test_skewed_reuse_of_rows_has_the_summed_gradient(path: str) -> None:
+def test_skewed_reuse_of_rows_has_the_summed_gradient(every_path: str) -> None:
     x = torch.randn(SKEWED.num_tokens, 4, dtype=torch.float64, requires_grad=True)
     index = torch.zeros(1000, dtype=torch.int64)
     ops.ragged_gather(x, index).sum().backward()

@@ -33,7 +33,7 @@ class TestRaggedGatherReduce(MixedWeights, OperatorTests):
         return gather_reduce_call(shape)
 
 
-def test_without_weights_and_mask(path: str) -> None:
+def test_without_weights_and_mask(every_path: str) -> None:
     rows = torch.randn(4, 3)
     index = torch.tensor([3, 0, -1, -1, 2, 2])
     out = ops.ragged_gather_reduce(rows, index, 2)
@@ -42,7 +42,7 @@ def test_without_weights_and_mask(path: str) -> None:
     assert torch.equal(ops.ragged_gather_reduce(rows, index, 2, valid=torch.ones(6, dtype=torch.bool)), out)
 
 
-def test_adjoint_is_scatter_add(path: str) -> None:
+def test_adjoint_is_scatter_add(every_path: str) -> None:
     arguments = gather_reduce_call(UNROUTED).arguments
     rows, index, weights = arguments["rows"], arguments["index"], arguments["weights"]
     y = torch.randn(UNROUTED.num_tokens, rows.shape[1], dtype=torch.float64)
@@ -51,7 +51,7 @@ def test_adjoint_is_scatter_add(path: str) -> None:
     torch.testing.assert_close(forward, (rows * transposed).sum(), rtol=1e-13, atol=1e-13)
 
 
-def test_adjoint_of_gather_for_a_permutation(path: str) -> None:
+def test_adjoint_of_gather_for_a_permutation(every_path: str) -> None:
     """Where every row is used once, gather by the inverse permutation is the transpose."""
     permutation = torch.randperm(12)
     x, y = torch.randn(12, 5, dtype=torch.float64), torch.randn(12, 5, dtype=torch.float64)
@@ -60,7 +60,7 @@ def test_adjoint_of_gather_for_a_permutation(path: str) -> None:
     torch.testing.assert_close(forward, transposed, rtol=1e-13, atol=1e-13)
 
 
-def test_nan_of_nobody_stays_out(path: str) -> None:
+def test_nan_of_nobody_stays_out(every_path: str) -> None:
     rows = torch.randn(5, 4)
     rows[[1, 4]] = NAN
     arguments = {
@@ -80,7 +80,7 @@ def test_nan_of_nobody_stays_out(path: str) -> None:
     assert_same(got, result(call, reference, [cotangent]), 1e-6)
 
 
-def test_sums_in_float32(path: str) -> None:
+def test_sums_in_float32(every_path: str) -> None:
     """256 + 1 + ... + 1 stays 256 when it is added up in bfloat16."""
     rows = torch.ones(257, 3, dtype=torch.bfloat16)
     rows[0] = 256
@@ -115,7 +115,7 @@ def test_refuses(path: str, changes: dict[str, Any], named: tuple[str, ...]) -> 
         ops.ragged_gather_reduce(**{**arguments, **changes})
 
 
-def test_rows_without_slots_stay_out(path: str) -> None:
+def test_rows_without_slots_stay_out(every_path: str) -> None:
     """Neither a group without rows nor a slot without one reads the first row, whatever is there."""
     rows = torch.full((3, 4), NAN)
     rows[1] = 2.0
@@ -125,7 +125,7 @@ def test_rows_without_slots_stay_out(path: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_weights_in_float32_are_not_rounded(path: str, dtype: torch.dtype) -> None:
+def test_weights_in_float32_are_not_rounded(every_path: str, dtype: torch.dtype) -> None:
     """To the dtype of the rows: the sum in float32 is rounded once. Rounded weights give an error of 0.28 eps."""
     rows, weights = torch.randn(1024, 32).to(dtype), torch.rand(1024)
     index = torch.randperm(1024)

@@ -33,20 +33,20 @@ class TestRaggedScatterAdd(MixedWeights, OperatorTests):
         return scatter_add_call(shape)
 
 
-def test_without_weights(path: str) -> None:
+def test_without_weights(every_path: str) -> None:
     rows = torch.randn(3, 4)
     out = ops.ragged_scatter_add(rows, torch.tensor([2, 0, 2]), 4)
     torch.testing.assert_close(out, torch.stack([rows[1], torch.zeros(4), rows[0] + rows[2], torch.zeros(4)]))
 
 
-def test_no_rows_to_write_to(path: str) -> None:
+def test_no_rows_to_write_to(every_path: str) -> None:
     rows = torch.randn(3, 4)
     assert ops.ragged_scatter_add(rows, torch.tensor([-1, -1, -1]), 0).shape == (0, 4)
     with refusal("ragged_scatter_add", "index", "0"):
         ops.ragged_scatter_add(rows, torch.tensor([-1, 0, -1]), 0)
 
 
-def test_is_the_sum_that_index_add_makes(path: str) -> None:
+def test_is_the_sum_that_index_add_makes(every_path: str) -> None:
     arguments = scatter_add_call(SKEWED).arguments
     index, weights = arguments["index"], arguments["weights"]
     weighted = arguments["rows"].repeat_interleave(SKEWED.top_k, 0) * weights[:, None]
@@ -55,7 +55,7 @@ def test_is_the_sum_that_index_add_makes(path: str) -> None:
     torch.testing.assert_close(ops.ragged_scatter_add(**arguments), expected)
 
 
-def test_nan_of_nobody_stays_out(path: str) -> None:
+def test_nan_of_nobody_stays_out(every_path: str) -> None:
     rows = torch.randn(4, 3)
     rows[2] = NAN
     weights = torch.tensor([1.0, NAN, 2.0, 3.0, NAN, NAN, 0.5, 0.5])
@@ -73,7 +73,7 @@ def test_nan_of_nobody_stays_out(path: str) -> None:
     assert_same(got, result(call, reference, [cotangent]), 1e-6)
 
 
-def test_sums_in_float32(path: str) -> None:
+def test_sums_in_float32(every_path: str) -> None:
     rows = torch.ones(257, 3, dtype=torch.bfloat16)
     rows[0] = 256
     out = ops.ragged_scatter_add(rows, torch.zeros(257, dtype=torch.int64), 1)

@@ -29,7 +29,7 @@ class TestRaggedSort(MixedWeights, OperatorTests):
         return sort_call(shape)
 
 
-def test_without_weights(path: str) -> None:
+def test_without_weights(every_path: str) -> None:
     call = sort_call(SKEWED)
     ones = torch.ones_like(call.arguments["weights"])
     assert torch.equal(call.replace(weights=None)()[0], call.replace(weights=ones)()[0])
@@ -37,14 +37,14 @@ def test_without_weights(path: str) -> None:
 
 
 @pytest.mark.parametrize("max_rows", [0, 5, 20])
-def test_of_a_share_of_the_experts_cut_at_max_rows(path: str, max_rows: int) -> None:
+def test_of_a_share_of_the_experts_cut_at_max_rows(every_path: str, max_rows: int) -> None:
     plan = ops.ragged_plan(SKEWED.experts(), 8, first_expert=1, num_local_experts=4, max_rows=max_rows)
     call = sort_call(SKEWED).replace(plan=plan)
     assert call()[0].shape == (max_rows, SKEWED.hidden_size)
     assert_same(result(call), result(call, reference), 1e-14)
 
 
-def test_sort_then_unsort_is_k_times_the_identity(path: str) -> None:
+def test_sort_then_unsort_is_k_times_the_identity(every_path: str) -> None:
     x = torch.randn(BALANCED.num_tokens, BALANCED.hidden_size)
     plan = ops.ragged_plan(BALANCED.experts(), BALANCED.num_experts)
     assert torch.equal(ops.ragged_unsort(ops.ragged_sort(x, plan), plan), BALANCED.top_k * x)
@@ -52,7 +52,7 @@ def test_sort_then_unsort_is_k_times_the_identity(path: str) -> None:
     assert torch.equal(ops.ragged_unsort(ops.ragged_sort(x, plan), plan, halves), x)
 
 
-def test_adjoint_is_unsort(path: str) -> None:
+def test_adjoint_is_unsort(every_path: str) -> None:
     x, plan, weights = (sort_call(UNROUTED).arguments[name] for name in ("x", "plan", "weights"))
     y = torch.randn(len(plan.slots), x.shape[1], dtype=torch.float64)
     forward = (ops.ragged_sort(x, plan, weights) * y).sum()
@@ -60,7 +60,7 @@ def test_adjoint_is_unsort(path: str) -> None:
     torch.testing.assert_close(forward, transposed, rtol=1e-13, atol=1e-13)
 
 
-def test_nan_of_nobody_stays_out(path: str) -> None:
+def test_nan_of_nobody_stays_out(every_path: str) -> None:
     """Tokens without an expert, and weights of slots without one."""
     call = sort_call(UNROUTED)
     experts = UNROUTED.experts()

@@ -30,7 +30,7 @@ class TestRaggedUnsort(MixedWeights, OperatorTests):
         return unsort_call(shape)
 
 
-def test_without_weights(path: str) -> None:
+def test_without_weights(every_path: str) -> None:
     call = unsort_call(SKEWED)
     ones = torch.ones_like(call.arguments["weights"])
     assert torch.equal(call.replace(weights=None)()[0], call.replace(weights=ones)()[0])
@@ -38,13 +38,13 @@ def test_without_weights(path: str) -> None:
 
 
 @pytest.mark.parametrize("max_rows", [0, 5, 20])
-def test_of_a_share_of_the_experts_cut_at_max_rows(path: str, max_rows: int) -> None:
+def test_of_a_share_of_the_experts_cut_at_max_rows(every_path: str, max_rows: int) -> None:
     plan = ops.ragged_plan(SKEWED.experts(), 8, first_expert=1, num_local_experts=4, max_rows=max_rows)
     call = unsort_call(SKEWED).replace(plan=plan, rows=torch.randn(max_rows, SKEWED.hidden_size, dtype=torch.float64))
     assert_same(result(call), result(call, reference), 1e-14)
 
 
-def test_nan_of_nobody_stays_out(path: str) -> None:
+def test_nan_of_nobody_stays_out(every_path: str) -> None:
     """Spare rows past those of the plan, weights of slots without a row, gradients of idle tokens."""
     call = unsort_call(UNROUTED)
     experts = UNROUTED.experts()
@@ -63,7 +63,7 @@ def test_nan_of_nobody_stays_out(path: str) -> None:
     assert_same(got, result(call, reference, [cotangent]), 1e-14)
 
 
-def test_backward_fans_out_without_a_tensor_of_all_slots(path: str) -> None:
+def test_backward_fans_out_without_a_tensor_of_all_slots(every_path: str) -> None:
     """Beside the gradients themselves nothing is saved but the arguments."""
     call = unsort_call(SKEWED).trainable()
     arguments = {tensor.data_ptr() for tensor in (*call.floats().values(), *call.arguments["plan"][:2])}

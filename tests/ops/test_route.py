@@ -63,7 +63,7 @@ def test_every_combination(path: str, normalization: Normalization, score_functi
 
 
 @each_dtype
-def test_is_in_float32_or_wider(path: str, dtype: torch.dtype) -> None:
+def test_is_in_float32_or_wider(every_path: str, dtype: torch.dtype) -> None:
     """16 bit logits are exact in float32, and so the weights come from them without another rounding."""
     call = route_call(64, 16, 4, score_function="sigmoid").cast(dtype)
     (weights, experts, _), expected = call(), expected_result(call)
@@ -77,7 +77,7 @@ def test_is_in_float32_or_wider(path: str, dtype: torch.dtype) -> None:
 
 
 @each_score_function
-def test_equal_logits_take_the_lowest_index(path: str, score_function: ScoreFunction) -> None:
+def test_equal_logits_take_the_lowest_index(every_path: str, score_function: ScoreFunction) -> None:
     """In every lane of a vector and in its remainder the same score comes of the same logit."""
     for dtype, num_experts in product((torch.float64, torch.float32), (1, 2, 7, 8, 13, 64, 129, 256)):
         top_k = min(5, num_experts)
@@ -87,7 +87,7 @@ def test_equal_logits_take_the_lowest_index(path: str, score_function: ScoreFunc
             assert experts.tolist() == [list(range(top_k))] * 3, (dtype, num_experts, value)
 
 
-def test_ties_among_few_values(path: str) -> None:
+def test_ties_among_few_values(every_path: str) -> None:
     for seed in range(20):
         torch.manual_seed(seed)
         call = Call(
@@ -104,7 +104,7 @@ def test_ties_among_few_values(path: str) -> None:
         assert torch.equal(call()[1], call(reference)[1])
 
 
-def test_groups_hold_even_when_an_expert_in_them_is_impossible(path: str) -> None:
+def test_groups_hold_even_when_an_expert_in_them_is_impossible(every_path: str) -> None:
     logits = torch.tensor([[9.0, NEVER, 9.0, 1.0, 1.0, 1.0]])
     _, experts, _ = ops.route(logits, 3, score_function="identity", normalization="none", num_groups=2, top_k_groups=1)
     assert experts.tolist() == [[0, 2, 1]]
@@ -120,7 +120,7 @@ def test_groups_hold_even_when_an_expert_in_them_is_impossible(path: str) -> Non
     assert experts.tolist() == [[0, 2, 1]]
 
 
-def test_impossible_experts_are_not_chosen_and_get_no_gradient(path: str) -> None:
+def test_impossible_experts_are_not_chosen_and_get_no_gradient(every_path: str) -> None:
     logits = torch.tensor([[1.0, NEVER, 2.0, NEVER, 0.5]], requires_grad=True)
     weights, experts, _ = ops.route(logits, 3)
     assert experts.tolist() == [[2, 0, 4]]
@@ -131,7 +131,7 @@ def test_impossible_experts_are_not_chosen_and_get_no_gradient(path: str) -> Non
 
 
 @each_score_function
-def test_large_logits_stay_finite(path: str, score_function: ScoreFunction) -> None:
+def test_large_logits_stay_finite(every_path: str, score_function: ScoreFunction) -> None:
     logits = torch.tensor([[1e4, -600.0, 88.0, 0.0, 9.9e3]], dtype=torch.float32)
     call = Call("route", {"logits": logits, "top_k": 2, "score_function": score_function})
     got = result(call)
@@ -143,13 +143,13 @@ def test_large_logits_stay_finite(path: str, score_function: ScoreFunction) -> N
     torch.testing.assert_close(gradient.double(), expected.gradients["logits"])
 
 
-def test_correction_bias_gets_no_gradient(path: str) -> None:
+def test_correction_bias_gets_no_gradient(every_path: str) -> None:
     logits, bias = torch.randn(4, 6, requires_grad=True), torch.zeros(6, requires_grad=True)
     weights, _, _ = ops.route(logits, 2, score_function="sigmoid", correction_bias=bias)
     assert torch.autograd.grad(weights.sum(), [logits, bias], allow_unused=True)[1] is None
 
 
-def test_unused_weights_cost_nothing(path: str) -> None:
+def test_unused_weights_cost_nothing(every_path: str) -> None:
     """The experts alone are integers and no part of the graph."""
     _, experts, _ = ops.route(torch.randn(4, 6, requires_grad=True), 2)
     assert experts.dtype == torch.int64
@@ -214,7 +214,7 @@ def test_refuses(path: str, changes: dict[str, Any], named: tuple[str, ...]) -> 
 
 @each_score_function
 @each_normalization
-def test_given_experts(path: str, normalization: Normalization, score_function: ScoreFunction) -> None:
+def test_given_experts(every_path: str, normalization: Normalization, score_function: ScoreFunction) -> None:
     """Weighed as the selected ones are; a slot of -1 has weight 0 and takes part in nothing."""
     ids = torch.stack([torch.randperm(12)[:4] for _ in range(16)])
     ids[torch.rand(ids.shape) < 0.3] = -1
@@ -230,7 +230,7 @@ def test_given_experts(path: str, normalization: Normalization, score_function: 
 @each_score_function
 @each_normalization
 def test_the_selected_experts_given_again_have_the_same_bits(
-    path: str, normalization: Normalization, score_function: ScoreFunction
+    every_path: str, normalization: Normalization, score_function: ScoreFunction
 ) -> None:
     logits = torch.randn(33, 17)
     selected = ops.route(logits, 5, score_function=score_function, normalization=normalization)
@@ -239,7 +239,7 @@ def test_the_selected_experts_given_again_have_the_same_bits(
 
 
 @pytest.mark.parametrize("top_k", [1, 3])
-def test_what_all_weights_have_in_common_leaves_no_rounding_error(path: str, top_k: int) -> None:
+def test_what_all_weights_have_in_common_leaves_no_rounding_error(every_path: str, top_k: int) -> None:
     """Weights that sum to one have no gradient along their sum: its rounding would be divided by small scores."""
     logits = torch.linspace(1e-4, 3e-4, 99 * top_k).view(99, top_k).requires_grad_()
     weights, _, _ = ops.route(logits, top_k, score_function="identity", normalization="sum")
@@ -247,7 +247,7 @@ def test_what_all_weights_have_in_common_leaves_no_rounding_error(path: str, top
     assert gradient.abs().max() <= 20 * 1e-20 / 1e-4**2
 
 
-def test_gradient_at_scores_of_zero(path: str) -> None:
+def test_gradient_at_scores_of_zero(every_path: str) -> None:
     """The sum has 1e-20 added, which is all of it here: weight = score / 1e-20."""
     logits = torch.zeros(2, 3, requires_grad=True)
     weights, _, _ = ops.route(logits, 2, score_function="identity", normalization="sum")

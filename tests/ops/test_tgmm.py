@@ -35,7 +35,7 @@ class TestTgmm(OperatorTests):
         return tgmm_call(shape)
 
 
-def test_is_the_gradient_of_gmm(path: str) -> None:
+def test_is_the_gradient_of_gmm(every_path: str) -> None:
     """<gmm(lhs, W), y> = <W, tgmm(lhs, y)>."""
     arguments = tgmm_call(SKEWED).arguments
     lhs, y, sizes = arguments["lhs"], arguments["rhs"], arguments["group_sizes"]
@@ -47,12 +47,12 @@ def test_is_the_gradient_of_gmm(path: str) -> None:
 
 @pytest.mark.parametrize("group_offset", [0, 3, 7, 8, 100, -1, -100])
 @pytest.mark.parametrize("num_local_groups", [0, 1, 2, 20])
-def test_any_offset(path: str, num_local_groups: int, group_offset: int) -> None:
+def test_any_offset(every_path: str, num_local_groups: int, group_offset: int) -> None:
     call = tgmm_call(SKEWED).replace(num_local_groups=num_local_groups, group_offset=group_offset)
     assert_same(result(call), result(call, reference), tolerance(torch.float64, 1))
 
 
-def test_empty_groups_are_zero(path: str) -> None:
+def test_empty_groups_are_zero(every_path: str) -> None:
     call = tgmm_call(EMPTY_EXPERTS)
     out = call()[0]
     empty = call.arguments["group_sizes"][1:] == 0
@@ -60,7 +60,7 @@ def test_empty_groups_are_zero(path: str) -> None:
     assert not out[empty].any()
 
 
-def test_nan_of_nobody_stays_out(path: str) -> None:
+def test_nan_of_nobody_stays_out(every_path: str) -> None:
     call = tgmm_call(SKEWED)
     sizes = call.arguments["group_sizes"]
     nobody = torch.ones(len(call.arguments["lhs"]), dtype=torch.bool)
@@ -76,7 +76,7 @@ def test_nan_of_nobody_stays_out(path: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_accumulates_in_float32(path: str, dtype: torch.dtype) -> None:
+def test_accumulates_in_float32(every_path: str, dtype: torch.dtype) -> None:
     lhs = torch.ones(2048, 2, dtype=dtype) / 4
     out = ops.tgmm(lhs, torch.ones(2048, 3, dtype=dtype), torch.tensor([2048]), 1)
     assert out.tolist() == [[[512.0] * 3] * 2]

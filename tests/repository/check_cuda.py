@@ -15,8 +15,9 @@ from pathlib import Path
 TARGETS = ("sm_80", "sm_90")
 CLEAN = "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"
 COMPILED = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'(?:\n.*)??\n +(.*)\n.*Used (\d+) registers")
-# A kernel of gmm multiplies 16-bit numbers if its name has one of these, as mangled by the compiler.
-MATRIX_UNITS = re.compile(r"tensor_core8multiplyIN")
+# A kernel of gmm or tgmm multiplies 16-bit numbers if its name has this, as mangled by the compiler.
+MATRIX_UNITS = re.compile(r"tensor_core(_rows)?8multiplyIN")
+NUM_PRODUCTS = 12  # 8 of gmm, 4 of tgmm
 
 
 def compiled(log: str) -> list[tuple[str, str, str, int]]:
@@ -50,8 +51,8 @@ def code_complaints(library: Path) -> Iterator[str]:
         listing = cuobjdump("--dump-sass", "--gpu-architecture", target, str(library))
         code = {function.split()[0]: function for function in re.split(r"\n\s*Function : ", listing)[1:]}
         products = [name for name in code if MATRIX_UNITS.search(name)]
-        if len(products) != 8:
-            yield f"{len(products)} kernels for the matrix units of {target}, there should be 8"
+        if len(products) != NUM_PRODUCTS:
+            yield f"{len(products)} kernels for the matrix units of {target}, there should be {NUM_PRODUCTS}"
         yield from (f"{name} for {target} has no HMMA" for name in products if "HMMA.16816.F32" not in code[name])
 
 

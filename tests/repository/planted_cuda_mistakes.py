@@ -29,6 +29,7 @@ from repository.planted_mistakes import Replacement, argument_parser, choose, mi
 FOLDER = ROOT / "cpp/cuda"
 TABLE = Path(__file__).with_suffix(".yaml")
 SANITIZERS = {"plain": [], "sanitized": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]}
+STARTS = {"ragged_scatter_add": ["ragged_plan"]}  # other kernels that one starts
 MAX_SECONDS = 300.0
 
 
@@ -54,7 +55,7 @@ def problems(planted: Sequence[Mistake]) -> list[str]:
 
 
 class Tests:
-    """The tests of a kernel, built in a folder; the object of the tests is compiled once."""
+    """The tests of a kernel, built in a folder; the objects of the tests and of other kernels are compiled once."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -65,11 +66,16 @@ class Tests:
         compiler = os.environ.get("CXX", "c++")
         subprocess.run([compiler, *flags, "-xc++", "-c", str(source), "-o", str(target)], check=True)
 
+    def _object(self, source: Path, sanitizer: str) -> Path:
+        return self.folder / f"{source.stem}_{sanitizer}.o"
+
     def complaint(self, kernel: str, mistake: Mistake | None, sanitizer: str) -> str:
         """Return what the tests of a kernel say of a mistake, or "" if they pass."""
-        tests, sources = self.folder / f"test_{kernel}_{sanitizer}.o", self.folder / "sources"
-        if not tests.exists():
-            self._compile(FOLDER / f"tests/test_{kernel}.cpp", tests, sanitizer)
+        sources = self.folder / "sources"
+        others = [FOLDER / f"tests/test_{kernel}.cpp", *(FOLDER / f"{other}.cu" for other in STARTS.get(kernel, []))]
+        for other in others:
+            if not self._object(other, sanitizer).exists():
+                self._compile(other, self._object(other, sanitizer), sanitizer)
         shutil.rmtree(sources, ignore_errors=True)
         source = FOLDER / f"{kernel}.cu"
         if mistake is not None:
@@ -80,7 +86,7 @@ class Tests:
             source = planted if mistake.file == source.name else source
         self._compile(source, self.folder / "kernel.o", sanitizer, sources)
         program = self.folder / "tests"
-        objects = [str(self.folder / "kernel.o"), str(tests)]
+        objects = [str(self.folder / "kernel.o"), *(str(self._object(other, sanitizer)) for other in others)]
         libraries = [*SANITIZERS[sanitizer], "-lgtest_main", "-lgtest", "-lpthread"]
         subprocess.run([os.environ.get("CXX", "c++"), *objects, *libraries, "-o", str(program)], check=True)
         return self._run(program)

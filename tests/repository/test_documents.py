@@ -105,7 +105,9 @@ def test_commands_exist(words: list[str], tmp_path: Path, monkeypatch: pytest.Mo
         case ["make", target, *options]:
             known = {f"TORCH={release}" for release in TORCHES} | ({"ARGS=--exhaustive"} if target == "test" else set())
             assert target in TARGETS and set(options) <= known
-        case ["pip", "install", *arguments] | ["MAXMOE_CORE=off", "pip", "install", *arguments]:
+        case ["pip", "install", *arguments] | [
+            "MAXMOE_CORE=off" | "MAXMOE_CUDA=on", "pip", "install", *arguments
+        ]:  # fmt: skip
             check_pip(arguments)
         case ["source", activate]:
             assert activate == f"{VENV}/bin/activate"

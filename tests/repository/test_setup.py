@@ -60,6 +60,11 @@ def test_a_misspelt_choice_of_the_core_is_an_error(tmp_path: Path) -> None:
     assert done.returncode == 1 and done.stderr == "MAXMOE_CORE must be 'on' or 'off', got 'of'\n"
 
 
+def test_a_misspelt_choice_of_the_cuda_kernels_is_an_error(tmp_path: Path) -> None:
+    done = metadata(tmp_path, sites=None, MAXMOE_CUDA="yes")
+    assert done.returncode == 1 and done.stderr == "MAXMOE_CUDA must be 'auto', 'on' or 'off', got 'yes'\n"
+
+
 def test_no_torch_is_said_first(tmp_path: Path) -> None:
     done = metadata(tmp_path, sites=[str(tmp_path)])
     assert done.returncode == 1 and not list(tmp_path.iterdir())

@@ -66,13 +66,13 @@ class OperatorTests:
         [*product(SHAPES, [torch.float64]), *product([SKEWED, ODD_WIDTHS, SEVERAL_BLOCKS], DTYPES[1:])],
         ids=str,
     )
-    def test_equals_reference(self, path: str, shape: Shape, dtype: torch.dtype) -> None:
+    def test_equals_reference(self, every_path: str, shape: Shape, dtype: torch.dtype) -> None:
         call = self.call(shape).cast(dtype)
         got = result(call)
         assert all(output.dtype == self.result_dtype(dtype) for output in floating(got.outputs))
         assert_same(got, expected_result(call), tolerance(dtype, self.roundings))
 
-    def test_graph_without_tokens(self, path: str) -> None:
+    def test_graph_without_tokens(self, every_path: str) -> None:
         """A result without elements is part of the graph too: every rank and step runs the same backward."""
         call = self.call(NO_TOKEN).trainable()
         for output in floating(call()):
@@ -124,13 +124,13 @@ class OperatorTests:
 
     @pytest.mark.parametrize("layout", ["transposed", "columns", "rows", "expanded"])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-    def test_strides_do_not_matter(self, path: str, dtype: torch.dtype, layout: str) -> None:
+    def test_strides_do_not_matter(self, every_path: str, dtype: torch.dtype, layout: str) -> None:
         call = self.call(ODD_WIDTHS).cast(dtype)
         other = call.replace(**{name: strided(value, layout) for name, value in call.tensors().items()})
         same = other.replace(**{name: value.contiguous() for name, value in other.tensors().items()})
         assert_same(result(other), result(same), tolerance(dtype, self.roundings))
 
-    def test_expanded_upstream_gradient(self, path: str) -> None:
+    def test_expanded_upstream_gradient(self, every_path: str) -> None:
         call = self.call(SKEWED)
         outputs = call()
         ones = [torch.ones((), dtype=out.dtype).expand(out.shape) for out in floating(outputs)]
@@ -209,7 +209,7 @@ class MixedWeights:
     """For the operators with `weights`: these stay float32 beside 16 bit rows."""
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-    def test_float32_weights(self: Any, path: str, dtype: torch.dtype) -> None:
+    def test_float32_weights(self: Any, every_path: str, dtype: torch.dtype) -> None:
         call = self.call(ODD_WIDTHS)
         call = call.cast(dtype).replace(weights=call.arguments["weights"].float())
         got = result(call)

@@ -29,10 +29,12 @@ Plan run(const std::vector<int64_t>& experts, const Limits& limits, int64_t num_
   plan.rows.assign(experts.size(), -7);
   plan.group_sizes.assign(static_cast<size_t>(limits.num_local_experts), -7);
   std::vector<int64_t> scratch(static_cast<size_t>(cuda::ragged_plan_scratch(num_slots, limits.num_local_experts)), -9);
-  cuda::ragged_plan(cuda::RaggedPlan{experts.data(), num_slots, limits.num_experts, limits.first_expert,
-                                     limits.num_local_experts, limits.max_rows, num_rows, scratch.data(),
-                                     plan.slots.data(), plan.rows.data(), plan.group_sizes.data(), plan.dropped.data()},
-                    nullptr);
+  std::vector<int64_t> first_rows(static_cast<size_t>(limits.num_local_experts + 1), -9);
+  cuda::ragged_plan(
+      cuda::RaggedPlan{experts.data(), num_slots, limits.num_experts, limits.first_expert, limits.num_local_experts,
+                       limits.max_rows, num_rows, scratch.data(), first_rows.data(), plan.slots.data(),
+                       plan.rows.data(), plan.group_sizes.data(), plan.dropped.data()},
+      nullptr);
   return plan;
 }
 

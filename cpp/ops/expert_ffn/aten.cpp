@@ -1,4 +1,5 @@
-// expert_ffn and its backward pass through ATen.
+// expert_ffn and its backward pass on all devices but the CPU: through CUDA kernels where a step has one, otherwise
+// through ATen.
 //
 // The steps read the plan on the device alone, so that the host does not wait for it, and leave the rows past the last
 // group undefined, because no result depends on them. The operators of this library would launch more kernels, because
@@ -14,6 +15,7 @@
 #include <ATen/ops/zeros.h>
 
 #include "ops/activation.h"
+#include "ops/backend.h"
 #include "ops/expert_ffn/expert_ffn.h"
 #include "ops/grouped_mm.h"
 #include "ops/row_sums.h"
@@ -34,13 +36,13 @@ class Steps {
   // A slot of -1, of a row of nobody, gives any token.
   explicit Steps(const ExpertFfnArguments& a)
       : a_(a),
-        groups_(row_groups(a.group_sizes, 0, a.group_sizes.size(0))),
+        groups_(a.group_sizes, 0, a.group_sizes.size(0)),
         token_of_row_(a.top_k == 1 ? a.slots.clamp_min(0) : a.slots.div(a.top_k, "trunc")) {}
 
   // [R, D]: for each row, the row of x [T, D] of its token; times the weight of its slot.
-  Tensor rows_of_tokens(const Tensor& x) const { return x.index_select(0, token_of_row_); }
+  Tensor rows_of_tokens(const Tensor& x) const { return selected_rows(x, token_of_row_); }
   Tensor weighted_rows_of_tokens(const Tensor& x) const {
-    return a_.weights.has_value() ? weighted_rows(x, token_of_row_, weights_of_rows()) : rows_of_tokens(x);
+    return a_.weights.has_value() ? selected_rows(x, token_of_row_, weights_of_rows()) : rows_of_tokens(x);
   }
 
   // [T, D]: for each token, the sum of its rows of all tensors [R, D], each times the weight of its slot. One tensor at
@@ -85,6 +87,9 @@ class Steps {
   // [T * K]: for each slot, the value [R] of its row, 0 for a slot without a row.
   Tensor slots_of_rows(const Tensor& values) const {
     if (values.numel() == 0) return at::zeros({a_.rows.numel()}, values.options());
+    if (path_of(values) == Path::cuda_kernels) {
+      return gather_rows(values.unsqueeze(1), a_.rows, std::nullopt, 0, a_.rows.numel()).squeeze(1);
+    }
     return values.index_select(0, a_.rows.clamp_min(0)).masked_fill(a_.rows.lt(0), 0);
   }
 
@@ -115,7 +120,7 @@ struct Preactivations {
   // activation(Z)
   Tensor activated(const ActivationKind& kind) const {
     const auto [gate_part, up_part] = parts(kind.gate);
-    return activated_rows(kind, gate_part, up_part);
+    return activate(kind, gate_part, up_part);
   }
 };
 
@@ -201,11 +206,6 @@ void backward_matrices(const Projection& projection, const PerTensor<bool>& want
   if (wanted.b) grads.b = gradient_of_matrices(*projection.b, rows.reduced, rows.grad, steps);
 }
 
-// For each row, the product of two rows.
-Tensor row_products(const Tensor& a, const Tensor& b) {
-  return (a * b).sum(1, /*keepdim=*/false, accumulator_type(a.scalar_type()));
-}
-
 // Computes the gradients of down and the weights. The preactivations become their gradient if a wanted gradient needs
 // it.
 void backward_down(const Tensor& grad_out, const Preactivations& z, const Reduced& reduced, const Wanted& wanted,
@@ -221,17 +221,19 @@ void backward_down(const Tensor& grad_out, const Preactivations& z, const Reduce
       bias_products = row_products(grad_y, steps.rows_of_biases(*a.down.bias));
     }
   }
-  const bool wants_activated = wanted.weights || down.weights || down.a;
+  const bool wants_activated = down.weights || down.a;
   Tensor activated;
   if (grad_rows.rows.defined()) {
     const auto [gate, up] = z.parts(a.gate_layout());
-    activated = activation_gradient(a.kind(), grad_rows.rows, gate, up, wants_activated);
+    const ActivationResults results =
+        activation_gradient(a.kind(), grad_rows.rows, gate, up, wants_activated, wanted.weights);
+    activated = results.activated;
+    if (wanted.weights) {
+      grads.weights =
+          steps.slots_of_rows(bias_products.defined() ? results.products + bias_products : results.products);
+    }
   } else if (wants_activated) {
     activated = z.activated(a.kind());
-  }
-  if (wanted.weights) {
-    const Tensor products = row_products(activated, grad_rows.rows);
-    grads.weights = steps.slots_of_rows(bias_products.defined() ? products + bias_products : products);
   }
   grad_rows.rows.reset();
   const bool wants_weighted = down.weights || down.b || down.bias;

@@ -12,6 +12,7 @@
 
 #include <torch/csrc/autograd/autograd.h>
 
+#include "ops/activation.h"
 #include "ops/backend.h"
 #include "ops/operators.h"
 #include "ops/views.h"
