@@ -2,13 +2,14 @@
 # make test    sets up everything in .venv and runs all tests                 (ARGS="-n 0 -k gmm": of pytest)
 #
 # TORCH=2.15.0 sets up another torch, in .venv-torch2.15.0, for both commands.
-# For those who change the code: make lint, format, docs, sanitize, test-aarch64, cuda, benchmark, wheel, clean (CONTRIBUTING.md).
+# For those who change the code: make lint, format, docs, sanitize, test-aarch64, cuda, benchmark, wheel,
+# try-wheel, clean (CONTRIBUTING.md).
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .ONESHELL:
-.PHONY: help setup train test lint format docs sanitize test-aarch64 cuda cuda-tests benchmark wheel clean
+.PHONY: help setup train test lint format docs sanitize test-aarch64 cuda cuda-tests benchmark wheel try-wheel clean
 
 PYTHON ?= python3
 ARGS ?=
@@ -68,7 +69,7 @@ docs: $(VENV)/docs
 # The kernels' GoogleTest suite under the address and undefined-behaviour sanitizers, for what this machine can run.
 sanitize: $(VENV)/test
 	@export PATH="$(abspath $(BIN)):$$PATH"
-	cmake -S . -B build/sanitize -GNinja -DMAXMOE_BUILD_PYTHON=OFF -DMAXMOE_BUILD_TESTS=ON -DMAXMOE_DEVELOPER=ON \
+	cmake -S . -B build/sanitize -GNinja -DMAXMOE_BUILD_OPERATORS=OFF -DMAXMOE_BUILD_TESTS=ON -DMAXMOE_DEVELOPER=ON \
 	  -DMAXMOE_SANITIZE=address,undefined -DMAXMOE_ISAS=runnable -DPython_EXECUTABLE="$(abspath $(BIN))/python"
 	cmake --build build/sanitize
 	ctest --test-dir build/sanitize --no-tests=error --output-on-failure
@@ -80,7 +81,7 @@ test-aarch64: $(VENV)/test
 	  exit 1
 	fi
 	export PATH="$(abspath $(BIN)):$$PATH"
-	cmake -S . -B build/aarch64 -GNinja -DCMAKE_TOOLCHAIN_FILE=cpp/cmake/aarch64.cmake -DMAXMOE_BUILD_PYTHON=OFF \
+	cmake -S . -B build/aarch64 -GNinja -DCMAKE_TOOLCHAIN_FILE=cpp/cmake/aarch64.cmake -DMAXMOE_BUILD_OPERATORS=OFF \
 	  -DMAXMOE_BUILD_TESTS=ON -DMAXMOE_DEVELOPER=ON -DPython_EXECUTABLE="$(abspath $(BIN))/python"
 	cmake --build build/aarch64
 	ctest --test-dir build/aarch64 --no-tests=error --output-on-failure
@@ -129,19 +130,33 @@ build/cuda/managed_memory.o: cpp/cuda/tests/device/managed_memory.cpp .venv-cuda
 # The kernels, each beside an upper bound of its speed.
 benchmark: $(VENV)/test
 	@export PATH="$(abspath $(BIN)):$$PATH"
-	cmake -S . -B build/benchmarks -GNinja -DMAXMOE_BUILD_PYTHON=OFF -DMAXMOE_BUILD_BENCHMARKS=ON \
+	cmake -S . -B build/benchmarks -GNinja -DMAXMOE_BUILD_OPERATORS=OFF -DMAXMOE_BUILD_BENCHMARKS=ON \
 	  -DPython_EXECUTABLE="$(abspath $(BIN))/python" >/dev/null
 	cmake --build build/benchmarks
 	build/benchmarks/cpp/benchmarks/maxmoe_kernels_benchmarks $(ARGS)
 
-# dist/: sdist and manylinux wheel, looked into; the wheel built for every torch of TORCHES and tried with each, in an
-# environment of its own. Repaired and tried as cibuildwheel would, with its commands from pyproject.toml. What setuptools
-# left of an earlier build would get in.
+# dist/: sdist and manylinux wheel, looked into; one wheel for every Python and every torch of TORCHES. Repaired and tried as
+# cibuildwheel would, with its commands from pyproject.toml. What setuptools left of an earlier build would get in.
 CIBUILDWHEEL = $(shell sed -n 's/^$(1) = "\(.*\)"$$/\1/p' pyproject.toml)
-WHEEL_TORCHES := $(TORCHES:%=build/torch%)
+# Environments of their own, one for each torch.
+PYTHON_MINOR := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+WHEEL_TORCHES = $(TORCHES:%=build/python$(PYTHON_MINOR)-torch%)
 # The headers of an environment of `make test`, if there is one: for those the operators are compiled already.
 WHEEL_HEADERS = $(foreach torch,$(TORCHES),$(firstword $(patsubst %/requirements,%,\
-  $(wildcard $(call environment,$(torch))/requirements)) build/torch$(torch)))
+  $(wildcard $(call environment,$(torch))/requirements)) build/python$(PYTHON_MINOR)-torch$(torch)))
+# The wheel of dist/, with each torch.
+define try_wheel
+rm -rf build/try-wheel
+mkdir build/try-wheel
+cp -r pyproject.toml tests build/try-wheel
+cd build/try-wheel
+for torch in $(abspath $(WHEEL_TORCHES)); do
+  echo "== the wheel with $$(basename $$torch)"
+  $$torch/bin/pip install --quiet --force-reinstall --no-deps $(abspath dist)/*.whl
+  $$torch/bin/pip check
+  (export PATH="$$torch/bin:$$PATH"; $(call CIBUILDWHEEL,test-command))
+done
+endef
 wheel: $(VENV)/dev $(WHEEL_TORCHES:%=%/requirements)
 	@rm -rf dist build/lib.* build/bdist.* build/wheel
 	mkdir -p build
@@ -152,25 +167,22 @@ wheel: $(VENV)/dev $(WHEEL_TORCHES:%=%/requirements)
 	export PATH="$(abspath $(BIN)):$$PATH"
 	$(subst {wheel},build/wheel/*.whl,$(subst {dest_dir},dist,$(call CIBUILDWHEEL,repair-wheel-command)))
 	$(BIN)/python tests/repository/check_packages.py dist/*
-	cp -r pyproject.toml tests build/wheel
-	cd build/wheel
-	for torch in $(abspath $(WHEEL_TORCHES)); do
-	  echo "== the wheel with $$(basename $$torch)"
-	  $$torch/bin/pip install --quiet --force-reinstall --no-deps $(abspath dist)/*.whl
-	  $$torch/bin/pip check
-	  (export PATH="$$torch/bin:$$PATH"; $(call CIBUILDWHEEL,test-command))
-	done
+	$(try_wheel)
 	ls -lh $(abspath dist)
 
+# The wheel of dist/ with another Python than the one that built it: PYTHON=python3.12.
+try-wheel: $(WHEEL_TORCHES:%=%/requirements)
+	@$(try_wheel)
+
 # For the wheel: an environment with a release of torch and what tries the wheel.
-build/torch%/requirements: pyproject.toml
+build/python$(PYTHON_MINOR)-torch%/requirements: pyproject.toml
 	@echo "== torch $*"
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet $(PIP_TORCH) torch==$* PyYAML numpy 'pytest>=9'
 	touch $@
 
 clean:
-	rm -rf .venv .venv-torch* .venv-cuda build dist *.egg-info maxmoe/_C_torch*.so
+	rm -rf .venv .venv-torch* .venv-cuda build dist *.egg-info maxmoe/*.so
 
 # The package, built in place, and what one use of it needs: examples, test, docs or dev. The environments share the build
 # of the kernels (setup.py). They are built for this machine alone, until tests need all instruction sets; with them come the
@@ -195,7 +207,6 @@ $(VENV)/python:
 	@missing() {
 	  command -v c++ >/dev/null || echo g++
 	  $(PYTHON) -c 'import ensurepip' 2>/dev/null || echo python3-venv
-	  test -f "$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" || echo python3-dev
 	}
 	googletest() { echo '#include <gtest/gtest.h>' | c++ -E -x c++ - >/dev/null 2>&1 || echo libgtest-dev; }
 	if ! $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then

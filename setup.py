@@ -20,7 +20,9 @@ from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
+import setuptools
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import ExecError
 
@@ -88,10 +90,13 @@ TORCHES = torch_folders() if CORE == "on" else {}
 class CMakeBuild(build_ext):
     """Configures, builds and installs the core into the package folder. CMAKE_ARGS adds options."""
 
+    def get_ext_filename(self, fullname: str) -> str:
+        return f"{fullname.replace('.', os.sep)}.so"  # without the version of Python, which the core does not know
+
     def build_extensions(self) -> None:
         folder = build_folder()
         package = Path(self.build_lib, "maxmoe").resolve()
-        for earlier in package.glob("_C*.so"):  # for another torch, maybe of other sources
+        for earlier in package.glob("libmaxmoe_torch*.so"):  # for another torch, maybe of other sources
             earlier.unlink()
         # The cmake and ninja that pip installed beside this Python come before those of the system.
         path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
@@ -108,7 +113,7 @@ class CMakeBuild(build_ext):
             fcntl.flock(lock, fcntl.LOCK_EX)
             run(["cmake", "-S", str(ROOT), "-B", str(folder), *options], path)
             run(["cmake", "--build", str(folder), "--parallel", jobs], path)
-            run(["cmake", "--install", str(folder), "--component", "maxmoe_python", "--prefix", str(package)], path)
+            run(["cmake", "--install", str(folder), "--component", "maxmoe_library", "--prefix", str(package)], path)
 
 
 def run(command: list[str], path: str) -> None:
@@ -116,20 +121,19 @@ def run(command: list[str], path: str) -> None:
     try:
         subprocess.run(command, check=True, env=os.environ | {"PATH": path})
     except FileNotFoundError:
-        raise ExecError("cmake is missing: pip install cmake ninja pybind11 cmeel-eigen") from None
+        raise ExecError("cmake is missing: pip install cmake ninja cmeel-eigen") from None
     except subprocess.CalledProcessError as error:
         raise ExecError(f"building the C++ core failed, see above: {shlex.join(command)}") from error
 
 
 def build_folder() -> Path:
-    """One per checkout and Python, kept between builds: setuptools' is new every time.
+    """One per checkout, kept between builds: setuptools' is new every time.
 
-    Environments with different releases of torch share it, since the kernels and GoogleTest's suite do not know torch.
+    Environments share it: nothing here knows Python, and the kernels and GoogleTest's suite do not know torch.
     """
-    key = hashlib.sha256(f"{ROOT} {sys.base_prefix}".encode()).hexdigest()[:8]
-    folder = ROOT / "build" / f"{sys.implementation.cache_tag}-{key}"
-    tools = find_spec("pybind11")
-    if tools is None or not Path(tools.origin or "").is_relative_to(sys.prefix):
+    key = hashlib.sha256(str(ROOT).encode()).hexdigest()[:8]
+    folder = ROOT / "build" / f"core-{key}"
+    if not Path(setuptools.__file__).is_relative_to(sys.prefix):
         # An isolated build: the cache of an earlier one names headers in a temporary folder that is gone.
         folder = folder.with_name(f"{folder.name}-isolated")
         shutil.rmtree(folder, ignore_errors=True)
@@ -144,11 +148,19 @@ def source_files() -> list[str]:
     return [str(path.relative_to(ROOT)) for path in files if path.is_file()]
 
 
+class AnyPythonWheel(bdist_wheel):
+    """A wheel for every Python 3: py3-none-linux_x86_64."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
 setup(
     # maxmoe/_library.py loads the one that fits the running torch.
     ext_modules=[
-        Extension(f"maxmoe._C_torch{major}_{second}", sources=[], depends=source_files()) for major, second in TORCHES
+        Extension(f"maxmoe.libmaxmoe_torch{major}_{second}", sources=[], depends=source_files())
+        for major, second in TORCHES
     ],
-    cmdclass={"build_ext": CMakeBuild},
+    cmdclass={"build_ext": CMakeBuild, "bdist_wheel": AnyPythonWheel},
     install_requires=[requirement(list(TORCHES) or SUPPORTED), "PyYAML>=6"],
 )

@@ -33,13 +33,13 @@ myst_heading_anchors = 3
 nb_execution_mode = "off"  # notebooks are stored with their outputs; the tests execute them
 
 
-# References: everything must lead somewhere, but for names of other libraries and of the type stubs.
+# References: everything must lead somewhere, but for names of other libraries.
 nitpicky = True
 nitpick_ignore_regex = [
-    (r"py:.*", r"TypeAlias|BuildInfo|(torch|typing|contextlib|collections|datetime|pathlib|numpy)\..*"),
+    (r"py:.*", r"TypeAlias|(torch|typing|contextlib|collections|datetime|pathlib|numpy)\..*"),
     (r"py:.*", r"Figure|(transformers|matplotlib|lightning)\..*|maxmoe\.expert_load\.history\.(SummaryWriter|Run)"),
     # Base classes without names of their own, type variables.
-    (r"py:.*", r"maxmoe\.(_torch\w*\..*|nn\.\w+\.(HookedModule|InProcess|[CD]))"),
+    (r"py:.*", r"maxmoe\.(_library\.BuildInfo|_torch\w*\..*|nn\.\w+\.(HookedModule|InProcess|[CD]))"),
     (r"py:.*", r"maxmoe\.parallel\.dispatch\.strategy\.S"),
 ]
 

@@ -1,8 +1,10 @@
-"""docs/families.md: the experts of all model families in the installed transformers, and what computes them.
+"""docs/families.md: the experts of all model families in the installed transformers, what computes and replaces them.
 
 python docs/family_tables.py > docs/families.md
 """
 
+import re
+from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -13,17 +15,67 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from maxmoe.integrations.transformers.gates import fused_gate
+from maxmoe.presets.families import FAMILIES
+
+# What `replace_moe_blocks` lacks for the families without a preset. With "a preset" alone, a `MoE` computes the block.
+_MISSING = {
+    "a preset; the block is the one of DeepSeek-V3": "bailing_hybrid dots3_note glm4v_moe kimi_linear mimo_v2_flash",
+    "a preset; the block is the one of DeepSeek-V2": "deepseek_ocr2 unlimited_ocr",
+    "a preset; the block is the one of Qwen3-MoE or Qwen3-Next": "qwen3_omni_moe qwen3_vl_moe qwen4_exp",
+    "a preset; softmax of the selected logits": "aria granitemoe_swa",
+    "a preset; other names and places of the router or of the shared expert": "afmoe flint hunyuan_v1_moe hy_v3 jamba "
+    "lara_mini minimax_m3_vl openai_privacy_filter",
+    "a preset; the block is the one of DeepSeek-V3 with a clipped activation": "glm5_next hy_v4 hy_v4_vl",
+    "a preset; a limit for each layer, and another one for the shared expert": "step3p7",
+    "a preset; a block without shared experts, and a soft-capped SwiGLU": "inkling2 inkling2_loop",
+    "a preset; the block is the one of Mistral Large 4": "mistral4",
+    "a router whose hidden state goes from layer to layer": "zaya",
+    "a norm of the sum of routed and shared experts": "axk1",
+    "the mean of routed and shared experts; sigmoid after the selection": "cohere2_moe",
+    "a router of some layers that selects by the ids of the tokens": "deepseek_v4",
+    "a router with a norm and scales of channels and experts; a block of its own": "diffusion_gemma gemma4",
+    "a lower bound of the sum by which weights are divided": "ernie4_5_moe ernie4_5_vl_moe",
+    "another constant beside the sum by which weights are divided": "lfm2_moe",
+    "a soft cap of the logits": "laguna",
+    "SparseMixer, a router with a gradient of its own": "phimoe",
+    "a block in transformers that uses the experts which its router selects": "nllb_moe",
+    "a router: its experts belong to data sets, or are rows of a table": "vitpose_backbone doge",
+}
 
 # Sizes of small experts, by a part of the name of the config field.
 _SIZES = {"experts": 5, "hidden_size": 7, "intermediate": 3}
 
 
 @cache
+def _sources() -> dict[str, str]:
+    """Return the source of every model by its folder, without importing the models."""
+    folders = (Path(transformers.__file__).parent / "models").iterdir()
+    files = {folder.name: folder / f"modeling_{folder.name}.py" for folder in sorted(folders)}
+    return {name: file.read_text() for name, file in files.items() if file.exists()}
+
+
 def models() -> tuple[str, ...]:
-    """List the folders of the models that support experts implementations, without importing the models."""
+    """List the folders of the models that support experts implementations."""
     # transformers itself looks for the decorator in the source.
-    files = (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")
-    return tuple(sorted(path.parent.name for path in files if "@use_experts_implementation" in path.read_text()))
+    return tuple(name for name, source in _sources().items() if "@use_experts_implementation" in source)
+
+
+def sparse_models() -> tuple[str, ...]:
+    """List the folders of the models with experts: a module with experts, or with such a name."""
+    experts = re.compile(r"self\.\w*experts\w* = \w+\(|^class \w*(MoE|Experts)\w*\(nn\.Module", re.MULTILINE)
+    return tuple(name for name, source in _sources().items() if experts.search(source))
+
+
+def replaced_as(model: str) -> list[str]:
+    """Return the model types of a folder whose blocks `replace_moe_blocks` replaces."""
+    module = import_module(f"transformers.models.{model}.configuration_{model}")
+    configs = (value for value in vars(module).values() if getattr(value, "__module__", None) == module.__name__)
+    return sorted({config.model_type for config in configs if getattr(config, "model_type", None) in FAMILIES})
+
+
+def missing(model: str) -> Iterator[str]:
+    """List what `replace_moe_blocks` lacks for a model."""
+    return (text for text, folders in _MISSING.items() if model in folders.split())
 
 
 def experts_classes(model: str) -> list[type[nn.Module]]:
@@ -82,8 +134,22 @@ def _activation_and_operator(experts: Any) -> tuple[str, str]:
         return "a gate of its own", "`gmm`"
     if experts.has_post_expert_norm:
         return f"{gate['activation']}, norm after each expert", "`gmm`"
-    clipped = "" if gate["limit"] is None else f", clipped at {gate['limit']:g}"
-    return f"{gate['activation']}{clipped}", "`expert_ffn`"
+    return f"{gate['activation']}{_constants(gate)}", "`expert_ffn`"
+
+
+def _constants(gate: dict[str, Any]) -> str:
+    if "gate_softcap" in gate:
+        return f", softcaps {gate['gate_softcap']:g} and {gate['up_softcap']:g}"
+    return "" if gate["limit"] is None else f", clipped at {gate['limit']:g}"
+
+
+def replacement_table() -> str:
+    """Return a Markdown table of all models with experts, by what is missing for their replacement."""
+    replaced = [model for model in sparse_models() if replaced_as(model)]
+    rows = [("yes", replaced)]
+    rows += [(text, [model for model in sparse_models() if text in missing(model)]) for text in _MISSING]
+    lines = ["| `replace_moe_blocks`: yes, or what is missing | models |", "|---|---|"]
+    return "\n".join(lines + [f"| {text} | {', '.join(models)} |" for text, models in rows if models])
 
 
 def document() -> str:
@@ -96,9 +162,18 @@ from transformers {transformers.__version__} with the defaults of each family, b
 
 Llama 4 (`Llama4TextExperts`, transposed, silu) has no experts implementations in transformers; maxmoe patches its
 block. It runs on `expert_ffn` and computes the routed tokens only, whereas the original code computes every expert on
-every token. All other families ignore the setting, as any experts implementation.
+every token. Step-3.7 (`Step3p7Experts`, concatenated, silu, whose output is clipped at a limit for each layer) has none
+either; with maxmoe it takes "maxmoe" and runs on `expert_ffn`, and has its own code under every other name. Families
+that are in the second table alone ignore the setting, as any experts implementation.
 
 {table()}
+
+## Blocks that are replaced
+
+[`replace_moe_blocks`](how_to/transformers.md#replace-the-blocks-of-a-model-of-transformers) needs a preset of the
+family, and a layer that computes what the block computes. This table has every model of transformers with experts.
+
+{replacement_table()}
 """
 
 

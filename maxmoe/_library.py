@@ -1,37 +1,43 @@
 """Loads the C++ core: importing this module registers the operators `torch.ops.maxmoe.*`.
 
-The core is one extension module for each minor release of torch that it was built for, such as
-`_C_torch2_13.cpython-311-x86_64-linux-gnu.so`. The one of the running torch becomes `maxmoe._C`.
+The core is one library for each minor release of torch that it was built for, such as `libmaxmoe_torch2_13.so`. It does
+not know Python: its few functions beside the operators are C functions.
 """
 
+import ctypes
+import json
 import os
 import re
-import sys
-from importlib.machinery import EXTENSION_SUFFIXES
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TypedDict, cast
 
 import torch
-
-if TYPE_CHECKING:
-    from maxmoe import _C
-    from maxmoe._C import BuildInfo
 
 _PACKAGE = Path(__file__).parent
 _BUILD = "pip install --no-build-isolation -e ."
 
 
+class BuildInfo(TypedDict):
+    """What the core says of itself."""
+
+    version: str
+    torch: str
+    compiler: str
+    eigen: str
+    openmp: int
+    isa: str
+    supported_isas: list[str]
+    second_level_cache_bytes: int
+
+
 def _built_cores() -> dict[tuple[int, int], Path]:
-    """Return the extension modules for this Python, by the minor release of torch."""
-    pattern = re.compile(r"_C_torch(\d+)_(\d+)" + re.escape(EXTENSION_SUFFIXES[0]))
-    matches = ((pattern.fullmatch(path.name), path) for path in _PACKAGE.glob("_C_torch*"))
+    """Return the libraries by the minor release of torch."""
+    matches = ((re.fullmatch(r"libmaxmoe_torch(\d+)_(\d+)\.so", path.name), path) for path in _PACKAGE.iterdir())
     return {(int(match[1]), int(match[2])): path for match, path in matches if match}
 
 
 def _fitting_core() -> Path:
-    """Return the extension module for the running torch; raise if there is none: another one would crash."""
+    """Return the library for the running torch; raise if there is none: another one would crash."""
     if os.environ.get("MAXMOE_CORE") == "off":
         raise ImportError("layers and operators of maxmoe need its C++ core, got MAXMOE_CORE=off in the environment")
     cores = _built_cores()
@@ -49,23 +55,48 @@ def _fitting_core() -> Path:
     )
 
 
-def _load_core() -> ModuleType:
-    """Import the extension module for the running torch as `maxmoe._C`, and return it."""
-    spec = spec_from_file_location("maxmoe._C", _fitting_core())
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    sys.modules[spec.name] = module
-    return module
+def _load_core() -> ctypes.CDLL:
+    """Load the library for the running torch, and return it with the types of its functions."""
+    path = _fitting_core()
+    try:
+        core = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise ImportError(f"the C++ core of maxmoe cannot be loaded: {error}", path=str(path)) from error
+    core.maxmoe_error.restype = core.maxmoe_build_info.restype = ctypes.c_char_p
+    core.maxmoe_force_aten.argtypes, core.maxmoe_force_aten.restype = [ctypes.c_bool], ctypes.c_bool
+    core.maxmoe_empty_cache.restype = None
+    core.maxmoe_memory_allocated.restype = core.maxmoe_memory_reserved.restype = ctypes.c_size_t
+    if message := core.maxmoe_error().decode():
+        raise ImportError(message)
+    return core
 
 
-if not TYPE_CHECKING:
-    _C = _load_core()
+_core = _load_core()
 
 
-def build_info() -> "BuildInfo":
+def build_info() -> BuildInfo:
     """Return the versions of maxmoe, torch, compiler and Eigen, and the instruction sets and cache of this machine.
 
     "isa" is the instruction set in use, "supported_isas" are all that the machine supports.
     """
-    return _C.build_info()
+    return cast(BuildInfo, json.loads(_core.maxmoe_build_info()))
+
+
+def force_aten(enabled: bool) -> bool:
+    """Make operators call ATen for tensors on the CPU as well, in the whole process; return the previous setting."""
+    return cast(bool, _core.maxmoe_force_aten(enabled))
+
+
+def empty_cache() -> None:
+    """Return all freed pages to the system."""
+    _core.maxmoe_empty_cache()
+
+
+def memory_allocated() -> int:
+    """Return the bytes of all blocks of results and work space."""
+    return cast(int, _core.maxmoe_memory_allocated())
+
+
+def memory_reserved() -> int:
+    """Return the bytes of all blocks and freed pages."""
+    return cast(int, _core.maxmoe_memory_reserved())

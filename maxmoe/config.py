@@ -2,7 +2,7 @@
 
 import warnings
 from dataclasses import dataclass, fields
-from typing import Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from maxmoe.checks.fields import check_bool, check_int, check_number, refuse_unknown_fields
 
@@ -11,12 +11,15 @@ GroupScore = Literal["top2", "max"]
 Selection = Literal["scores", "logits"]
 OtherGroups = Literal["excluded", "zero"]
 Normalization = Literal["none", "sum", "softmax"]
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swigluoai"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swigluoai", "situ"]
+LimitTarget = Literal["input", "output"]
 WeightsTarget = Literal["output", "input"]
 RouterKind = Literal["learned", "random"]
 LoadBalanceScope = Literal["sequence", "batch", "step"]
 CorrectionBiasRule = Literal["sign", "quantile"]
 Implementation = Literal["sparse", "dense"]
+
+NEED_GATE: tuple[Activation, ...] = ("swigluoai", "situ")  # activations with a function of up as well
 
 
 @refuse_unknown_fields
@@ -58,9 +61,14 @@ class MoEConfig:
         routed_scaling_factor: factor of the routing weights.
         apply_weights_to: whether the routing weights scale the "output" or the "input" of the experts.
         router: "learned", or "random" (uniform and balanced, for tests and benchmarks).
-        activation: activation function of routed and shared experts.
+        activation: activation function of routed and shared experts. See `maxmoe.ops.expert_ffn` for the formulas of
+            "swigluoai" and "situ", which take a gate.
         gated: compute activation(gate) * up; otherwise activation(up).
         activation_limit: limit to which the gate is clipped from above and up on both sides; None for no clipping.
+        activation_limit_target: clip the "input" of the activation function, the gate, as DeepSeek-V4 does, or its
+            "output", as Step-3.7 does.
+        gate_softcap: with activation "situ" only, which needs it: bound of the linear factor of the gate.
+        up_softcap: with activation "situ" only, which needs it: bound of up.
         expert_bias: add biases to the three projections of the routed experts.
         expert_norm: normalize the output of each expert before it is weighted, as in Muse Spark; all share the norm.
         norm_eps: epsilon of the latent norms.
@@ -122,6 +130,9 @@ class MoEConfig:
     activation: Activation = "silu"
     gated: bool = True
     activation_limit: float | None = None
+    activation_limit_target: LimitTarget = "input"
+    gate_softcap: float | None = None
+    up_softcap: float | None = None
     expert_bias: bool = False
     expert_norm: bool = False
     norm_eps: float = 1e-5
@@ -144,6 +155,7 @@ class MoEConfig:
         self._check_sizes()
         self._check_choices()
         self._check_groups()
+        self._check_activation()
         self._check_experts()
         self._check_limits()
         self._check_quantile_balancing()
@@ -161,6 +173,17 @@ class MoEConfig:
         Expert ids are in this order.
         """
         return self.num_experts + self.num_zero_experts + self.num_copy_experts + self.num_constant_experts
+
+    @property
+    def activation_arguments(self) -> dict[str, Any]:
+        """Arguments of `maxmoe.ops.expert_ffn` that say what the experts compute between products, in its order."""
+        return {
+            "activation": self.activation,
+            "limit": self.activation_limit,
+            "limit_target": self.activation_limit_target,
+            "gate_softcap": self.gate_softcap,
+            "up_softcap": self.up_softcap,
+        }
 
     @property
     def has_zero_computation_outputs(self) -> bool:
@@ -209,13 +232,29 @@ class MoEConfig:
                 f"top_k_groups ({self.top_k_groups}) groups"
             )
 
-    def _check_experts(self) -> None:
-        if self.activation == "swigluoai" and not self.gated:
-            raise ValueError("activation 'swigluoai' needs gated=True, got gated=False")
+    def _check_activation(self) -> None:
+        if self.activation in NEED_GATE and not self.gated:
+            raise ValueError(f"activation {self.activation!r} needs gated=True, got gated=False")
         if self.activation_limit is not None:
             check_number("activation_limit", self.activation_limit, above=0)
             if not self.gated:
                 raise ValueError(f"activation_limit ({self.activation_limit}) needs gated=True, got gated=False")
+            if self.activation == "situ":
+                raise ValueError(
+                    f"activation_limit must be None with activation 'situ', which has softcaps, "
+                    f"got {self.activation_limit}"
+                )
+        elif self.activation_limit_target == "output":
+            raise ValueError("activation_limit_target='output' needs an activation_limit, got None")
+        for name in ("gate_softcap", "up_softcap"):
+            softcap = getattr(self, name)
+            if softcap is not None:
+                check_number(name, softcap, above=0)
+            if (softcap is not None) != (self.activation == "situ"):
+                needed = "a number" if self.activation == "situ" else "None"
+                raise ValueError(f"{name} must be {needed} with activation {self.activation!r}, got {softcap}")
+
+    def _check_experts(self) -> None:
         for name in ("latent_in_norm", "latent_out_norm"):
             if getattr(self, name) and self.latent_size is None:
                 raise ValueError(f"{name}=True needs a latent_size, got None")

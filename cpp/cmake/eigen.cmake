@@ -5,6 +5,9 @@ if(Python_EXECUTABLE)
     COMMAND ${Python_EXECUTABLE} -c "import sys; print(*(p + '/cmeel.prefix' for p in sys.path if p), sep=';', end='')"
     OUTPUT_VARIABLE MAXMOE_CMEEL_PREFIXES)
 endif()
+if(NOT EXISTS "${MAXMOE_EIGEN_INCLUDE_DIR}/Eigen/Core")  # the environment of an earlier build may be gone
+  unset(MAXMOE_EIGEN_INCLUDE_DIR CACHE)
+endif()
 find_path(MAXMOE_EIGEN_INCLUDE_DIR Eigen/Core
   PATHS ${MAXMOE_CMEEL_PREFIXES}
   PATH_SUFFIXES eigen3 include/eigen3

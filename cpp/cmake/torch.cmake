@@ -1,7 +1,6 @@
 # MAXMOE_TORCH, a list of folders of torch: for each one a target maxmoe_torch_<major>_<minor>, whose names are in
-# MAXMOE_TORCH_MINORS. Not find_package(Torch): with a CUDA build of torch it demands a whole CUDA toolkit, it leaves
-# torch_python out, and it finds one torch alone. No torch is imported, so that one without its dependencies will do.
-find_package(Python 3.10 REQUIRED COMPONENTS Interpreter Development.Module)
+# MAXMOE_TORCH_MINORS. Not find_package(Torch): with a CUDA build of torch it demands a whole CUDA toolkit, and
+# it finds one torch alone. No torch is imported, so that one without its dependencies will do.
 
 # Without -fopenmp at::parallel_for, a template in a header, is silently serial. The flags, not the target
 # OpenMP::OpenMP_CXX: its library path would take precedence over the libgomp that torch ships.
@@ -29,7 +28,7 @@ foreach(folder IN LISTS MAXMOE_TORCH)
   add_library(maxmoe_torch_${minor} INTERFACE)
   target_include_directories(maxmoe_torch_${minor} SYSTEM INTERFACE
     ${folder}/include ${folder}/include/torch/csrc/api/include)
-  foreach(library torch torch_cpu c10 torch_python)
+  foreach(library torch torch_cpu c10)
     target_link_libraries(maxmoe_torch_${minor} INTERFACE ${folder}/lib/lib${library}.so)
   endforeach()
   target_compile_options(maxmoe_torch_${minor} INTERFACE ${MAXMOE_OPENMP_FLAGS})

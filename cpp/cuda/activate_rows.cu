@@ -1,5 +1,5 @@
-#include "cuda/activation.h"
 #include "cuda/launch.h"
+#include "kernels/experts/activation_formulas.h"
 
 namespace maxmoe::cuda {
 namespace {
@@ -16,7 +16,8 @@ __global__ void __launch_bounds__(kThreads) activate_elements(const ActivateRows
       T out[kWidth];
       MAXMOE_UNROLL
       for (int i = 0; i < kWidth; ++i) {
-        out[i] = to_narrow<T>(activate_pair(a.kind, to_wide(gate[i]), to_wide(up[i])).activated);
+        const auto f = activate_pair<NumberMath<Accumulator<T>>, false>(a.kind, to_wide(gate[i]), to_wide(up[i]));
+        out[i] = to_narrow<T>(f.activated);
       }
       store(a.out.row(row) + c, out);
     }

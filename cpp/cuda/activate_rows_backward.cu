@@ -1,5 +1,5 @@
-#include "cuda/activation.h"
 #include "cuda/launch.h"
+#include "kernels/experts/activation_formulas.h"
 
 namespace maxmoe::cuda {
 namespace {
@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kThreads) backward_of_rows(const ActivateRowsB
       load<T>(up_row, up);
       MAXMOE_UNROLL
       for (int i = 0; i < kWidth; ++i) {
-        const Activated<S> f = activate_pair(a.kind, to_wide(gate[i]), to_wide(up[i]));
+        const auto f = activate_pair<NumberMath<S>, true>(a.kind, to_wide(gate[i]), to_wide(up[i]));
         const S wide = to_wide(grad[i]);
         product += wide * f.activated;
         activated[i] = to_narrow<T>(weight * f.activated);

@@ -7,8 +7,10 @@
 #include <ATen/ops/relu.h>
 #include <ATen/ops/silu.h>
 #include <ATen/ops/silu_backward.h>
+#include <ATen/ops/tanh_backward.h>
 #include <ATen/ops/threshold_backward.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -18,9 +20,10 @@
 namespace maxmoe::ops {
 namespace {
 
+// f(x) in new memory, and grad * f'(x); `out` may be x.
 struct Formulas {
-  Tensor (*value)(const Tensor& x);                                          // f(x), in new memory
-  void (*store_gradient)(Tensor& out, const Tensor& grad, const Tensor& x);  // grad * f'(x); `out` may be x
+  Tensor (*value)(const ActivationKind& kind, const Tensor& x);
+  void (*store_gradient)(const ActivationKind& kind, Tensor& out, const Tensor& grad, const Tensor& x);
 };
 
 // a * b, in the memory of `a` unless autograd records the product.
@@ -29,29 +32,54 @@ Tensor times(const Tensor& a, const Tensor& b) {
   return is_recorded(a) || is_recorded(b) ? a * b : a.mul_(b);
 }
 
+// cap * tanh(x / cap)
+Tensor softcapped(const Tensor& x, double cap) {
+  return (x / cap).tanh() * cap;
+}
+
 Formulas formulas_of(Activation activation) {
   static constexpr double kSteepness = 1.702;  // of swigluoai: x * sigmoid(1.702 * x)
+  using Kind = ActivationKind;
   switch (activation) {
     case Activation::silu:
-      return {[](const Tensor& x) { return at::silu(x); },
-              [](Tensor& out, const Tensor& grad, const Tensor& x) { at::silu_backward_out(out, grad, x); }};
+      return {
+          [](const Kind&, const Tensor& x) { return at::silu(x); },
+          [](const Kind&, Tensor& out, const Tensor& grad, const Tensor& x) { at::silu_backward_out(out, grad, x); }};
     case Activation::swigluoai:
       // Its derivative at x equals the derivative of silu at 1.702 * x.
-      return {
-          [](const Tensor& x) { return times((x * kSteepness).sigmoid(), x); },
-          [](Tensor& out, const Tensor& grad, const Tensor& x) { at::silu_backward_out(out, grad, x * kSteepness); }};
+      return {[](const Kind&, const Tensor& x) { return times((x * kSteepness).sigmoid(), x); },
+              [](const Kind&, Tensor& out, const Tensor& grad, const Tensor& x) {
+                at::silu_backward_out(out, grad, x * kSteepness);
+              }};
     case Activation::gelu:
-      return {[](const Tensor& x) { return at::gelu(x, "none"); },
-              [](Tensor& out, const Tensor& grad, const Tensor& x) { at::gelu_backward_out(out, grad, x, "none"); }};
+      return {[](const Kind&, const Tensor& x) { return at::gelu(x, "none"); },
+              [](const Kind&, Tensor& out, const Tensor& grad, const Tensor& x) {
+                at::gelu_backward_out(out, grad, x, "none");
+              }};
     case Activation::gelu_tanh:
-      return {[](const Tensor& x) { return at::gelu(x, "tanh"); },
-              [](Tensor& out, const Tensor& grad, const Tensor& x) { at::gelu_backward_out(out, grad, x, "tanh"); }};
+      return {[](const Kind&, const Tensor& x) { return at::gelu(x, "tanh"); },
+              [](const Kind&, Tensor& out, const Tensor& grad, const Tensor& x) {
+                at::gelu_backward_out(out, grad, x, "tanh");
+              }};
     case Activation::relu:
-      return {[](const Tensor& x) { return at::relu(x); },
-              [](Tensor& out, const Tensor& grad, const Tensor& x) { at::threshold_backward_out(out, grad, x, 0); }};
+      return {[](const Kind&, const Tensor& x) { return at::relu(x); },
+              [](const Kind&, Tensor& out, const Tensor& grad, const Tensor& x) {
+                at::threshold_backward_out(out, grad, x, 0);
+              }};
     case Activation::relu2:
-      return {[](const Tensor& x) { return at::relu(x).square(); },
-              [](Tensor& out, const Tensor& grad, const Tensor& x) { at::mul_out(out, at::relu(x).mul_(2), grad); }};
+      return {[](const Kind&, const Tensor& x) { return at::relu(x).square(); },
+              [](const Kind&, Tensor& out, const Tensor& grad, const Tensor& x) {
+                at::mul_out(out, at::relu(x).mul_(2), grad);
+              }};
+    case Activation::situ:
+      return {[](const Kind& kind, const Tensor& x) { return times(x.sigmoid(), softcapped(x, kind.gate_softcap)); },
+              [](const Kind& kind, Tensor& out, const Tensor& grad, const Tensor& x) {
+                const Tensor sigmoid = x.sigmoid();
+                const Tensor tanh = (x / kind.gate_softcap).tanh_();
+                const Tensor of_cap = at::tanh_backward(sigmoid, tanh);
+                const Tensor slope = tanh.mul_(kind.gate_softcap).mul_(sigmoid).mul_(1 - sigmoid).add_(of_cap);
+                at::mul_out(out, grad, slope);
+              }};
   }
   return {};
 }
@@ -64,17 +92,43 @@ double limit_of(const ActivationKind& kind, const Tensor& x) {
   return kind.limit > largest ? std::numeric_limits<double>::infinity() : kind.limit;
 }
 
-Tensor clipped_gate(const Tensor& gate, double limit) {
-  return std::isinf(limit) ? gate : gate.clamp_max(limit);
+// x clipped from above if the limit of the kind is for `target`.
+Tensor clipped(const ActivationKind& kind, LimitTarget target, const Tensor& x, double limit) {
+  return std::isinf(limit) || kind.limit_target != target ? x : x.clamp_max(limit);
+}
+
+// f(gate) with its limit, and the gate or f(gate) without it: the one that is clipped.
+struct GateValue {
+  Tensor value;
+  Tensor limited;
+};
+
+GateValue gate_value(const ActivationKind& kind, const Tensor& gate, double limit) {
+  const Tensor value = formulas_of(kind.activation).value(kind, clipped(kind, LimitTarget::input, gate, limit));
+  const Tensor limited = kind.limit_target == LimitTarget::input ? gate : value;
+  return {clipped(kind, LimitTarget::output, value, limit), limited};
 }
 
 // f(gate) is multiplied by this.
 Tensor factor_of(const ActivationKind& kind, const Tensor& up, double limit) {
+  if (kind.activation == Activation::situ) return softcapped(up, kind.up_softcap);
   const Tensor clipped = std::isinf(limit) ? up : up.clamp(-limit, limit);
   return kind.activation == Activation::swigluoai ? clipped + 1 : clipped;
 }
 
-}  // namespace
+// up = grad * the derivative of factor_of
+void store_factor_gradient(const ActivationKind& kind, Tensor& up, const Tensor& grad, const Tensor& value,
+                           double limit) {
+  if (kind.activation == Activation::situ) {
+    const Tensor tanh = (up / kind.up_softcap).tanh_();
+    at::mul_out(up, grad, value);
+    at::tanh_backward_out(up, up, tanh);
+    return;
+  }
+  const Tensor is_clipped = std::isinf(limit) ? Tensor() : up.abs().gt(limit);
+  at::mul_out(up, grad, value);
+  if (is_clipped.defined()) up.masked_fill_(is_clipped, 0);
+}
 
 Activation parse_activation(const char* op, std::string_view name) {
   return parse<Activation>(op, "activation", name,
@@ -83,7 +137,48 @@ Activation parse_activation(const char* op, std::string_view name) {
                             {"gelu_tanh", Activation::gelu_tanh},
                             {"relu", Activation::relu},
                             {"relu2", Activation::relu2},
-                            {"swigluoai", Activation::swigluoai}});
+                            {"swigluoai", Activation::swigluoai},
+                            {"situ", Activation::situ}});
+}
+
+LimitTarget parse_limit_target(const char* op, std::string_view name) {
+  return parse<LimitTarget>(op, "limit_target", name, {{"input", LimitTarget::input}, {"output", LimitTarget::output}});
+}
+
+}  // namespace
+
+void ActivationArguments::check(const char* op, GateLayout gate) const {
+  const Activation activation = parse_activation(op, name);
+  const LimitTarget target = parse_limit_target(op, limit_target);
+  const bool gated = gate != GateLayout::none;
+  const bool has_softcaps = activation == Activation::situ;
+  MAXMOE_CHECK(gated || !needs_gate(activation), op, "gate must be given for activation ", name, ", got None");
+  MAXMOE_CHECK(gated || !limit.has_value(), op, "limit must be None without gate, got ", limit.value_or(0));
+  MAXMOE_CHECK(limit.value_or(1.0) > 0, op, "limit must be positive, got ", limit.value_or(1.0));
+  MAXMOE_CHECK(!has_softcaps || !limit.has_value(), op, "limit must be None for activation ", name, ", got ",
+               limit.value_or(0));
+  MAXMOE_CHECK(target == LimitTarget::input || limit.has_value(), op,
+               "limit must be given for limit_target output, got None");
+  for (const auto& [field, softcap] : {std::pair("gate_softcap", gate_softcap), std::pair("up_softcap", up_softcap)}) {
+    MAXMOE_CHECK(has_softcaps || !softcap.has_value(), op, field, " must be None for activation ", name, ", got ",
+                 softcap.value_or(0));
+    MAXMOE_CHECK(!has_softcaps || softcap.has_value(), op, field, " must be given for activation ", name, ", got None");
+    MAXMOE_CHECK(softcap.value_or(1.0) > 0 && std::isfinite(softcap.value_or(1.0)), op, field,
+                 " must be positive and finite, got ", softcap.value_or(1.0));
+  }
+}
+
+ActivationKind ActivationArguments::kind(const char* op, GateLayout gate, at::ScalarType dtype) const {
+  constexpr double infinity = std::numeric_limits<double>::infinity();
+  const bool is_double = dtype == at::kDouble;
+  const double largest = is_double ? std::numeric_limits<double>::max() : std::numeric_limits<float>::max();
+  const double bound = limit.value_or(infinity);
+  return {parse_activation(op, name),
+          gate,
+          bound > largest ? infinity : bound,
+          parse_limit_target(op, limit_target),
+          std::min(gate_softcap.value_or(0.0), largest),
+          std::min(up_softcap.value_or(0.0), largest)};
 }
 
 std::pair<Tensor, Tensor> gate_and_up(GateLayout layout, const Tensor& preactivations) {
@@ -97,10 +192,9 @@ std::pair<Tensor, Tensor> gate_and_up(GateLayout layout, const Tensor& preactiva
 }
 
 Tensor activated_rows(const ActivationKind& kind, const Tensor& gate, const Tensor& up) {
-  const Formulas f = formulas_of(kind.activation);
-  if (kind.gate == GateLayout::none) return f.value(up);
+  if (kind.gate == GateLayout::none) return formulas_of(kind.activation).value(kind, up);
   const double limit = limit_of(kind, up);
-  return times(f.value(clipped_gate(gate, limit)), factor_of(kind, up, limit));
+  return times(gate_value(kind, gate, limit).value, factor_of(kind, up, limit));
 }
 
 // Every step frees or overwrites what no later step reads: beside gate, up and grad there are two tensors at a time.
@@ -109,22 +203,20 @@ Tensor activation_gradient(const ActivationKind& kind, const Tensor& grad, Tenso
   const Formulas f = formulas_of(kind.activation);
   Tensor activated;
   if (kind.gate == GateLayout::none) {
-    if (wants_activated) activated = f.value(up);
-    f.store_gradient(up, grad, up);
+    if (wants_activated) activated = f.value(kind, up);
+    f.store_gradient(kind, up, grad, up);
     return activated;
   }
   const double limit = limit_of(kind, up);
-  const Tensor value = f.value(clipped_gate(gate, limit));
+  const auto [value, limited] = gate_value(kind, gate, limit);
   const Tensor factor = factor_of(kind, up, limit);
   {
-    const Tensor is_clipped = std::isinf(limit) ? Tensor() : gate.gt(limit);
-    f.store_gradient(gate, grad * factor, clipped_gate(gate, limit));
+    const Tensor is_clipped = std::isinf(limit) ? Tensor() : limited.gt(limit);
+    f.store_gradient(kind, gate, grad * factor, clipped(kind, LimitTarget::input, gate, limit));
     if (is_clipped.defined()) gate.masked_fill_(is_clipped, 0);
   }
   if (wants_activated) activated = value * factor;
-  const Tensor is_clipped = std::isinf(limit) ? Tensor() : up.abs().gt(limit);
-  at::mul_out(up, grad, value);
-  if (is_clipped.defined()) up.masked_fill_(is_clipped, 0);
+  store_factor_gradient(kind, up, grad, value, limit);
   return activated;
 }
 

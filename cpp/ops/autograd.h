@@ -76,7 +76,10 @@ T primal(const T& argument) {
 // values as one tuple, which also owns the strings.
 template <class Arguments>
 void save_arguments(AutogradContext* ctx, const Arguments& arguments, variable_list kept = {}) {
+  constexpr size_t kNumFields = std::tuple_size_v<Arguments>;
   std::vector<c10::IValue> values;
+  values.reserve(kNumFields);
+  kept.reserve(kept.size() + kNumFields);
   const auto save = [&]<class Field>(const Field& field) {
     if constexpr (is_tensor<Field>) {
       const at::Tensor* given = tensor_or_null(field);

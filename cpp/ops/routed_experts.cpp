@@ -7,43 +7,75 @@
 namespace maxmoe::ops {
 namespace {
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> routed_experts(
-    const Tensor& x, const Tensor& router, const OptionalTensor& router_bias, int64_t top_k,
-    std::string_view score_function, const OptionalTensor& correction_bias, int64_t num_groups, int64_t top_k_groups,
-    std::string_view group_score, std::string_view normalization, double scale, const OptionalTensor& gate,
-    const Tensor& up, const Tensor& down, const OptionalTensor& gate_bias, const OptionalTensor& up_bias,
-    const OptionalTensor& down_bias, std::string_view activation, std::optional<double> limit, bool recompute) {
-  const Tensor logits = linear(x, router, router_bias, std::nullopt);
-  const auto [weights, experts, probabilities] = route(logits, top_k, score_function, correction_bias, num_groups,
-                                                       top_k_groups, group_score, normalization, scale, std::nullopt);
+struct RoutedExpertsArguments {
+  Tensor x;
+  Tensor router;
+  OptionalTensor router_bias;
+  int64_t top_k;
+  std::string_view score_function;
+  OptionalTensor correction_bias;
+  int64_t num_groups;
+  int64_t top_k_groups;
+  std::string_view group_score;
+  std::string_view normalization;
+  double scale;
+  OptionalTensor gate;
+  Tensor up;
+  Tensor down;
+  OptionalTensor gate_bias;
+  OptionalTensor up_bias;
+  OptionalTensor down_bias;
+  ActivationArguments activation;
+  bool recompute;
+
+  // All fields, in the order of the schema.
+  template <class Self>
+  static auto fields(Self& a) {
+    return std::tuple_cat(std::tie(a.x, a.router, a.router_bias, a.top_k, a.score_function, a.correction_bias,
+                                   a.num_groups, a.top_k_groups, a.group_score, a.normalization, a.scale, a.gate, a.up,
+                                   a.down, a.gate_bias, a.up_bias, a.down_bias),
+                          ActivationArguments::fields(a.activation), std::tie(a.recompute));
+  }
+};
+
+using Routed = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+template <class... Arguments>
+Routed routed_experts(Arguments... arguments) {
+  const RoutedExpertsArguments given{arguments...};
+  const Tensor logits = linear(given.x, given.router, given.router_bias, std::nullopt);
+  const auto [weights, experts, probabilities] =
+      route(logits, given.top_k, given.score_function, given.correction_bias, given.num_groups, given.top_k_groups,
+            given.group_score, given.normalization, given.scale, std::nullopt);
   const c10::SymInt num_slots = experts.sym_numel();
   const OperatorCall running;  // the plan below is right, so that devices do not check its values
   const auto [slots, rows, group_sizes, dropped] =
-      ragged_plan(experts, router.size(0), 0, std::nullopt, num_slots, num_slots);
+      ragged_plan(experts, given.router.size(0), 0, std::nullopt, num_slots, num_slots);
   ExpertFfnArguments a{};
-  a.x = x;
+  a.x = given.x;
   a.weights = weights;
   a.slots = slots;
   a.rows = rows;
   a.group_sizes = group_sizes;
-  a.top_k = top_k;
-  a.gate = {{gate}, gate_bias};
-  a.up = {{up}, up_bias};
-  a.down = {{down}, down_bias};
-  a.activation = activation;
-  a.limit = limit;
-  a.recompute = recompute;
+  a.top_k = given.top_k;
+  a.gate = {{given.gate}, given.gate_bias};
+  a.up = {{given.up}, given.up_bias};
+  a.down = {{given.down}, given.down_bias};
+  a.activation = given.activation;
+  a.recompute = given.recompute;
   return {call(expert_ffn, a), logits, weights, experts, probabilities, dropped};
 }
 
 TORCH_LIBRARY_FRAGMENT(maxmoe, library) {
-  library.def(
+  const std::string schema =
       "routed_experts(Tensor x, Tensor router, Tensor? router_bias, int top_k, str score_function, Tensor? "
       "correction_bias, int num_groups, int top_k_groups, str group_score, str normalization, float scale, Tensor? "
-      "gate, Tensor up, Tensor down, Tensor? gate_bias, Tensor? up_bias, Tensor? down_bias, str activation, float? "
-      "limit, bool recompute) -> (Tensor out, Tensor logits, Tensor weights, Tensor experts, Tensor probabilities, "
-      "Tensor dropped)",
-      routed_experts);
+      "gate, Tensor up, Tensor down, Tensor? gate_bias, Tensor? up_bias, Tensor? down_bias, ";
+  library.def((schema + ActivationArguments::kSchema +
+               ", bool recompute=False) -> (Tensor out, Tensor logits, Tensor weights, Tensor experts, Tensor "
+               "probabilities, Tensor dropped)")
+                  .c_str(),
+              static_cast<Signature<Routed, RoutedExpertsArguments>*>(&routed_experts));
 }
 
 }  // namespace

@@ -140,8 +140,34 @@ inline RoutedRows routed_rows(const Routing& routing) {
   return {routing.slots.data(), routing.rows.data(), routing.group_sizes.data(), routing.num_experts, routing.top_k};
 }
 
-inline double naive_activation(Activation activation, double x) {
-  switch (activation) {
+// Every activation, with and without the limits and layouts that it may have. No limit is a number of 16 bits, at which
+// a derivative would not be one of both sides.
+inline std::vector<ActivationKind> activation_kinds() {
+  constexpr double kNoLimit = std::numeric_limits<double>::infinity();
+  return {
+      {Activation::silu, GateLayout::separate, kNoLimit},
+      {Activation::silu, GateLayout::separate, 0.55},
+      {Activation::gelu, GateLayout::separate, kNoLimit},
+      {Activation::gelu_tanh, GateLayout::separate, kNoLimit},
+      {Activation::relu, GateLayout::separate, 0.9},
+      {Activation::swigluoai, GateLayout::separate, 0.7},
+      {Activation::silu, GateLayout::concatenated, kNoLimit},
+      {Activation::swigluoai, GateLayout::interleaved, 0.7},
+      {Activation::silu, GateLayout::interleaved, kNoLimit},
+      {Activation::relu2, GateLayout::none, kNoLimit},
+      {Activation::silu, GateLayout::none, kNoLimit},
+      {Activation::gelu_tanh, GateLayout::none, kNoLimit},
+      {Activation::swigluoai, GateLayout::concatenated, kNoLimit},
+      {Activation::relu2, GateLayout::interleaved, 0.7},
+      {Activation::silu, GateLayout::separate, 0.2, LimitTarget::output},
+      {Activation::gelu, GateLayout::interleaved, 0.3, LimitTarget::output},
+      {Activation::situ, GateLayout::separate, kNoLimit, LimitTarget::input, 0.6, 0.9},
+      {Activation::situ, GateLayout::concatenated, kNoLimit, LimitTarget::input, 4.0, 0.5},
+  };
+}
+
+inline double naive_activation(const ActivationKind& kind, double x) {
+  switch (kind.activation) {
     case Activation::silu:
       return x / (1.0 + std::exp(-x));
     case Activation::swigluoai:
@@ -154,15 +180,23 @@ inline double naive_activation(Activation activation, double x) {
       return std::max(x, 0.0);
     case Activation::relu2:
       return std::max(x, 0.0) * std::max(x, 0.0);
+    case Activation::situ:
+      return kind.gate_softcap * std::tanh(x / kind.gate_softcap) / (1.0 + std::exp(-x));
   }
   return std::numeric_limits<double>::quiet_NaN();
 }
 
+inline double naive_factor(const ActivationKind& kind, double up) {
+  if (kind.activation == Activation::situ) return kind.up_softcap * std::tanh(up / kind.up_softcap);
+  const double clipped = std::min(std::max(up, -kind.limit), kind.limit);
+  return kind.activation == Activation::swigluoai ? clipped + 1.0 : clipped;
+}
+
 inline double naive_activated(const ActivationKind& kind, double gate, double up) {
-  if (kind.gate == GateLayout::none) return naive_activation(kind.activation, up);
-  const double clipped_up = std::min(std::max(up, -kind.limit), kind.limit);
-  const double factor = clipped_up + (kind.activation == Activation::swigluoai ? 1.0 : 0.0);
-  return naive_activation(kind.activation, std::min(gate, kind.limit)) * factor;
+  if (kind.gate == GateLayout::none) return naive_activation(kind, up);
+  const double active = kind.limit_target == LimitTarget::output ? std::min(naive_activation(kind, gate), kind.limit)
+                                                                 : naive_activation(kind, std::min(gate, kind.limit));
+  return active * naive_factor(kind, up);
 }
 
 // Computes out [T, D] for the tensors `at + step * along`.

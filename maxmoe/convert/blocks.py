@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from maxmoe.checks.whole_tensors import check_whole
 from maxmoe.config import MoEConfig
 from maxmoe.presets import from_transformers
-from maxmoe.presets.families import Family, family_of
+from maxmoe.presets.configs import family_of
+from maxmoe.presets.families import Family
 from maxmoe.presets.layouts import Held, check_tensors
 from maxmoe.quantization import QuantizedStack, on_meta, put_stack, state_with_stacks
 
@@ -45,14 +46,15 @@ def _source(block: nn.Module) -> Any:
         if hasattr(module, "config"):
             return module.config
     raise ValueError(
-        f"{type(block).__name__} must be the sparse block of a model of transformers >= 5.20, whose experts keep their "
-        f"config; no part of it has one"
+        f"{type(block).__name__} must be the sparse block of a model of transformers >= 5.20, with its config; no part "
+        "of it has one: if the block is from such a model, set block.config = model.config"
     )
 
 
 def check_block(config: MoEConfig, block: nn.Module) -> None:
     """Raise unless a layer with this config and a block compute the same function of the same weights."""
     wanted = config_of_block(block)
+    family_of_block(block).check_convertible()
     for name in (field.name for field in dataclasses.fields(MoEConfig) if field.name not in _OTHER_FIELDS):
         if getattr(config, name) != getattr(wanted, name):
             raise ValueError(
@@ -67,8 +69,10 @@ def check_tensors_of(block: nn.Module, layer: nn.Module, what: str) -> dict[str,
     Raises unless the block is whole and has the tensors of its family, in the shapes that fit the layer.
     """
     check_whole(what, block.state_dict())
-    theirs, tensors = state_with_stacks(block), family_of_block(block).block.tensors(state_with_stacks(layer))
+    family, theirs = family_of_block(block), state_with_stacks(block)
+    tensors = family.block.tensors(state_with_stacks(layer))
     expected = {key: held.shape for key, held in tensors.items()}
+    expected |= {name: theirs[name].shape for name in family.own_parameters if name in theirs}
     for key, held in tensors.items():
         if held.entry.has_unused_matrices and key in theirs:
             expected[key] = torch.Size([max(theirs[key].shape[0], held.shape[0]), *held.shape[1:]])
@@ -83,11 +87,12 @@ def take_weights(layer: nn.Module, block: nn.Module) -> None:
 
     Raises before the first tensor is moved if the block is sharded, or has other tensors or shapes than its family.
     """
+    family_of_block(block).check_convertible()
     tensors, theirs = check_tensors_of(block, layer, "from_transformers"), state_with_stacks(block)
     for key, held in tensors.items():
         source = theirs.pop(key)
         used = source[: held.parameters[0].shape[0]] if held.entry.has_unused_matrices else source
-        for name, view in zip(held.entry.names, held.entry.views(used), strict=True):
+        for name, view in zip(held.entry.names, held.views(used), strict=True):
             _put(layer, name, _owned(view, source), source.requires_grad)
         _put(block, key, on_meta(source), source.requires_grad)
 

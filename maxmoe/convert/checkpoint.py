@@ -110,6 +110,7 @@ class _Tensor(NamedTuple):
 def _family(name: str) -> Family:
     if name not in FAMILIES:
         raise ValueError(f"family must be one of {', '.join(FAMILIES)}, got {name!r}")
+    FAMILIES[name].check_convertible()
     return FAMILIES[name]
 
 

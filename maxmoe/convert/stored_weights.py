@@ -126,6 +126,8 @@ class StoredWeight:
     def __init__(self, key: str, held: Held) -> None:
         self.key, self.held = key, held
         self.published = published(held.parameters[0], key)
+        if held.is_flat and self.published.format:
+            raise ValueError(f"{key} has the matrices of all experts in one, which cannot be {self.published.format}")
         _, parameters = next(self.experts())
         self.matrix = held.entry.join([on_meta(parameter) for parameter in parameters])
 
@@ -134,11 +136,16 @@ class StoredWeight:
         if not self.held.entry.is_stack:
             yield ..., self.held.parameters
             return
-        for expert in range(self.held.parameters[0].shape[0]):
-            yield expert, [parameter[expert] for parameter in self.held.parameters]
+        num_experts = self.held.parameters[0].shape[0]
+        rows = self.held.shape[0] // num_experts  # of an expert, where the tensor is flat
+        for expert in range(num_experts):
+            index = slice(expert * rows, (expert + 1) * rows) if self.held.is_flat else expert
+            yield index, [parameter[expert] for parameter in self.held.parameters]
 
     def tensors(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Return dtype and shape of the tensors in the checkpoint, by their names."""
+        if self.held.is_flat:
+            return {self.key: (self.matrix.dtype, (*self.held.shape,))}
         leading = self.held.parameters[0].shape[:1] if self.held.entry.is_stack else ()
         parts = self.published.tensors(self.matrix)
         return {f"{self.key}{end}": (part.dtype, (*leading, *part.shape)) for end, part in parts.items()}

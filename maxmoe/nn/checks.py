@@ -34,8 +34,9 @@ def check_replaced_parts(
                 raise ValueError(f"{name} must be False with a custom router, got True")
     if activation is not None and not callable(activation):
         raise TypeError(f"activation must be a function of gate and up, got {activation!r}: set names in the config")
-    if activation is not None and config.activation_limit is not None:
-        raise ValueError(f"activation_limit must be None with a custom activation, got {config.activation_limit}")
+    for name in ("activation_limit", "gate_softcap", "up_softcap"):
+        if activation is not None and getattr(config, name) is not None:
+            raise ValueError(f"{name} must be None with a custom activation, got {getattr(config, name)}")
     if balance_loss is None:
         return
     if not callable(balance_loss):

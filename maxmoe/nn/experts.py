@@ -101,6 +101,7 @@ class Experts(nn.Module):
         super().__init__()
         self.config = config
         self.activation: Activation | ActivationFunction = config.activation if activation is None else activation
+        self.activation_arguments = activation_arguments(config, self.activation)
         num_experts, row_size, width = config.num_experts, config.row_size, config.intermediate_size
 
         def parameter(exists: bool, *shape: int) -> nn.Parameter | None:
@@ -163,8 +164,7 @@ class Experts(nn.Module):
             outputs = expert_ffn(
                 *arguments,
                 *experts,
-                activation=self.activation,
-                limit=self.config.activation_limit,
+                **self.activation_arguments,
                 recompute="experts" in self.recompute,
             )
             return outputs if norm is None else ragged_unsort(norm(outputs), plan, weights)
@@ -215,7 +215,7 @@ class Experts(nn.Module):
             if callable(self.activation):
                 activated = activate_with(self.activation, gate, up)
             else:
-                activated = activate(gate, up, self.activation, self.config.activation_limit)
+                activated = activate(gate, up, **self.activation_arguments)
             outputs = project(activated, weights.down)
             return outputs if self.norm is None else self.norm(outputs)
 
@@ -271,6 +271,11 @@ class Experts(nn.Module):
             saved |= dict.fromkeys(("norm_factor", "norm_ones"), SavedTensor((D,), (None,)))
             saved["order"] = SavedTensor(shape, EXPERT_TOKEN_DIMS, torch.int64)
         return saved
+
+
+def activation_arguments(config: MoEConfig, activation: Activation | ActivationFunction) -> dict[str, Any]:
+    """Return the arguments of `expert_ffn` for the activation of the config, or for a function in its place."""
+    return {"activation": activation} if callable(activation) else config.activation_arguments
 
 
 def check_activation_is_known(activation: Activation | ActivationFunction) -> None:

@@ -273,7 +273,7 @@ class MoE(HookedModule):
 
     def _checked(self, x: Tensor, token_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Check the inputs of `forward`; return tokens ``(T, D)``, zero for padding, and their mask ``(T,)``."""
-        config, hidden_size, dtype = self.config, self.config.hidden_size, self._dtype
+        config, hidden_size, dtype = self.config, self.config.hidden_size, self.expert_dtype
         if x.dim() < 2 or x.shape[-1] != hidden_size:
             raise ValueError(f"x must have shape [..., S, hidden_size ({hidden_size})], got {tuple(x.shape)}")
         if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
@@ -358,7 +358,7 @@ class MoE(HookedModule):
         )
 
     def _saved_tensors(self, batch: int, length: int) -> dict[str, SavedTensor]:
-        config, wide = self.config, torch.promote_types(self._dtype, torch.float32)
+        config, wide = self.config, torch.promote_types(self.expert_dtype, torch.float32)
         saved = {"input": SavedTensor((batch, length, config.hidden_size), (*TOKEN_DIMS, None))}
         if config.has_zero_computation_outputs:  # their module may have no parameter that tells the dtype
             saved["factors"] = SavedTensor((batch, length, 1), (*TOKEN_DIMS, None), wide)
@@ -386,7 +386,8 @@ class MoE(HookedModule):
         return self.experts
 
     @property
-    def _dtype(self) -> torch.dtype:
+    def expert_dtype(self) -> torch.dtype:
+        """Dtype of the matrices of the routed experts."""
         return self.routed_experts.up_proj.dtype
 
     def extra_repr(self) -> str:

@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 
 from maxmoe.config import Activation, MoEConfig
 from maxmoe.declaration import TOKEN_DIMS, Declaration, SavedTensor
-from maxmoe.nn.experts import check_activation_is_known
+from maxmoe.nn.experts import activation_arguments, check_activation_is_known
 from maxmoe.nn.rms_norm import LatentNorm
 from maxmoe.nn.routing import TopK
 from maxmoe.ops import ActivationFunction, RaggedPlan, expert_ffn, gmm, linear, ragged_plan
@@ -37,6 +37,7 @@ class SharedExperts(nn.Module):
         super().__init__()
         self.config = config
         self.activation: Activation | ActivationFunction = config.activation if activation is None else activation
+        self.activation_arguments = activation_arguments(config, self.activation)
         hidden_size, (*count, width) = config.hidden_size, self._sizes(config)
 
         def parameter(exists: bool, *shape: int) -> nn.Parameter | None:
@@ -75,8 +76,7 @@ class SharedExperts(nn.Module):
             None if self.gate_proj is None else self.gate_proj.unsqueeze(0),
             self.up_proj.unsqueeze(0),
             self.down_proj.unsqueeze(0),
-            activation=self.activation,
-            limit=self.config.activation_limit,
+            **self.activation_arguments,
             recompute="shared_experts" in self.recompute,
         )
 
@@ -154,8 +154,7 @@ class ScoredSharedExperts(SharedExperts):
             self.gate_proj,
             self.up_proj,
             self.down_proj,
-            activation=self.activation,
-            limit=self.config.activation_limit,
+            **self.activation_arguments,
             recompute="shared_experts" in self.recompute,
         )
 

@@ -80,8 +80,7 @@ def in_one_operator(x: Tensor, router: nn.Module, experts: Experts) -> tuple[Rou
             experts.gate_bias,
             experts.up_bias,
             experts.down_bias,
-            experts.activation,
-            config.activation_limit,
+            *experts.activation_arguments.values(),
             "experts" in experts.recompute,
         )
     except ValueError as error:

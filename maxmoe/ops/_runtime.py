@@ -4,7 +4,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from maxmoe import _C
+from maxmoe import _library
 
 _entered = threading.RLock()
 
@@ -23,11 +23,11 @@ def force_aten(enabled: bool = True) -> Iterator[None]:
     """
     if not _entered.acquire(blocking=False):
         raise RuntimeError("force_aten applies to all threads of the process, and another thread is in its context")
-    before = _C.force_aten(enabled)
+    before = _library.force_aten(enabled)
     try:
         yield
     finally:
-        _C.force_aten(before)
+        _library.force_aten(before)
         _entered.release()
 
 
@@ -38,4 +38,4 @@ def empty_cache() -> None:
     larger than the peak use, and the system can reclaim it when it needs memory (`MADV_FREE`), so that it only shows in
     the resident memory of the process. On other systems, nothing is cached.
     """
-    _C.empty_cache()
+    _library.empty_cache()

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from maxmoe.config import LimitTarget
 from maxmoe.ops._projection import Projection, ProjectionLike, as_projection
 from maxmoe.ops.products import gmm
 from maxmoe.ops.routing import RaggedPlan
@@ -34,6 +35,9 @@ def expert_ffn(
     *,
     activation: str | ActivationFunction = "silu",
     limit: float | None = None,
+    limit_target: LimitTarget = "input",
+    gate_softcap: float | None = None,
+    up_softcap: float | None = None,
     fused_gate: str | None = None,
     recompute: bool = False,
 ) -> Tensor:
@@ -43,8 +47,10 @@ def expert_ffn(
     out[t] = sum_k weights[t, k] * y[t, experts[t, k]]   over the slots that have a row in the plan
 
     gate_e, up_e and down_e are projections, x -> x (W_e + scale * a_e b_e) + bias_e. Without `gate`: down_e(f(up_e(x)))
-    instead. With a limit, the gate is first clipped from above, and up on both sides. "swigluoai" is
-    gate * sigmoid(1.702 gate) * (up + 1).
+    instead. With a limit, the gate is first clipped from above, or f(gate) afterwards, and up on both sides.
+
+    "swigluoai" is gate * sigmoid(1.702 gate) * (up + 1). "situ" is b tanh(gate / b) * sigmoid(gate) * c tanh(up / c),
+    with b = gate_softcap and c = up_softcap.
 
     The forward saves x, the pre-activations ``(R, 2F)`` and the plan: D + 2KF elements per token. The gradient of the
     routing weights is <d out[t] down_e^T, f(...)>, so that no expert output is saved.
@@ -63,7 +69,10 @@ def expert_ffn(
             ``(R, F)``, None without a gate, and up ``(R, F)`` in the place of f(gate) * up. With a function the experts
             are composed of `ragged_sort`, `gmm` and `ragged_unsort`: the rows, gate, up, what the function saves, its
             result and the outputs are saved.
-        limit: limit of the clipping; None for no clipping. Must be None with a function.
+        limit: limit of the clipping; None for no clipping. Must be None with "situ" and with a function.
+        limit_target: whether the limit clips the gate, the "input" of f, or f(gate), its "output".
+        gate_softcap: bound of the linear factor of the gate, positive; with "situ" only, which needs it.
+        up_softcap: bound of up, positive; with "situ" only, which needs it.
         fused_gate: layout of the gate in `up`, which is then ``(L, D, 2F)``: "concatenated" if the F columns
             of the gate come before the F columns of up, "interleaved" if they alternate; None if `up` holds no gate.
         recompute: save only x and the plan, and recompute the pre-activations in the backward, with bitwise the same
@@ -74,15 +83,20 @@ def expert_ffn(
 
     Raises:
         TypeError: if the function returns no tensor.
-        ValueError: if it returns another shape or dtype than up has, or is given with a limit.
+        ValueError: if it returns another shape or dtype than up has, or is given with a limit or a softcap.
 
-    Source: SonicMoE (arXiv:2512.14080) for the choice of saved tensors.
+    Source: SonicMoE (arXiv:2512.14080) for the choice of saved tensors; Kimi K3 for "situ", Step-3.7 for the limit of
+    outputs.
     """
     projections = {"gate": gate, "up": up, "down": down}
     given = {name: as_projection(value) for name, value in projections.items() if value is not None}
     if callable(activation):
-        if limit is not None:
-            raise ValueError(f"limit must be None with a function as activation, which clips by itself, got {limit}")
+        constants = {"limit": limit, "gate_softcap": gate_softcap, "up_softcap": up_softcap}
+        for name, value in constants.items():
+            if value is not None:
+                raise ValueError(
+                    f"{name} must be None with a function as activation, which clips by itself, got {value}"
+                )
         return _composed_ffn(x, weights, plan, given, activation=activation, fused_gate=fused_gate, recompute=recompute)
     arguments: dict[str, Any] = {}
     for name, projection in given.items():
@@ -97,6 +111,9 @@ def expert_ffn(
         **arguments,
         activation=activation,
         limit=limit,
+        limit_target=limit_target,
+        gate_softcap=gate_softcap,
+        up_softcap=up_softcap,
         fused_gate=fused_gate,
         recompute=recompute,
     )

@@ -75,7 +75,7 @@ class PlannedBatch:
                 dispatch,
                 num_tokens,
                 dispatch.num_chunks(self.num_chunks),
-                layer.routed_experts.down_proj.dtype,
+                layer.expert_dtype,
                 is_recomputed=self.plan.recomputed_by(path) is not None,
                 recomputes_input="dispatch" in layer.recompute,
                 expert_bytes=_expert_bytes(self.plan, f"{path}.experts.".removeprefix("."), dispatch),

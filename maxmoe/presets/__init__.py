@@ -1,11 +1,14 @@
 """Published model families: their configs, and the names of their fields and weights in transformers."""
 
-from maxmoe.presets.families import from_transformers
+from maxmoe.presets.configs import from_transformers
 from maxmoe.presets.published import (
+    dbrx,
     deepseek_v2,
     deepseek_v3,
     glm4_moe,
     gpt_oss,
+    granitemoe,
+    jetmoe,
     kimi_k2,
     llama4,
     longcat_flash,
@@ -16,18 +19,22 @@ from maxmoe.presets.published import (
     qwen2_moe,
     qwen3_moe,
     qwen3_next,
+    switch_transformers,
 )
 from maxmoe.presets.published_2026 import axk2, beam, inkling, kolibri1, mistral_large4, muse_spark
 
 __all__ = [
     "axk2",
     "beam",
+    "dbrx",
     "deepseek_v2",
     "deepseek_v3",
     "from_transformers",
     "glm4_moe",
     "gpt_oss",
+    "granitemoe",
     "inkling",
+    "jetmoe",
     "kimi_k2",
     "kolibri1",
     "llama4",
@@ -41,4 +48,5 @@ __all__ = [
     "qwen2_moe",
     "qwen3_moe",
     "qwen3_next",
+    "switch_transformers",
 ]

@@ -1,10 +1,9 @@
-"""Table of the names of fields and weights of each family in transformers, and the conversion of its configs."""
+"""Table of the names of fields and weights of each family in transformers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from maxmoe.checks.fields import check_bool, check_int, check_number
 from maxmoe.config import MoEConfig
 from maxmoe.presets import published, published_2026
 from maxmoe.presets.layouts import Entry, Layout, per_expert, router, shared, stacked, within
@@ -21,6 +20,10 @@ class Family:
         block: layout of the weights of the sparse block in memory.
         checkpoint: layout of the weights in published checkpoints.
         returns_scores: whether the sparse block returns a tuple, with scores that the model drops.
+        logits_index: index of the logits in the tuple that the router of the block returns.
+        own_parameters: parameters of the block that `MoE` lacks.
+        has_capacity: whether the router gets sequences and drops tokens of experts that are full.
+        beyond_layer: what the block computes and `MoE` does not, so that its weights are not converted.
         scales_sum: whether the sparse block multiplies the sum over the experts by the factor of the routing weights.
     """
 
@@ -30,6 +33,19 @@ class Family:
     block: Layout
     checkpoint: Layout
     returns_scores: bool = False
+    logits_index: int = 0
+    own_parameters: tuple[str, ...] = ()
+    has_capacity: bool = False
+    beyond_layer: str = ""
+
+    def check_convertible(self) -> None:
+        """Raise if a `MoE` layer computes something else than the block with the same weights."""
+        if self.beyond_layer:
+            raise ValueError(
+                f"the blocks of {self.preset.__name__} have {self.beyond_layer}: their weights are not converted, call "
+                "maxmoe.integrations.transformers.replace_moe_blocks(model)"
+            )
+
     scales_sum: bool = False
 
 
@@ -63,6 +79,29 @@ _LONGCAT_FLASH_FIELDS = {
     "num_copy_experts": "zero_expert_num",
     "top_k": "moe_topk",
     "routed_scaling_factor": "routed_scaling_factor",
+}
+_EXAONE_MOE_FIELDS = _DEEPSEEK_V3_FIELDS | {"num_experts": "num_experts", "num_shared_experts": "num_shared_experts"}
+_QWEN3_5_FIELDS = {ours: theirs for ours, theirs in _QWEN2_FIELDS.items() if ours != "normalization"}
+_JETMOE_FIELDS = _MIXTRAL_FIELDS | {
+    "activation": "activation_function",
+    "load_balance_loss_weight": "aux_loss_coef",
+}
+_DBRX_FIELDS = {
+    "hidden_size": "hidden_size",
+    "intermediate_size": "ffn_config.ffn_hidden_size",
+    "num_experts": "ffn_config.moe_num_experts",
+    "top_k": "ffn_config.moe_top_k",
+    "activation": "ffn_config.ffn_act_fn",
+    "normalization": "ffn_config.moe_normalize_expert_weights",
+    "load_balance_loss_weight": "ffn_config.moe_loss_weight",
+}
+_SWITCH_TRANSFORMERS_FIELDS = {
+    "hidden_size": "hidden_size",
+    "intermediate_size": "d_ff",
+    "num_experts": "num_experts",
+    "activation": "dense_act_fn",
+    "load_balance_loss_weight": "router_aux_loss_coef",
+    "router_z_loss_weight": "router_z_loss_coef",
 }
 _KOLIBRI1_FIELDS = {ours: theirs for ours, theirs in _QWEN2_FIELDS.items() if ours != "load_balance_loss_weight"}
 _BEAM_FIELDS = {ours: theirs for ours, theirs in _DEEPSEEK_V3_FIELDS.items() if ours != "num_shared_experts"}
@@ -108,6 +147,29 @@ _GPT_OSS = Layout(
     ),
 )
 
+_DBRX = Layout(
+    "ffn",
+    (
+        *router("router.layer"),
+        Entry("experts.mlp.w1", ("experts.gate_proj",), transposed=True, is_flat=True),
+        Entry("experts.mlp.v1", ("experts.up_proj",), transposed=True, is_flat=True),
+        Entry("experts.mlp.w2", ("experts.down_proj",), is_flat=True),
+    ),
+)
+_TWO_LINEARS = (
+    Entry("input_linear.weight", ("experts.gate_proj", "experts.up_proj"), transposed=True),
+    Entry("output_linear.weight", ("experts.down_proj",), transposed=True),
+)
+_JETMOE = Layout("mlp", router("router.layer") + _TWO_LINEARS)
+_SWITCH_TRANSFORMERS = Layout(
+    "mlp",
+    (
+        *router("router.classifier"),
+        Entry("experts.expert_{expert}.wi.weight", ("experts.up_proj",), transposed=True),
+        Entry("experts.expert_{expert}.wo.weight", ("experts.down_proj",), transposed=True),
+    ),
+)
+
 _MIXTRAL = Family(
     preset=published.mixtral,
     fields=_MIXTRAL_FIELDS,
@@ -146,6 +208,19 @@ _DEEPSEEK_V3 = Family(
     block=Layout("mlp", _GATE_BIASED + stacked() + shared("shared_experts")),
     checkpoint=Layout("mlp", _GATE_BIASED + _PROJ + shared("shared_experts")),
 )
+_EXAONE_MOE = replace(
+    _DEEPSEEK_V3,
+    fields=_EXAONE_MOE_FIELDS,
+    checkpoint=Layout("mlp", _GATE_BIASED_OUTSIDE + _PROJ + shared("shared_experts")),
+)
+_GRANITEMOE = Family(
+    preset=published.granitemoe,
+    fields=_MIXTRAL_FIELDS,
+    block=Layout("block_sparse_moe", router("router") + stacked()),
+    checkpoint=Layout("block_sparse_moe", router("router.layer") + _TWO_LINEARS),
+)
+_GLM4_MOE = replace(_DEEPSEEK_V3, preset=published.glm4_moe)
+_OLMOE = replace(_QWEN3_MOE, preset=published.olmoe, fields=_OLMOE_FIELDS)
 _LONGCAT_FLASH = Family(
     preset=published.longcat_flash,
     fields=_LONGCAT_FLASH_FIELDS,
@@ -240,15 +315,24 @@ _BEAM = Family(
 
 FAMILIES: dict[str, Family] = {
     "mixtral": _MIXTRAL,
+    "minimax": _MIXTRAL,
     "qwen2_moe": _QWEN2_MOE,
     "qwen3_moe": _QWEN3_MOE,
+    "mellum": _QWEN3_MOE,
     "qwen3_next": replace(_QWEN2_MOE, preset=published.qwen3_next),
-    "olmoe": replace(_QWEN3_MOE, preset=published.olmoe, fields=_OLMOE_FIELDS),
+    "qwen3_5_moe_text": replace(_QWEN2_MOE, preset=published.qwen3_next, fields=_QWEN3_5_FIELDS),
+    "olmoe": _OLMOE,
+    "flex_olmo": _OLMOE,
     "deepseek_v2": _DEEPSEEK_V2,
     "deepseek_v3": _DEEPSEEK_V3,
     "deepseek_v32": _DEEPSEEK_V3,
+    "dots1": _DEEPSEEK_V3,
+    "solar_open": _DEEPSEEK_V3,
+    "exaone_moe": _EXAONE_MOE,
     "kimi_k2": replace(_DEEPSEEK_V3, preset=published.kimi_k2),
-    "glm4_moe": replace(_DEEPSEEK_V3, preset=published.glm4_moe),
+    "glm4_moe": _GLM4_MOE,
+    "glm4_moe_lite": _GLM4_MOE,
+    "glm_moe_dsa": _GLM4_MOE,
     "longcat_flash": _LONGCAT_FLASH,
     "kolibri1": _KOLIBRI1,
     "axk2": replace(_DEEPSEEK_V3, preset=published_2026.axk2),
@@ -275,89 +359,40 @@ FAMILIES: dict[str, Family] = {
         returns_scores=True,
     ),
     "llama4_text": Family(
-        preset=published.llama4, fields=_MIXTRAL_FIELDS, block=_LLAMA4, checkpoint=_LLAMA4, returns_scores=True
+        preset=published.llama4,
+        fields=_MIXTRAL_FIELDS,
+        block=_LLAMA4,
+        checkpoint=_LLAMA4,
+        returns_scores=True,
+        logits_index=1,
+    ),
+    "granitemoe": _GRANITEMOE,
+    "granitemoehybrid": _GRANITEMOE,
+    "granitemoeshared": _GRANITEMOE,
+    "dbrx": Family(
+        preset=published.dbrx,
+        fields=_DBRX_FIELDS,
+        required={"ffn_config.moe_jitter_eps": [None, 0], "ffn_config.moe_normalize_expert_weights": [1, None]},
+        block=_DBRX,
+        checkpoint=_DBRX,
+    ),
+    "jetmoe": Family(
+        preset=published.jetmoe,
+        fields=_JETMOE_FIELDS,
+        block=_JETMOE,
+        checkpoint=_JETMOE,
+        logits_index=4,
+        own_parameters=("bias",),
+        beyond_layer="a bias that is added to their output",
+    ),
+    "switch_transformers": Family(
+        preset=published.switch_transformers,
+        fields=_SWITCH_TRANSFORMERS_FIELDS,
+        required={"router_jitter_noise": [0.0], "dropout_rate": [0.0], "router_bias": [False]},
+        block=_SWITCH_TRANSFORMERS,
+        checkpoint=_SWITCH_TRANSFORMERS,
+        logits_index=2,
+        has_capacity=True,
+        beyond_layer="a capacity, a number of tokens of a sequence after which an expert drops further ones",
     ),
 }
-
-
-def family_of(config: Any) -> Family:
-    """Return the family of a transformers config, or of its `text_config` if it has one, by `model_type`."""
-    model_type = getattr(_text_config(config), "model_type", None)
-    if model_type not in FAMILIES:
-        raise ValueError(
-            f"model_type must be one of {', '.join(FAMILIES)}, got {model_type!r} ({type(config).__name__})"
-        )
-    return FAMILIES[model_type]
-
-
-def from_transformers(config: Any) -> MoEConfig:
-    """Convert the config of a transformers model to a `MoEConfig`.
-
-    Fields that the transformers config does not have, such as the weights of some losses, are taken from the preset of
-    the family. `router_aux_loss_coef` is multiplied by K, see `maxmoe/presets/published.py`.
-
-    Args:
-        config: transformers config of a family in `maxmoe.presets`, or multimodal config with a `text_config`.
-
-    Returns:
-        Config of the Mixture-of-Experts layers of the model.
-
-    Raises:
-        ValueError: for another family, and for a field that is missing, contradicts others or is not supported.
-    """
-    family = family_of(config)
-    config = _text_config(config)
-    for attribute, values in family.required.items():
-        value = getattr(config, attribute, values[0])
-        if value not in values:
-            allowed = " or ".join(map(repr, values))
-            raise ValueError(f"{attribute} of a {config.model_type} config must be {allowed}, got {value!r}")
-    fields = {ours: _read(config, theirs) for ours, theirs in family.fields.items()}
-    try:
-        return family.preset(**fields)
-    except ValueError as error:
-        renamed = [
-            f"{ours} is its {theirs}" for ours, theirs in family.fields.items() if ours in str(error) and ours != theirs
-        ]
-        raise ValueError("; ".join([f"{config.model_type} config: {error}", *renamed])) from error
-
-
-def _text_config(config: Any) -> Any:
-    return getattr(config, "text_config", None) or config
-
-
-def _read(config: Any, attribute: str) -> Any:
-    """Return an attribute of a transformers config, converted to the value of `MoEConfig`."""
-    if attribute in ("n_group", "topk_group"):
-        has_none = config.model_type == "axk2" and getattr(config, attribute, None) is None
-        if has_none or getattr(config, "topk_method", None) == "greedy":
-            return 1
-    if attribute == "moe_latent_size":
-        return getattr(config, attribute, None)
-    value = _get(config, attribute)
-    where = f"{attribute} of the {config.model_type} config"
-    match attribute:
-        case "hidden_act" | "mlp_hidden_act" if isinstance(value, str):
-            return {"swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}.get(value, value)
-        case "norm_topk_prob":
-            check_bool(where, value)
-            return "sum" if value else "none"
-        case "router_aux_loss_coef":
-            check_number(where, value, at_least=0)
-            return value * _get(config, "num_experts_per_tok", 1)
-        case "shared_expert_intermediate_size" | "moe_shared_expert_intermediate_size":
-            width, size = _get(config, attribute, 0), _get(config, "moe_intermediate_size", 1)
-            if width % size:
-                raise ValueError(f"{attribute} ({width}) must be a multiple of moe_intermediate_size ({size})")
-            return width // size
-    return value
-
-
-def _get(config: Any, attribute: str, at_least: int | None = None) -> Any:
-    """Return an attribute of a transformers config; with a bound, an int."""
-    value = getattr(config, attribute, None)
-    if value is None:
-        raise ValueError(f"{attribute} is missing in the {config.model_type} config; transformers >= 5.20 has it")
-    if at_least is not None:
-        check_int(f"{attribute} of the {config.model_type} config", value, at_least=at_least)
-    return value

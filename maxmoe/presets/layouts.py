@@ -29,6 +29,7 @@ class Entry:
         has_unused_matrices: whether the stack of a block in memory has further matrices at its end, which the block
             does not use.
         is_optional: whether layers without the parameters lack the tensor; they have all others.
+        is_flat: whether the expert dim of the stack and the dim after it are one dim.
     """
 
     key: str
@@ -38,6 +39,7 @@ class Entry:
     unsqueezed: bool = False
     has_unused_matrices: bool = False
     is_optional: bool = False
+    is_flat: bool = False
 
     @property
     def is_of_experts(self) -> bool:
@@ -50,7 +52,7 @@ class Entry:
         return self.is_of_experts and "{expert}" not in self.key
 
     def shape(self, parameter: torch.Size) -> torch.Size:
-        """Return the shape of the published tensor, given the shape of each maxmoe parameter."""
+        """Return the shape of the published tensor, given the shape of each maxmoe parameter, before it is flat."""
         *leading, width = parameter
         shape = [*leading, width * len(self.names)]
         if self.transposed:
@@ -83,7 +85,11 @@ class Entry:
                 view.copy_(parameter)
         except ValueError as error:
             raise ValueError(f"{self.key}: {error}") from error
-        return tensor
+        if not self.is_flat or tensor.dim() < 3:
+            return tensor
+        if isinstance(tensor, QuantizedStack):
+            raise ValueError(f"{self.key}: one matrix of all experts cannot be quantized as {tensor.format}")
+        return tensor.flatten(0, 1)
 
 
 class Held(NamedTuple):
@@ -95,7 +101,17 @@ class Held(NamedTuple):
     @property
     def shape(self) -> torch.Size:
         """Shape of the published tensor."""
-        return self.entry.shape(self.parameters[0].shape)
+        shape = self.entry.shape(self.parameters[0].shape)
+        return torch.Size([shape[0] * shape[1], *shape[2:]]) if self.is_flat else shape
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether the tensor has the matrices of all experts in one."""
+        return self.entry.is_flat and self.parameters[0].dim() == 3
+
+    def views(self, tensor: Any) -> tuple[Any, ...]:
+        """Return views of the published tensor with the dims of the maxmoe parameters."""
+        return self.entry.views(tensor.unflatten(0, (self.parameters[0].shape[0], -1)) if self.is_flat else tensor)
 
 
 @dataclass(frozen=True)

@@ -322,3 +322,71 @@ def llama4(**overrides: Any) -> MoEConfig:
         load_balance_loss_weight=0.001,
         load_balance_scope="batch",
     )
+
+
+@_layer_of("DBRX", layers=40, heads=(48, 8), vocab_size=100352, differs="no clipping of queries, keys and values")
+def dbrx(**overrides: Any) -> MoEConfig:
+    """DBRX: softmax over all experts, the weights of four of sixteen divided by their sum.
+
+    Source: config of databricks/dbrx-instruct.
+    """
+    return _config(overrides, sizes=(6144, 10752, 16, 4), load_balance_loss_weight=0.05 * 4, load_balance_scope="batch")
+
+
+@_layer_of(
+    "Granite 3.0 3B-A800M",
+    layers=32,
+    heads=(24, 8, 64),
+    vocab_size=49155,
+    differs="no factors of embeddings, attention, residuals and logits",
+)
+def granitemoe(**overrides: Any) -> MoEConfig:
+    """Granite 3.0 3B-A800M: softmax over the eight selected logits of forty.
+
+    Source: config of ibm-granite/granite-3.0-3b-a800m-base.
+    """
+    return _config(
+        overrides,
+        sizes=(1536, 512, 40, 8),
+        score_function="identity",
+        normalization="softmax",
+        load_balance_loss_weight=0.001 * 8,
+        load_balance_scope="batch",
+    )
+
+
+def jetmoe(**overrides: Any) -> MoEConfig:
+    """JetMoE-8B: softmax over the two selected logits. A bias is added to the output, which a `maxmoe.MoE` lacks.
+
+    Attention heads are experts there as well, which are no part of the layer.
+
+    Source: Shen et al. 2024 (arXiv:2404.07413); config of jetmoe/jetmoe-8b.
+    """
+    return _config(
+        overrides,
+        sizes=(2048, 5632, 8, 2),
+        score_function="identity",
+        normalization="softmax",
+        load_balance_loss_weight=0.01 * 2,
+        load_balance_scope="batch",
+    )
+
+
+def switch_transformers(**overrides: Any) -> MoEConfig:
+    """Switch-C: one of 2048 experts without a gate; its weight is the softmax over all, and tokens are dropped.
+
+    An expert takes 64 tokens of a sequence, which `maxmoe.integrations.transformers.replace_moe_blocks` keeps and a
+    `maxmoe.MoE` does not: its `capacity_factor` counts in even loads.
+
+    Source: Fedus et al. 2021 (arXiv:2101.03961), sections 2.2 and 5.6; config of google/switch-c-2048.
+    """
+    return _config(
+        overrides,
+        sizes=(2080, 6144, 2048, 1),
+        normalization="none",
+        activation="relu",
+        gated=False,
+        load_balance_loss_weight=0.001,
+        load_balance_scope="sequence",
+        router_z_loss_weight=0.001,
+    )

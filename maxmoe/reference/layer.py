@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from itertools import pairwise
 
 import torch
@@ -119,14 +118,11 @@ def routed_experts(
         return Projection(parameters[f"experts.{name}_proj"], parameters.get(f"experts.{name}_bias"))
 
     gate = projection("gate") if config.gated else None
-    experts = partial(
-        expert_ffn,
-        gate=gate,
-        up=projection("up"),
-        down=projection("down"),
-        activation=config.activation,
-        limit=config.activation_limit,
-    )
+    projections = (gate, projection("up"), projection("down"))
+
+    def experts(x: Tensor, weights: Tensor | None, plan: RaggedPlan) -> Tensor:
+        return expert_ffn(x, weights, plan, *projections, **config.activation_arguments)
+
     scales_input = config.apply_weights_to == "input"
     if not scales_input and not config.expert_norm:
         return experts(tokens, weights, plan)
@@ -184,10 +180,10 @@ def shared_experts(
             row = wide(torch.zeros_like(token))
             for j, weight in enumerate(of_experts):
                 expert = [None if each is None else each[j] for each in matrices]
-                row = row + weight * feed_forward(token, expert, config.activation, config.activation_limit)
+                row = row + weight * feed_forward(token, expert, **config.activation_arguments)
             rows.append(row)
         return stack(rows, tokens, tokens.shape[1])
-    out = [feed_forward(token, matrices, config.activation, config.activation_limit) for token in tokens]
+    out = [feed_forward(token, matrices, **config.activation_arguments) for token in tokens]
     if config.shared_expert_gate:
         gate = wide(parameters["shared_experts.output_gate"])
         out = [torch.sigmoid(wide(token) @ gate) * y for token, y in zip(tokens, out, strict=True)]

@@ -1,12 +1,12 @@
 """Specification of the operators, with the names, arguments and results of `maxmoe.ops`."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from maxmoe.config import Activation
+from maxmoe.config import Activation, LimitTarget
 from maxmoe.reference.routing import stack, wide
 
 
@@ -179,11 +179,25 @@ def tgmm(lhs: Tensor, rhs: Tensor, group_sizes: Tensor, num_local_groups: int, *
     return stack(out, lhs, lhs.shape[1], rhs.shape[1])
 
 
-def activate(gate: Tensor | None, up: Tensor, activation: Activation, limit: float | None = None) -> Tensor:
-    """activation(gate) * up, or activation(up) without a gate; `limit` clips gate above, up on both sides."""
-    if gate is not None and limit is not None:
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+def activate(
+    gate: Tensor | None,
+    up: Tensor,
+    *,
+    activation: Activation = "silu",
+    limit: float | None = None,
+    limit_target: LimitTarget = "input",
+    gate_softcap: float | None = None,
+    up_softcap: float | None = None,
+) -> Tensor:
+    """activation(gate) * up, or activation(up) without a gate.
+
+    `limit` clips up on both sides, and the gate or activation(gate) above; softcaps are those of "situ".
+    """
     inner = up if gate is None else gate
+    if limit is not None:
+        up = up.clamp(-limit, limit)
+        if limit_target == "input":
+            inner = inner.clamp(max=limit)
     match activation:
         case "silu":
             active = functional.silu(inner)
@@ -197,11 +211,17 @@ def activate(gate: Tensor | None, up: Tensor, activation: Activation, limit: flo
             active = functional.relu(inner) ** 2
         case "swigluoai":
             active, up = inner * torch.sigmoid(1.702 * inner), up + 1
+        case "situ":
+            assert gate_softcap is not None and up_softcap is not None
+            active = gate_softcap * torch.tanh(inner / gate_softcap) * torch.sigmoid(inner)
+            up = up_softcap * torch.tanh(up / up_softcap)
+    if limit is not None and limit_target == "output":
+        active = active.clamp(max=limit)
     return active if gate is None else active * up
 
 
-def feed_forward(x: Tensor, matrices: list[Tensor | None], activation: Activation, limit: float | None) -> Tensor:
-    """Compute one expert on one token; matrices are gate, up, down and their biases, or None."""
+def feed_forward(x: Tensor, matrices: list[Tensor | None], **activation: Any) -> Tensor:
+    """Compute one expert on one token; matrices are gate, up, down and biases, or None; the rest is for `activate`."""
 
     def project(row: Tensor, matrix: Tensor | None, bias: Tensor | None) -> Tensor:
         assert matrix is not None
@@ -209,7 +229,7 @@ def feed_forward(x: Tensor, matrices: list[Tensor | None], activation: Activatio
 
     gate, up, down, gate_bias, up_bias, down_bias = matrices
     gate_x = None if gate is None else project(wide(x), gate, gate_bias)
-    return project(activate(gate_x, project(wide(x), up, up_bias), activation, limit), down, down_bias)
+    return project(activate(gate_x, project(wide(x), up, up_bias), **activation), down, down_bias)
 
 
 def halves(both: Tensor, fused_gate: str) -> tuple[Tensor, Tensor]:
@@ -228,9 +248,8 @@ def expert_ffn(
     up: Projection | Tensor,
     down: Projection | Tensor,
     *,
-    activation: Activation = "silu",
-    limit: float | None = None,
     fused_gate: str | None = None,
+    **activation: Any,
 ) -> Tensor:
     """out[t] = sum over k of weights[t, k] * expert(x[t]), over the slots that have a row."""
     gates, gate_bias = (None, None) if gate is None else merged(gate)
@@ -245,6 +264,6 @@ def expert_ffn(
     for slot, row in enumerate(plan.rows.tolist()):
         if row >= 0:
             t, k = divmod(slot, plan.top_k)
-            y = feed_forward(x[t], experts[expert_of_row[row]], activation, limit)
+            y = feed_forward(x[t], experts[expert_of_row[row]], **activation)
             out[t] = out[t] + (y if weights is None else wide(weights[t, k]) * y)
     return stack(out, x, x.shape[1])

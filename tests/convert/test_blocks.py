@@ -15,8 +15,10 @@ from support.small_models import block_of
 
 pytest.importorskip("transformers")
 
-each_family = pytest.mark.parametrize("name", small_models.MODELS)
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in small_models.MODELS} | {
+each_family = pytest.mark.parametrize("name", small_models.CONVERTED_MODELS)
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in small_models.CONVERTED_MODELS} | {
+    **{name: (name, {}) for name in small_models.SAME_LAYERS},
+    "dbrx_not_normalised": ("dbrx", {"ffn_config": {"moe_normalize_expert_weights": None}}),
     "qwen2_moe_normalised": ("qwen2_moe", {"norm_topk_prob": True}),
     "deepseek_v2_lite": ("deepseek_v2", {"topk_method": "greedy"}),
     "kolibri1_normalised": ("kolibri1", {"norm_topk_prob": True}),
@@ -43,10 +45,12 @@ def routing_of(block: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     tokens = x.flatten(0, 1)
     if hasattr(block, "e_score_correction_bias"):
         _, weights, experts = block.gate(tokens, block.e_score_correction_bias)
+    elif hasattr(block, "route_tokens_to_experts"):
+        weights, experts = block.route_tokens_to_experts(block.router(tokens))
     elif hasattr(block, "gate"):
         _, weights, experts, *_ = block.gate(tokens)
-    elif hasattr(block.router, "classifier") or block.router.__class__.__name__ == "GptOssTopKRouter":
-        _, weights, experts = block.router(tokens)
+    elif len(outputs := block.router(tokens)) == 3:
+        _, weights, experts = outputs
     else:  # Llama 4 gives the weights of all experts, 0 for those not chosen
         scores, _ = block.router(tokens)
         weights, experts = scores.topk(block.top_k)

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from maxmoe.convert.checkpoint import read_checkpoint, write_checkpoint
 
-each_family = pytest.mark.parametrize("name", small_models.STANDARD_MODELS)
+each_family = pytest.mark.parametrize("name", [*small_models.STANDARD_MODELS, *small_models.SAME_LAYERS, "dbrx"])
 
 
 def family_of(name: str) -> str:
@@ -29,11 +29,13 @@ def family_of(name: str) -> str:
 def empty_layers(name: str) -> dict[str, MoE]:
     config = presets.from_transformers(small_models.config_of(name))
     decoder = "model.language_model" if name in small_models.MULTIMODAL else "model"
-    return {f"{decoder}.layers.{number}": MoE(config) for number in range(2)}
+    layers = "transformer.blocks" if name == "dbrx" else f"{decoder}.layers"
+    return {f"{layers}.{number}": MoE(config) for number in range(2)}
 
 
 def converted_layers(model: torch.nn.Module) -> dict[str, MoE]:
-    return {block: MoE.from_transformers(module) for block, module in small_models.blocks_of(model).items()}
+    blocks = small_models.blocks_of(model)
+    return {path: MoE.from_transformers(small_models.with_config(block, model)) for path, block in blocks.items()}
 
 
 def is_stacked(name: str, stacked: bool) -> bool:
@@ -61,8 +63,8 @@ def moe_tensors(folder: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for file in folder.glob("*.safetensors"):
         tensors |= load_file(file)
-    decoder = r"((model|backbone)\.)?(language_model\.)?layers\.\d"
-    names = rf"{decoder}\.(mlp|moe|block_sparse_moe|feed_forward|mixer|gate|experts|shared_experts)\..*"
+    decoder = r"((model|backbone|transformer)\.)?(language_model\.)?(layers|blocks)\.\d"
+    names = rf"{decoder}\.(mlp|moe|block_sparse_moe|feed_forward|mixer|ffn|gate|experts|shared_experts)\..*"
     return {key: tensor for key, tensor in tensors.items() if re.fullmatch(names, key)}
 
 

@@ -38,6 +38,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "relu": {"activation": "relu"},
     "relu2, ungated": {"activation": "relu2", "gated": False},
     "limit": {"activation_limit": 0.5},
+    "limit of the output": {"activation_limit": 0.5, "activation_limit_target": "output"},
+    "situ": {"activation": "situ", "gate_softcap": 4.0, "up_softcap": 25.0},
     "expert bias": {"expert_bias": True},
     "weights applied to the input": {"apply_weights_to": "input"},
     "shared experts": {"num_shared_experts": 2, "shared_expert_gate": True},

@@ -9,12 +9,12 @@
 # steps, THREADS_SECONDS bounds the longest one. `python -m benchmarks.device_report $OUT` makes tables of results.json.
 #
 # The core is built for the torch that is there, also for one that is older than maxmoe supports (MAXMOE_ANY_TORCH).
-# That needs a C++ compiler, cmake, ninja and pybind11 there, and Eigen as a wheel in .device, which git ignores:
+# That needs a C++ compiler, cmake and ninja there, and Eigen as a wheel in .device, which git ignores:
 #
 #     python3 -m pip download --no-deps --only-binary=:all: --platform manylinux_2_17_x86_64 \
 #       --platform manylinux2014_x86_64 --platform any --python-version 3.12 -d .device 'cmeel-eigen>=3.4'
 #
-# A core in .device, such as the _C_torch2_11.cpython-312-x86_64-linux-gnu.so of an earlier run, is used as it is. Take it
+# A core in .device, such as the libmaxmoe_torch2_11.so of an earlier run, is used as it is. Take it
 # out after a change of C++.
 set -uo pipefail
 : "${OUT:=runs/device}" "${PYTHON:=python3}" "${STEPS:=operators layers models speed kernels threads}"
@@ -44,13 +44,13 @@ build() {
   export CMAKE_ARGS="-DMAXMOE_ISAS=runnable -DMAXMOE_UNITY_BATCH_SIZE=2 ${CMAKE_ARGS:-}"
   step "Eigen" 20 "$PYTHON" -m pip install -q --no-index --no-deps --upgrade --target build/eigen .device/*.whl
   step "build" 150 "$PYTHON" setup.py -q build_ext --inplace
-  cp maxmoe/_C_torch*.so "$OUT"
+  cp maxmoe/libmaxmoe_torch*.so "$OUT"
 }
 
 [[ $device == cpu ]] || nvidia-smi
 rm -f "$OUT/results.json"
-if compgen -G ".device/_C_torch*.so"; then
-  cp .device/_C_torch*.so maxmoe/
+if compgen -G ".device/libmaxmoe_torch*.so"; then
+  cp .device/libmaxmoe_torch*.so maxmoe/
 elif [[ $device == cuda ]]; then
   build
 fi

@@ -25,6 +25,7 @@ from torch import Tensor  # noqa: E402
 import maxmoe  # noqa: E402
 from fuzz import loop  # noqa: E402
 from maxmoe import MoE, MoEConfig, config, ops, reference  # noqa: E402
+from support import activations  # noqa: E402
 from support.moe_layers import differentiate  # noqa: E402
 from support.operator_calls import Result, cotangents_of, floating, strided  # noqa: E402
 
@@ -90,9 +91,8 @@ def draw_config(random: Random) -> MoEConfig:
 
 def draw_activation(random: Random) -> dict[str, Any]:
     gated = random.random() < 0.75
-    activations = [name for name in get_args(config.Activation) if gated or name != "swigluoai"]
-    limit = random.choice([0.3, 1, 7.0]) if gated and random.random() < 0.4 else None
-    return {"activation": random.choice(activations), "gated": gated, "activation_limit": limit}
+    arguments = random.choice([*activations.EACH, *activations.LIMITED] if gated else activations.PLAIN)
+    return {**activations.fields(arguments), "gated": gated}
 
 
 def draw_implementation(random: Random, num_experts: int) -> dict[str, Any]:

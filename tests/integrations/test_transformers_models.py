@@ -20,13 +20,12 @@ from maxmoe.integrations.transformers import patched_families
 from pretraining import InputError
 from support.operator_calls import assert_near
 from support.operator_checks import compile_whole
+from support.transformers_experts import WithoutFloat32
 
 FAMILIES = ["mixtral", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss", "llama4_text"]
 # Those that want more of their configuration than small numbers; test_transformers_families.py has their experts.
 NOT_SMALL = {"dots3_note", "dots3_note_text", "gemma4", "gemma4_text", "lfm2_moe", "mimo_v2_flash", "qwen4_exp"}
 NOT_SMALL |= {"qwen4_exp_text"}
-# Their own code mixes float32 and float64.
-FLOAT32_ONLY = {"inkling2_text", "inkling2_loop_text"}
 OPTIONS = {"hidden_size": 64, "intermediate_size": 13, "num_layers": 4, "num_experts": 7, "seed": 0}
 
 
@@ -91,13 +90,12 @@ def test_equals_the_code_of_the_model(family: str, monkeypatch: pytest.MonkeyPat
         with pytest.raises(InputError, match="cannot make a small model of the family"):
             build(family)
         return
-    dtype, relative = (torch.float32, 3e-5) if family in FLOAT32_ONLY else (torch.float64, 2e-6)
-    model, ids = build(family, dtype), tokens()
-    with operators_called(monkeypatch) as called:
+    model, ids = build(family), tokens()
+    with WithoutFloat32(), operators_called(monkeypatch) as called:
         expected = step(model, ids)
         assert not called
         model.set_experts_implementation("maxmoe")
-        assert_same(step(model, ids), expected, relative)
+        assert_same(step(model, ids), expected, 1e-12)
         assert called
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from maxmoe import MoE, MoEOutput
 from maxmoe.config import Normalization, ScoreFunction
-from support import published_blocks
+from support import activations, published_blocks
 from support.moe_layers import (
     COMPUTE,
     FAMILIES,
@@ -55,6 +55,8 @@ OPTIONS: list[list[Options]] = [
         {"activation": "relu2", "gated": False},
         {"activation": "swigluoai"},
         {"activation": "swigluoai", "activation_limit": 0.75},
+        activations.fields(activations.SITU),
+        activations.fields(activations.LIMITED_OUTPUT),
     ],
     [{}, {"expert_bias": True}],
     [{}, {"num_shared_experts": 1}, {"num_shared_experts": 2, "shared_expert_gate": True}],

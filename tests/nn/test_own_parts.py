@@ -10,6 +10,7 @@ from torch.nn import functional
 import maxmoe
 from maxmoe import MoE, MoEConfig, ops, reference
 from maxmoe.nn import load_balance_loss
+from support.activations import SITU
 
 E, D, F = 6, 8, 10
 
@@ -77,17 +78,18 @@ def test_a_wrong_activation_is_refused(activation: Any, error: type[Exception], 
     config = MoEConfig(hidden_size=D, intermediate_size=F, num_experts=E, top_k=2)
     with pytest.raises(error, match=message):
         MoE(config, activation=activation, dtype=torch.float64)(tokens(2, 3))
-    with pytest.raises(ValueError, match=r"limit must be None with a function as activation.*, got 7.0"):
-        ops.expert_ffn(
-            tokens(2),
-            None,
-            ops.ragged_plan(torch.zeros(2, 1).long(), 1),
-            None,
-            torch.randn(1, D, F).double(),
-            torch.randn(1, F, D).double(),
-            activation=activation,
-            limit=7.0,
-        )
+    for name in ("limit", "gate_softcap", "up_softcap"):
+        with pytest.raises(ValueError, match=rf"{name} must be None with a function as activation.*, got 7.0"):
+            ops.expert_ffn(
+                tokens(2),
+                None,
+                ops.ragged_plan(torch.zeros(2, 1).long(), 1),
+                None,
+                torch.randn(1, D, F).double(),
+                torch.randn(1, F, D).double(),
+                activation=activation,
+                **{name: 7.0},
+            )
 
 
 @pytest.mark.parametrize("scope", ["sequence", "batch"])
@@ -127,6 +129,7 @@ def test_a_balance_loss_is_a_scalar(result: Any, message: str) -> None:
         ({"score_correction_bias": True}, {"router": nn.Identity()}, ValueError, "score_correction_bias must be False"),
         ({}, {"activation": "silu"}, TypeError, "activation must be a function of gate and up, got 'silu'"),
         ({"activation_limit": 7.0}, {"activation": min}, ValueError, "activation_limit must be None .*, got 7.0"),
+        (SITU, {"activation": min}, ValueError, "gate_softcap must be None .*, got 1.5"),
         ({}, {"balance_loss": load_balance_loss}, ValueError, "needs load_balance_loss_weight > 0, got 0"),
         ({"load_balance_loss_weight": 0.1}, {"balance_loss": 0.1}, TypeError, "must be a function .*, got 0.1"),
         (

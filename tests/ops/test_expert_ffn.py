@@ -1,13 +1,13 @@
 """expert_ffn: gather, up and gate, activation, down and the weighted sum as one operator."""
 
 import dataclasses
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 
 from maxmoe import ops, reference
-from maxmoe.config import Activation
+from support import activations
 from support.ffn_call import PARAMETERS, ffn_call
 from support.operator_calls import (
     Call,
@@ -41,25 +41,27 @@ class TestExpertFfn(MixedWeights, OperatorTests):
         return ffn_call(shape)
 
 
-@pytest.mark.parametrize("activation", get_args(Activation))
+@pytest.mark.parametrize("activation", [*activations.EACH, *activations.LIMITED], ids=activations.name_of)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", ""])
-@pytest.mark.parametrize("limit", [None, 0.75])
-def test_every_gated_combination(path: str, limit: float | None, bias: bool, activation: Activation) -> None:
-    call = ffn_call(SKEWED, bias=bias, activation=activation, limit=limit)
+def test_every_gated_combination(path: str, bias: bool, activation: dict[str, Any]) -> None:
+    call = ffn_call(SKEWED, bias=bias, **activation)
     assert_same(result(call), result(call, reference), tolerance(torch.float64, 1))
 
 
-@pytest.mark.parametrize("activation", [name for name in get_args(Activation) if name != "swigluoai"])
+@pytest.mark.parametrize("activation", activations.PLAIN, ids=activations.name_of)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", ""])
-def test_every_plain_combination(path: str, bias: bool, activation: Activation) -> None:
-    call = ffn_call(SKEWED, gated=False, bias=bias, activation=activation)
+def test_every_plain_combination(path: str, bias: bool, activation: dict[str, Any]) -> None:
+    call = ffn_call(SKEWED, gated=False, bias=bias, **activation)
     assert_same(result(call), result(call, reference), tolerance(torch.float64, 1))
 
 
-@pytest.mark.parametrize("activation", ["gelu", "swigluoai"])
+IN_LOW_PRECISION = [{"activation": "gelu"}, {"activation": "swigluoai"}, activations.SITU, activations.LIMITED_OUTPUT]
+
+
+@pytest.mark.parametrize("activation", IN_LOW_PRECISION, ids=activations.name_of)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_activations_in_low_precision(path: str, dtype: torch.dtype, activation: Activation) -> None:
-    call = ffn_call(ODD_WIDTHS, activation=activation).cast(dtype)
+def test_activations_in_low_precision(path: str, dtype: torch.dtype, activation: dict[str, Any]) -> None:
+    call = ffn_call(ODD_WIDTHS, **activation).cast(dtype)
     assert_same(result(call), expected_result(call), tolerance(dtype, 8))
 
 
@@ -184,8 +186,8 @@ def test_autocast(path: str, dtype: torch.dtype) -> None:
 
 def test_activation_extremes_stay_finite(path: str) -> None:
     """Preactivations of +-1e4, where exp overflows."""
-    for activation in get_args(Activation):
-        call = ffn_call(TINY, bias=False, activation=activation).cast(torch.float32)
+    for activation in [*activations.EACH, *activations.LIMITED]:
+        call = ffn_call(TINY, bias=False, **activation).cast(torch.float32)
         call = call.replace(gate=1e4 * call.arguments["gate"])
         got = result(call)
         for value in (got.outputs[0], *got.gradients.values()):
@@ -247,6 +249,14 @@ def test_opcheck_without_gate_and_weights(path: str) -> None:
         ({"limit": 0.0}, ("limit", "0")),
         ({"limit": -1.0}, ("limit", "-1")),
         ({"limit": 1.0, "gate": None}, ("limit", "gate")),
+        ({"limit": 1.0, "limit_target": "gate"}, ("limit_target", "input, output", "gate")),
+        ({"limit_target": "output"}, ("limit", "limit_target output", "None")),
+        ({**activations.SITU, "gate": None}, ("gate", "situ", "None")),
+        ({**activations.SITU, "limit": 7.0}, ("limit", "situ", "7")),
+        ({**activations.SITU, "up_softcap": None}, ("up_softcap", "situ", "None")),
+        ({**activations.SITU, "gate_softcap": -4.0}, ("gate_softcap", "positive", "-4")),
+        ({**activations.SITU, "up_softcap": float("inf")}, ("up_softcap", "finite", "inf")),
+        ({"gate_softcap": 4.0}, ("gate_softcap", "silu", "4")),
         ({"fused_gate": "split", "gate": None}, ("fused_gate", "interleaved", "split")),
         ({"fused_gate": "interleaved"}, ("gate", "interleaved", "[8, 12, 6]")),
         ({"fused_gate": "interleaved", "gate": None, "up": torch.randn(8, 12, 5)}, ("up", "2F", "[8, 12, 5]")),

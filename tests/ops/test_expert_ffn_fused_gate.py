@@ -1,12 +1,12 @@
 """expert_ffn with the gate within `up`: as published models have it."""
 
-from typing import get_args
+from typing import Any
 
 import pytest
 import torch
 
 from maxmoe import ops, reference
-from maxmoe.config import Activation
+from support import activations
 from support.ffn_call import ffn_call
 from support.operator_calls import assert_near, assert_same, result, tolerance
 from support.operator_checks import check_registrations, function_of, ignore_warnings_of_transforms
@@ -80,10 +80,10 @@ def test_opcheck_gate_within_up(path: str, layout: str) -> None:
 
 @ignore_warnings_of_transforms
 @pytest.mark.parametrize("layout", ["concatenated", "interleaved"])
-@pytest.mark.parametrize("activation", get_args(Activation))
-def test_derivatives_of_each_activation(path: str, activation: Activation, layout: str) -> None:
+@pytest.mark.parametrize("activation", [*activations.LIMITED, activations.SITU], ids=activations.name_of)
+def test_derivatives_of_each_activation(path: str, activation: dict[str, Any], layout: str) -> None:
     """Tangents, and second derivatives in reverse and forward mode, for one vector and for a batch of them."""
-    call = ffn_call(TINY, activation=activation, limit=1.0)
+    call = ffn_call(TINY, **activation)
     gate, up, gate_bias, up_bias = (call.arguments[name] for name in ("gate", "up", "gate_bias", "up_bias"))
     both, bias_of_both = fused(layout, gate, up), fused(layout, gate_bias, up_bias)
     call = call.replace(gate=None, gate_bias=None, up=both, up_bias=bias_of_both, fused_gate=layout)

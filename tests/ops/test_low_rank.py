@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from maxmoe import ops, reference
+from support.activations import LIMITED_OUTPUT, SITU
 from support.ffn_call import ffn_call, with_fused_gate
 from support.low_rank_calls import PROJECTIONS, RANKS, gmm_call, with_factors
 from support.operator_calls import (
@@ -43,9 +44,9 @@ VARIANTS = {
     "no bias": lambda shape: ffn_call(shape, bias=False, activation="gelu"),
     "no weights": lambda shape: ffn_call(shape, weights=None),
     "plain": lambda shape: ffn_call(shape, gated=False, activation="relu2"),
-    "concatenated": lambda shape: with_fused_gate(ffn_call(shape), "concatenated"),
+    "concatenated": lambda shape: with_fused_gate(ffn_call(shape, **SITU), "concatenated"),
     "interleaved": lambda shape: with_fused_gate(ffn_call(shape, activation="swigluoai", limit=0.75), "interleaved"),
-    "recomputed": lambda shape: ffn_call(shape, recompute=True),
+    "recomputed": lambda shape: ffn_call(shape, recompute=True, **LIMITED_OUTPUT),
     "recomputed, plain": lambda shape: ffn_call(shape, gated=False, bias=False, recompute=True),
 }
 each_variant = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)

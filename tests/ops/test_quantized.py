@@ -12,6 +12,7 @@ import maxmoe
 from maxmoe import reference
 from maxmoe.quantization import FORMATS, QuantizedStack
 from support import programs
+from support.activations import SITU
 from support.low_rank_calls import with_factors
 from support.quantized_calls import (
     DTYPES,
@@ -150,7 +151,7 @@ LAYOUTS = ("separate", None, "concatenated", "interleaved")
 def test_expert_ffn(variant: Variant, gate: str | None) -> None:
     options: list[dict[str, Any]] = [
         {},
-        {"recompute": True, "activation": "gelu_tanh", "weights": None},
+        {"recompute": True, "weights": None, **(SITU if gate else {"activation": "gelu_tanh"})},
         {"edges": True, "recompute": True, "activation": "relu2", "up_bias": None, "gate_bias": None},
         {"edges": True, "limit": 0.5 if gate else None, "activation": "swigluoai" if gate else "gelu"},
     ]

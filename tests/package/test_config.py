@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from maxmoe.config import Activation, GroupScore, MoEConfig, Normalization, ScoreFunction
+from support.activations import NEEDED, SITU
 
 SIZES: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 4, "num_experts": 6, "top_k": 2}
 
@@ -52,7 +53,8 @@ def test_an_unknown_keyword_gets_the_nearest_field() -> None:
 )
 def test_every_choice_is_accepted(name: str, literal: Any) -> None:
     for choice in get_args(literal):
-        assert getattr(MoEConfig(**SIZES, **{name: choice}), name) == choice
+        needed = NEEDED.get(choice, {}) if name == "activation" else {}
+        assert getattr(MoEConfig(**SIZES, **{name: choice}, **needed), name) == choice
 
 
 @pytest.mark.parametrize(
@@ -68,6 +70,7 @@ def test_every_choice_is_accepted(name: str, literal: Any) -> None:
         {"num_shared_experts": 2, "shared_expert_gate": True},
         {"activation": "relu2", "gated": False},
         {"activation": "swigluoai", "activation_limit": 7.0, "expert_bias": True},
+        {"activation_limit": 7.0, "activation_limit_target": "output"},
     ],
     ids=str,
 )
@@ -129,6 +132,14 @@ def test_an_int_is_a_float_and_none_is_no_factor() -> None:
         ({"implementation": "fast"}, ("implementation", "sparse", "fast")),
         ({"activation": "swigluoai", "gated": False}, ("swigluoai", "gated=True", "gated=False")),
         ({"activation_limit": 7.0, "gated": False}, ("activation_limit", "7.0", "gated=False")),
+        ({"activation_limit_target": "output"}, ("activation_limit_target='output'", "activation_limit", "None")),
+        ({"activation_limit_target": "up"}, ("activation_limit_target", "output", "up")),
+        ({"gate_softcap": 4.0}, ("gate_softcap", "silu", "4.0")),
+        ({"activation": "situ"}, ("gate_softcap", "situ", "None")),
+        ({**SITU, "up_softcap": None}, ("up_softcap", "situ", "None")),
+        ({**SITU, "up_softcap": 0.0}, ("up_softcap", "> 0", "0.0")),
+        ({**SITU, "gated": False}, ("situ", "gated=True", "gated=False")),
+        ({**SITU, "activation_limit": 7.0}, ("activation_limit", "situ", "7.0")),
         ({"activation_limit": 0.0}, ("activation_limit", "> 0", "0.0")),
         ({"activation_limit": float("nan")}, ("activation_limit", "nan")),
         ({"activation_limit": float("inf")}, ("activation_limit", "finite", "inf")),

@@ -5,7 +5,6 @@ import re
 import runpy
 import shutil
 import subprocess
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
@@ -68,7 +67,6 @@ def test_missing_core_says_how_to_build(tmp_path: Path) -> None:
     assert "pip install --no-build-isolation -e ." in message
 
 
-SUFFIX = EXTENSION_SUFFIXES[0]
 MAJOR, MINOR = map(int, torch.__version__.split(".")[:2])
 
 
@@ -77,7 +75,7 @@ def test_another_torch_gives_the_commands_that_help(tmp_path: Path, is_wheel: bo
     package = tmp_path / "maxmoe"
     package.mkdir()
     for minor in ("2_9", "2_10", "2_1", f"{MAJOR}_{MINOR}1"):
-        (package / f"_C_torch{minor}{SUFFIX}").touch()
+        (package / f"libmaxmoe_torch{minor}.so").touch()
     if not is_wheel:
         (tmp_path / "setup.py").touch()
     message = library_error(package)
@@ -100,15 +98,23 @@ def test_another_torch_is_named_before_anything_of_it_is_missing(tmp_path: Path)
 
 def test_the_core_of_the_running_torch_is_loaded(tmp_path: Path) -> None:
     """The others are not touched: they are no libraries here."""
-    name = f"_C_torch{MAJOR}_{MINOR}{SUFFIX}"
-    shutil.copy(PACKAGE / name, tmp_path)
+    path = tmp_path / f"libmaxmoe_torch{MAJOR}_{MINOR}.so"
+    shutil.copy(PACKAGE / path.name, path)
     for minor in (f"{MAJOR}_{MINOR - 1}", f"{MAJOR}_{MINOR + 1}"):
-        (tmp_path / f"_C_torch{minor}{SUFFIX}").touch()
-    path = shutil.copy(PACKAGE / "_library.py", tmp_path)
-    done = programs.python(f"import runpy, sys; runpy.run_path({path!r}); print(sys.modules['maxmoe._C'].__file__)")
-    assert programs.printed(done).strip() == str(tmp_path / name)
+        (tmp_path / f"libmaxmoe_torch{minor}.so").touch()
+    copy = shutil.copy(PACKAGE / "_library.py", tmp_path)
+    done = programs.python(f"import runpy; print(runpy.run_path({copy!r})['_core']._name)")
+    assert programs.printed(done).strip() == str(path)
 
 
-def test_a_core_for_another_python_is_none(tmp_path: Path) -> None:
-    (tmp_path / f"_C_torch{MAJOR}_{MINOR}.cpython-27-x86_64-linux-gnu.so").touch()
-    assert "the C++ core of maxmoe is not built" in library_error(tmp_path)
+def test_a_broken_core_is_an_import_error_with_its_path(tmp_path: Path) -> None:
+    path = tmp_path / f"libmaxmoe_torch{MAJOR}_{MINOR}.so"
+    path.touch()
+    assert library_error(tmp_path) == f"the C++ core of maxmoe cannot be loaded: {path}: file too short"
+
+
+def test_the_core_knows_no_python() -> None:
+    """It needs neither Python nor the library of torch that is made for one Python, so that it serves every version."""
+    library = (PACKAGE / f"libmaxmoe_torch{MAJOR}_{MINOR}.so").read_bytes()
+    assert b"libtorch_cpu.so\0" in library
+    assert not re.findall(rb"\0((?:libpython|libtorch_python)[^\0]*|_?Py\w*_\w+)\0", library)

@@ -59,9 +59,13 @@ def test_config_of_transformers_is_the_preset_of_its_size(name: str) -> None:
     values = {field: getattr(config, field) for field in sizes + others}
     assert config == getattr(presets, name)(**values)
     assert (config.hidden_size, config.intermediate_size) == (16, 10)
-    attributes = vars(small_models.config_of(name))
-    assert config.num_experts in {attributes.get(f"{kind}_experts") for kind in ("num", "num_local", "n_routed")}
-    assert config.top_k == attributes.get("num_experts_per_tok", attributes.get("moe_topk"))
+    theirs = small_models.config_of(name)
+    attributes = vars(theirs) | vars(getattr(theirs, "ffn_config", theirs))
+    assert config.num_experts in {
+        attributes.get(f"{kind}_experts") for kind in ("num", "num_local", "n_routed", "moe_num")
+    }
+    names = ("num_experts_per_tok", "moe_topk", "moe_top_k")
+    assert config.top_k == next((attributes[each] for each in names if each in attributes), 1)
 
 
 def test_multimodal_config() -> None:
@@ -133,6 +137,12 @@ WRONG: dict[str, tuple[Any, tuple[str, ...]]] = {
     "list": (public_config("mixtral", hidden_act=["silu"]), ("activation is its hidden_act", "['silu']")),
     "nan": (public_config("deepseek_v3", routed_scaling_factor=float("nan")), ("routed_scaling_factor", "nan")),
     "jitter": (public_config("mixtral", router_jitter_noise=0.1), ("router_jitter_noise", "0.0", "0.1")),
+    "p_norm": (
+        public_config("dbrx", ffn_config=SimpleNamespace(moe_normalize_expert_weights=2.0)),
+        ("ffn_config.moe_normalize_expert_weights of a dbrx config", "1 or None", "2.0"),
+    ),
+    "dropout": (public_config("switch_transformers", dropout_rate=0.1), ("dropout_rate", "0.0", "0.1")),
+    "wrong_there": (SimpleNamespace(model_type="nllb-moe"), ("'nllb-moe'", "NllbMoeExperts", "experts 0 and 1")),
     "score": (public_config("kimi_k2", scoring_func="softmax"), ("scoring_func", "kimi_k2", "'sigmoid'", "'softmax'")),
     "alpha": (public_config("gpt_oss", swiglu_alpha=1.5), ("swiglu_alpha", "1.702", "1.5")),
     "normalised": (public_config("deepseek_v2", norm_topk_prob=True), ("norm_topk_prob", "False", "True")),

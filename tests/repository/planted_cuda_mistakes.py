@@ -10,6 +10,7 @@ all mistakes are found. Only the kernel is compiled again, not the operators, un
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -33,7 +34,7 @@ MAX_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class Mistake(Replacement):
-    """A mistake in a file of cpp/cuda.
+    """A mistake in a file that the CUDA kernels consist of, by its path from cpp/cuda.
 
     Args:
         kernel: kernel whose tests should find it.
@@ -66,18 +67,18 @@ class Tests:
 
     def complaint(self, kernel: str, mistake: Mistake | None, sanitizer: str) -> str:
         """Return what the tests of a kernel say of a mistake, or "" if they pass."""
-        tests, planted = self.folder / f"test_{kernel}_{sanitizer}.o", self.folder / "cuda"
+        tests, sources = self.folder / f"test_{kernel}_{sanitizer}.o", self.folder / "sources"
         if not tests.exists():
             self._compile(FOLDER / f"tests/test_{kernel}.cpp", tests, sanitizer)
-        planted.mkdir(exist_ok=True)
-        for path in planted.iterdir():
-            path.unlink()
+        shutil.rmtree(sources, ignore_errors=True)
         source = FOLDER / f"{kernel}.cu"
         if mistake is not None:
             text = (FOLDER / mistake.file).read_text()
-            (planted / mistake.file).write_text(text.replace(mistake.right, mistake.wrong))
-            source = planted / mistake.file if mistake.file == source.name else source
-        self._compile(source, self.folder / "kernel.o", sanitizer, self.folder)
+            planted = sources / "cuda" / mistake.file
+            planted.parent.mkdir(parents=True)
+            planted.write_text(text.replace(mistake.right, mistake.wrong))
+            source = planted if mistake.file == source.name else source
+        self._compile(source, self.folder / "kernel.o", sanitizer, sources)
         program = self.folder / "tests"
         objects = [str(self.folder / "kernel.o"), str(tests)]
         libraries = [*SANITIZERS[sanitizer], "-lgtest_main", "-lgtest", "-lpthread"]

@@ -42,16 +42,15 @@ def build_step(*command: str) -> None:
 
 @pytest.fixture(scope="module")
 def build_folder() -> Path:
-    """Where the core was built for this Python, if it was built here: its kernels are not compiled again."""
+    """Where the core was built, if it was built here: its kernels are not compiled again."""
     options = [f"-DPython_EXECUTABLE={sys.executable}", "-DMAXMOE_BUILD_TESTS=ON", "-DMAXMOE_BUILD_BENCHMARKS=ON"]
-    tag = sys.implementation.cache_tag
-    caches = sorted((ROOT / "build").glob(f"{tag}-????????/CMakeCache.txt"), key=lambda path: path.stat().st_mtime)
+    caches = sorted((ROOT / "build").glob("core-????????/CMakeCache.txt"), key=lambda path: path.stat().st_mtime)
     folder = caches[-1].parent if caches else None
     if folder is not None:  # maybe last configured for the torch of another environment, which need not be there now
         options += [f"-DMAXMOE_TORCH={Path(torch.__file__).parent}"]
     else:
-        folder = ROOT / "build" / f"tests-{tag}"
-        options += ["-GNinja", "-DMAXMOE_BUILD_PYTHON=OFF"]
+        folder = ROOT / "build/tests"
+        options += ["-GNinja", "-DMAXMOE_BUILD_OPERATORS=OFF"]
     options += [f"-DCMAKE_MAKE_PROGRAM={ninja}"] if (ninja := shutil.which("ninja", path=PATH)) else []
     faulthandler.cancel_dump_traceback_later()  # each step has a bound, longer than that of a test
     build_step("cmake", "-S", str(ROOT), "-B", str(folder), *options)

@@ -45,7 +45,7 @@ def calls_of_experts(plan: ops.RaggedPlan) -> Iterator[tuple[str, Arguments]]:
     ffn: Arguments = {"x": torch.randn(5, 4), "weights": torch.rand(5, 2), "slots": plan.slots, "rows": plan.rows}
     ffn |= {"group_sizes": plan.group_sizes, "top_k": 2, "gate": torch.randn(3, 4, 6), "up": torch.randn(3, 4, 6)}
     ffn |= {"down": torch.randn(3, 6, 4), "gate_bias": torch.randn(3, 6), "up_bias": torch.randn(3, 6)}
-    ffn |= {"down_bias": torch.randn(3, 4), "activation": "silu", "limit": 1.0, "fused_gate": None, "recompute": False}
+    ffn |= {"down_bias": torch.randn(3, 4), "fused_gate": None, "recompute": False, **activation_arguments()}
     for name in ("gate", "up", "down"):
         count, inner, outer = ffn[name].shape
         ffn |= {f"{name}_a": torch.randn(count, inner, 2), f"{name}_b": torch.randn(count, 2, outer)}
@@ -58,7 +58,16 @@ def calls_of_experts(plan: ops.RaggedPlan) -> Iterator[tuple[str, Arguments]]:
         | {"x": ffn["x"], "router": torch.randn(3, 4), "router_bias": None}
         | {
             name: ffn[name]
-            for name in ("gate", "up", "down", "gate_bias", "up_bias", "down_bias", "activation", "limit", "recompute")
+            for name in (
+                "gate",
+                "up",
+                "down",
+                "gate_bias",
+                "up_bias",
+                "down_bias",
+                "recompute",
+                *activation_arguments(),
+            )
         },
     )
     yield "expert_ffn_forward", ffn
@@ -73,6 +82,10 @@ def calls_of_experts(plan: ops.RaggedPlan) -> Iterator[tuple[str, Arguments]]:
     yield "expert_ffn_forward", frozen
     mask = [True, True, *[False, True, True, True] * 3]
     yield "expert_ffn_backward", before | frozen | {"output_mask": mask}
+
+
+def activation_arguments() -> Arguments:
+    return {"activation": "silu", "limit": 1.0, "limit_target": "input", "gate_softcap": None, "up_softcap": None}
 
 
 def calls_of_products(plan: ops.RaggedPlan) -> Iterator[tuple[str, Arguments]]:

@@ -1,5 +1,6 @@
 """The config.json of the published models: all that has to do with their Mixture-of-Experts layers."""
 
+from types import SimpleNamespace
 from typing import Any
 
 DEEPSEEK: dict[str, Any] = {"hidden_act": "silu", "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
@@ -235,5 +236,48 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 1,
         "hidden_act": "silu",
         "router_aux_loss_coef": 0.001,
+    },
+    "dbrx": {
+        "model_type": "dbrx",
+        "hidden_size": 6144,  # there d_model
+        "ffn_config": SimpleNamespace(
+            ffn_hidden_size=10752,
+            ffn_act_fn={"name": "silu"},
+            moe_num_experts=16,
+            moe_top_k=4,
+            moe_jitter_eps=0,
+            moe_loss_weight=0.05,
+            moe_normalize_expert_weights=1.0,
+        ),
+    },
+    "granitemoe": {
+        "model_type": "granitemoe",
+        "hidden_size": 1536,
+        "intermediate_size": 512,
+        "num_local_experts": 40,
+        "num_experts_per_tok": 8,
+        "hidden_act": "silu",
+        "router_aux_loss_coef": 0.001,
+    },
+    "jetmoe": {
+        "model_type": "jetmoe",
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "activation_function": "silu",
+        "aux_loss_coef": 0.01,
+    },
+    "switch_transformers": {
+        "model_type": "switch_transformers",
+        "hidden_size": 2080,  # there d_model
+        "d_ff": 6144,
+        "num_experts": 2048,
+        "expert_capacity": 64,
+        "dense_act_fn": "relu",
+        "router_aux_loss_coef": 0.001,
+        "router_z_loss_coef": 0.001,
+        "router_jitter_noise": 0.0,  # 0.01 there, and dropout of 0.1, which are for training alone
+        "dropout_rate": 0.0,
     },
 }

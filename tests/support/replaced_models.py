@@ -64,7 +64,8 @@ def assert_same(
     got: dict[str, Tensor], expected: dict[str, Tensor], mask: Tensor | None, relative: float = TOLERANCE
 ) -> None:
     """Compare values of `step`, logits where there is no padding."""
-    assert got.keys() == expected.keys()
+    # Experts without tokens whose matrices are parameters of their own have no gradient in their own code.
+    assert got.keys() >= expected.keys() and not any(got[name].any() for name in got.keys() - expected.keys())
     for name, value in expected.items():
         both = [got[name], value]
         if mask is not None and name in ("logits", "router_logits"):

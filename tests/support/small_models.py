@@ -108,6 +108,32 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "routed_scaling_factor": 2.5,
         },
     ),
+    "dbrx": ("dbrx", "Dbrx", {}),
+    "granitemoe": (
+        "granitemoe",
+        "GraniteMoe",
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 10},
+    ),
+    "jetmoe": (
+        "jetmoe",
+        "JetMoe",
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 10, "kv_channels": 8},
+    ),
+    "switch_transformers": (
+        "switch_transformers",
+        "SwitchTransformers",
+        {
+            "num_experts": 6,
+            "d_ff": 10,
+            "d_kv": 8,
+            "expert_capacity": 2,
+            "num_sparse_encoder_layers": 1,
+            "num_sparse_decoder_layers": 1,
+            "decoder_start_token_id": 0,
+            "router_jitter_noise": 0.0,
+            "dropout_rate": 0.0,
+        },
+    ),
     "gpt_oss": ("gpt_oss", "GptOss", {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 10}),
     "llama4": (
         "llama4",
@@ -116,7 +142,38 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }
 
-TEXT_CONFIGS = {"inkling", "llama4", "mistral_large4", "muse_spark"}
+# Further families whose layers are those of a preset.
+SAME_LAYERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "minimax": ("minimax", "MiniMax", MODELS["mixtral"][2]),
+    "mellum": ("mellum", "Mellum", QWEN | {"num_local_experts": 6}),
+    "flex_olmo": ("flex_olmo", "FlexOlmo", MODELS["olmoe"][2]),
+    "dots1": ("dots1", "Dots1", DEEPSEEK | GROUPS),
+    "solar_open": ("solar_open", "SolarOpen", DEEPSEEK | GROUPS),
+    "glm4_moe_lite": ("glm4_moe_lite", "Glm4MoeLite", DEEPSEEK | GROUPS | {"mlp_layer_types": ["sparse"]}),
+    "granitemoeshared": (
+        "granitemoeshared",
+        "GraniteMoeShared",
+        MODELS["granitemoe"][2] | {"shared_intermediate_size": 10},
+    ),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        "GraniteMoeHybrid",
+        MODELS["granitemoe"][2] | {"layer_types": ["attention"], "mamba_n_heads": 4, "mamba_d_head": 8},
+    ),
+    "exaone_moe": (
+        "exaone_moe",
+        "ExaoneMoe",
+        DEEPSEEK | GROUPS | {"num_experts": 8, "num_shared_experts": 2, "mlp_layer_types": ["sparse"]},
+    ),
+    "qwen3_5_moe": (
+        "qwen3_5_moe",
+        "Qwen3_5Moe",
+        QWEN | {"shared_expert_intermediate_size": 10, "layer_types": ["full_attention"]},
+    ),
+    "glm_moe_dsa": ("glm_moe_dsa", "GlmMoeDsa", DEEPSEEK | GROUPS),
+}
+
+TEXT_CONFIGS = {"inkling", "llama4", "mistral_large4", "muse_spark", "qwen3_5_moe"}
 # The configs of their other parts, for families that have no class for the language model with its head alone.
 VISION: dict[str, Any] = {
     "hidden_size": 8,
@@ -138,19 +195,40 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
 RENAMED_ELSEWHERE = {"axk2", "kolibri1", "mistral_large4", "nemotron_h"}
 
 # Those whose experts can have another implementation, and whose saved files have no matrix that is not used.
-STANDARD_MODELS = [name for name in MODELS if name != "longcat_flash"]
+REPLACED_ONLY = ("jetmoe", "switch_transformers")  # whose blocks compute more than a layer does
+CONVERTED_MODELS = [name for name in MODELS if name not in REPLACED_ONLY]
+STANDARD_MODELS = [name for name in CONVERTED_MODELS if name not in ("longcat_flash", "dbrx")]
 
 
 def config_of(preset: str, **overrides: Any) -> Any:
     """The config of the language model."""
-    folder, name, sizes = MODELS[preset]
+    folder, name, sizes = (MODELS | SAME_LAYERS)[preset]
     module = importlib.import_module(f"transformers.models.{folder}.configuration_{folder}")
     config_class = getattr(module, f"{name}TextConfig" if preset in TEXT_CONFIGS else f"{name}Config")
     options = SIZES | sizes | overrides
-    if "mlp_layer_types" in sizes:
-        options["mlp_layer_types"] = ["sparse"] * options["num_hidden_layers"]
+    for name in ("layer_types", "mlp_layer_types"):  # one for each layer
+        if name in sizes:
+            options[name] = sizes[name][:1] * options["num_hidden_layers"]
     if preset == "longcat_flash":  # of two attentions each
         options["num_layers"] = options.pop("num_hidden_layers")
+    if preset == "dbrx":
+        options["attn_config"] = {
+            "kv_n_heads": options.pop("num_key_value_heads"),
+            "rope_theta": 10000.0,
+            "clip_qkv": 8,
+        }
+        del options["head_dim"]
+        options["d_model"] = options.pop("hidden_size")  # before the config of the experts is made
+        options["ffn_config"] = {
+            "ffn_hidden_size": 10,
+            "moe_num_experts": 6,
+            "moe_top_k": 3,
+            **options.pop("ffn_config", {}),
+        }
+    if preset == "switch_transformers":
+        options["num_decoder_layers"] = options["num_hidden_layers"]
+    if preset == "jetmoe":
+        del options["num_attention_heads"], options["head_dim"]
     if preset == "nemotron_h":
         options["layers_block_type"] = ["moe"] * options.pop("num_hidden_layers")
     return config_class(**options)
@@ -158,13 +236,13 @@ def config_of(preset: str, **overrides: Any) -> Any:
 
 def import_models(*presets: str) -> list[ModuleType]:
     """Import their modules: for a module of tests to call, so that not every rank does."""
-    folders = [MODELS[preset][0] for preset in presets]
+    folders = [(MODELS | SAME_LAYERS)[preset][0] for preset in presets]
     return [importlib.import_module(f"transformers.models.{folder}.modeling_{folder}") for folder in folders]
 
 
 def model_of(preset: str, **overrides: Any) -> nn.Module:
     """The whole language model, with random values in all parameters and buffers of its sparse blocks."""
-    (module,), name = import_models(preset), MODELS[preset][1]
+    (module,), name = import_models(preset), (MODELS | SAME_LAYERS)[preset][1]
     config = config_of(preset, **overrides)
     config._experts_implementation = "eager"  # the default one refuses widths of 10
     if preset in MULTIMODAL:
@@ -172,11 +250,19 @@ def model_of(preset: str, **overrides: Any) -> nn.Module:
         whole._experts_implementation = "eager"
         model = getattr(module, f"{name}ForConditionalGeneration")(whole)
     else:
-        model = getattr(module, f"{name}ForCausalLM")(config)
+        kind = "ForConditionalGeneration" if config.is_encoder_decoder else "ForCausalLM"
+        model = getattr(module, f"{name}{kind}")(config)
     for block in blocks_of(model).values():
         for value in block.state_dict().values():
             value.copy_(torch.randn(value.shape, dtype=torch.float64) * 0.3)
     return model
+
+
+def with_config(block: Any, model: Any) -> Any:
+    """A block that has the config of its model if its own parts have none."""
+    if not any(hasattr(module, "config") for module in block.modules()):
+        block.config = model.config
+    return block
 
 
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -184,7 +270,8 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
     return {
         name.rpartition(".")[0]: module
         for name, module in model.named_modules()
-        if hasattr(module, "experts") and isinstance(module.experts, nn.Module)
+        if type(module).__name__ == "JetMoeMoE"
+        or (isinstance(getattr(module, "experts", None), nn.Module) and type(module).__name__ != "JetMoeAttention")
     }
 
 
@@ -196,4 +283,5 @@ def clear_unused_matrices(block: nn.Module) -> None:
 
 
 def block_of(preset: str, **overrides: Any) -> nn.Module:
-    return next(iter(blocks_of(model_of(preset, num_hidden_layers=1, **overrides)).values()))
+    block = next(iter(blocks_of(model := model_of(preset, num_hidden_layers=1, **overrides)).values()))
+    return with_config(block, model)

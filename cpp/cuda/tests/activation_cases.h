@@ -1,25 +1,10 @@
 // Gate and up of rows in every layout, for the tests of the activation kernels.
 #pragma once
 
-#include <limits>
-#include <vector>
-
 #include "emulated.h"
 #include "naive_ffn.h"
 
 namespace maxmoe {
-
-inline std::vector<ActivationKind> activation_kinds() {
-  std::vector<ActivationKind> kinds;
-  for (const Activation activation : {Activation::silu, Activation::gelu, Activation::gelu_tanh, Activation::relu,
-                                      Activation::relu2, Activation::swigluoai}) {
-    kinds.push_back({activation, GateLayout::none, std::numeric_limits<double>::infinity()});
-    kinds.push_back({activation, GateLayout::separate, std::numeric_limits<double>::infinity()});
-    kinds.push_back({activation, GateLayout::interleaved, 0.7});
-    kinds.push_back({activation, GateLayout::concatenated, 0.7});
-  }
-  return kinds;
-}
 
 // Calls check(kind, columns, gap) for every activation, with rows of single numbers and of vectors.
 template <class Check>

@@ -4,7 +4,7 @@
 #include <Eigen/Core>
 #include <cmath>
 
-#include "kernels/experts/activation_kind.h"
+#include "kernels/experts/activation_formulas.h"
 #include "kernels/matrix/row.simd.h"
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
@@ -13,87 +13,26 @@ namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 template <class S>
 using Block = Eigen::Array<S, Eigen::Dynamic, 1, Eigen::ColMajor, kColumnBlock, 1>;
 
-// An activation and its derivative: value = f(x), slope = f'(x). Without kWithSlope the slope is empty.
+// Operations on blocks.
 template <class S>
-struct ValueAndSlope {
-  Block<S> value;
-  Block<S> slope = {};
-};
+struct BlockMath {
+  using Scalar = S;
+  using Value = Block<S>;
 
-// x * sigmoid(steepness * x)
-template <class S, bool kWithSlope>
-ValueAndSlope<S> swish(const Block<S>& x, S steepness) {
-  if constexpr (!kWithSlope) return {x * (S(1) + (-steepness * x).exp()).inverse()};
-  const Block<S> sigmoid = (S(1) + (-steepness * x).exp()).inverse();
-  return {x * sigmoid, sigmoid * (S(1) + steepness * x * (S(1) - sigmoid))};
-}
-
-// x * Phi(x), with the cumulative distribution function Phi of the normal distribution.
-template <class S, bool kWithSlope>
-ValueAndSlope<S> gelu(const Block<S>& x) {
-  const Block<S> cdf = S(0.5) * (S(1) + x.unaryExpr([](S v) { return std::erf(v * S(M_SQRT1_2)); }));
-  if constexpr (!kWithSlope) return {x * cdf};
-  const Block<S> density = S(0.5 * M_2_SQRTPI * M_SQRT1_2) * (S(-0.5) * x.square()).exp();
-  return {x * cdf, cdf + x * density};
-}
-
-// The approximation of gelu with tanh.
-template <class S, bool kWithSlope>
-ValueAndSlope<S> gelu_tanh(const Block<S>& x) {
-  constexpr S scale = S(M_2_SQRTPI * M_SQRT1_2);
-  constexpr S cubic = S(0.044715);
-  const Block<S> tanh = (scale * (x + cubic * x.cube())).tanh();
-  if constexpr (!kWithSlope) return {S(0.5) * x * (S(1) + tanh)};
-  return {S(0.5) * x * (S(1) + tanh),
-          S(0.5) * (S(1) + tanh) + S(0.5) * x * (S(1) - tanh.square()) * scale * (S(1) + S(3) * cubic * x.square())};
-}
-
-// Comparisons propagate NaN: x <= 0 is false for a NaN, which selects x.
-template <class S, bool kWithSlope>
-ValueAndSlope<S> activate(Activation activation, const Block<S>& x) {
-  switch (activation) {
-    case Activation::silu:
-      return swish<S, kWithSlope>(x, S(1));
-    case Activation::swigluoai:
-      return swish<S, kWithSlope>(x, S(1.702));
-    case Activation::gelu:
-      return gelu<S, kWithSlope>(x);
-    case Activation::gelu_tanh:
-      return gelu_tanh<S, kWithSlope>(x);
-    case Activation::relu:
-      return {(x <= S(0)).select(S(0), x), (x > S(0)).template cast<S>()};
-    case Activation::relu2: {
-      const Block<S> positive = (x <= S(0)).select(S(0), x);
-      return {positive.square(), S(2) * positive};
-    }
+  MAXMOE_INLINE static auto exp(const auto& x) { return x.exp(); }
+  MAXMOE_INLINE static auto tanh(const auto& x) { return x.tanh(); }
+  MAXMOE_INLINE static auto erf(const auto& x) {
+    return x.unaryExpr([](S v) { return std::erf(v); });
   }
-  return {};
-}
-
-// The activation of one block, activated = f(gate) * up, and its derivatives with respect to gate and up.
-template <class S>
-struct ActivatedBlock {
-  Block<S> activated;
-  Block<S> gate_slope = {};
-  Block<S> up_slope = {};
+  MAXMOE_INLINE static auto inverse(const auto& x) { return x.inverse(); }
+  MAXMOE_INLINE static auto square(const auto& x) { return x.square(); }
+  MAXMOE_INLINE static auto cube(const auto& x) { return x.cube(); }
+  MAXMOE_INLINE static auto abs(const auto& x) { return x.abs(); }
+  MAXMOE_INLINE static auto at_most(const auto& x, S limit) { return x.template min<Eigen::PropagateNaN>(limit); }
+  MAXMOE_INLINE static auto at_least(const auto& x, S limit) { return x.template max<Eigen::PropagateNaN>(limit); }
+  MAXMOE_INLINE static auto zero_where(const auto& condition, const auto& x) { return condition.select(S(0), x); }
+  MAXMOE_INLINE static auto one_where(const auto& condition) { return condition.template cast<S>(); }
 };
-
-// A limit of infinity means no clipping: the passes over the block that would clip it are skipped.
-template <class S, bool kWithSlope>
-ActivatedBlock<S> activate_gated(const ActivationKind& kind, const Block<S>& gate, const Block<S>& up) {
-  const S limit = static_cast<S>(kind.limit);
-  if (__builtin_isinf(limit) != 0 && kind.activation != Activation::swigluoai) {
-    const ValueAndSlope<S> f = activate<S, kWithSlope>(kind.activation, gate);
-    if constexpr (!kWithSlope) return {f.value * up};
-    return {f.value * up, f.slope * up, f.value};
-  }
-  const S one = kind.activation == Activation::swigluoai ? S(1) : S(0);
-  const Block<S> clipped_gate = gate.template min<Eigen::PropagateNaN>(limit);
-  const Block<S> factor = one + up.template min<Eigen::PropagateNaN>(limit).template max<Eigen::PropagateNaN>(-limit);
-  const ValueAndSlope<S> f = activate<S, kWithSlope>(kind.activation, clipped_gate);
-  if constexpr (!kWithSlope) return {f.value * factor};
-  return {f.value * factor, (gate > limit).select(S(0), f.slope * factor), (up.abs() > limit).select(S(0), f.value)};
-}
 
 // Reads and writes a block in the accumulator's type. The stride is 2 for interleaved gate and up.
 template <class T>
@@ -118,17 +57,14 @@ void store_block(const Block<Accumulator<T>>& block, T* target, int64_t stride) 
 
 // Activates columns [begin, begin + size) of a row of preactivations.
 template <class T, bool kWithSlope>
-ActivatedBlock<Accumulator<T>> activate_block(const ActivationKind& kind, const T* preactivations, int64_t width,
-                                              int64_t begin, int64_t size) {
+Activated<BlockMath<Accumulator<T>>> activate_block(const ActivationKind& kind, const T* preactivations, int64_t width,
+                                                    int64_t begin, int64_t size) {
   using S = Accumulator<T>;
   const PreactivationColumns columns = preactivation_columns(kind.gate, width, begin);
   const Block<S> up = load_block(preactivations + columns.up, columns.stride, size);
-  if (kind.gate != GateLayout::none) {
-    const Block<S> gate = load_block(preactivations + columns.gate, columns.stride, size);
-    return activate_gated<S, kWithSlope>(kind, gate, up);
-  }
-  ValueAndSlope<S> f = activate<S, kWithSlope>(kind.activation, up);
-  return {f.value, {}, f.slope};
+  const bool has_gate = kind.gate != GateLayout::none;
+  const Block<S> gate = has_gate ? load_block(preactivations + columns.gate, columns.stride, size) : Block<S>();
+  return activate_pair<BlockMath<S>, kWithSlope>(kind, gate, up);
 }
 
 }  // namespace maxmoe::MAXMOE_ISA_NAMESPACE

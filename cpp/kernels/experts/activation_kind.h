@@ -7,16 +7,27 @@
 
 namespace maxmoe {
 
-enum class Activation { silu, gelu, gelu_tanh, relu, relu2, swigluoai };
+enum class Activation { silu, gelu, gelu_tanh, relu, relu2, swigluoai, situ };
+
+// Those that take a gate and a function of up as well.
+MAXMOE_INLINE bool needs_gate(Activation activation) {
+  return activation == Activation::swigluoai || activation == Activation::situ;
+}
 
 // Where the gate projection is stored: there is none; in matrices of its own; or in the matrices of up, before their
 // columns (concatenated) or alternating with them (interleaved).
 enum class GateLayout { none, separate, concatenated, interleaved };
 
+// Whether a limit clips the gate before the activation, or the activated gate.
+enum class LimitTarget { input, output };
+
 struct ActivationKind {
   Activation activation;
   GateLayout gate;
-  double limit;  // gate is clipped to (-inf, limit], up to [-limit, limit]; infinity: no clipping
+  double limit;  // the limited number is clipped to (-inf, limit], up to [-limit, limit]; infinity: no clipping
+  LimitTarget limit_target = LimitTarget::input;
+  double gate_softcap = 0.0;  // of situ: the gate is capped as gate_softcap * tanh(gate / gate_softcap), beside sigmoid
+  double up_softcap = 0.0;
 };
 
 // In a row of preactivations: the index of the gate and of up of column `begin` out of `width`, and the distance to the

@@ -22,11 +22,7 @@ void check_gate(const char* op, const ExpertFfnArguments& a) {
                  a.up.tensor->sizes());
   }
   if (!a.gate.is_given()) check_no_projection(op, kGate, a.gate);
-  const bool gated = a.gate_layout() != GateLayout::none;
-  MAXMOE_CHECK(gated || parse_activation(op, a.activation) != Activation::swigluoai, op,
-               "gate must be given for activation swigluoai, got None");
-  MAXMOE_CHECK(gated || !a.limit.has_value(), op, "limit must be None without gate, got ", a.limit.value_or(0));
-  MAXMOE_CHECK(a.limit.value_or(1.0) > 0, op, "limit must be positive, got ", a.limit.value_or(1.0));
+  a.activation.check(op, a.gate_layout());
 }
 
 void check_intermediate(const char* name, const Tensor& rows, const char* shape, int64_t width, const char* meaning,
@@ -45,7 +41,6 @@ void check_expert_ffn_shapes(const char* op, const ExpertFfnArguments& a) {
   }
   Argument(op, "up", *a.up.tensor).has_dims(3, a.up.format.has_value() ? "[L, F, bytes]" : "[L, D, F]");
   Argument(op, "group_sizes", a.group_sizes).has_dims(1, "[G]");
-  parse_activation(op, a.activation);
   check_gate(op, a);
   const Size count{a.group_sizes.size(0), "L of group_sizes"};
   const Size hidden{a.x.size(1), "D of x"};

@@ -24,8 +24,8 @@ constexpr const char* kExpertFfn = "expert_ffn";
 
 const std::string kSchema = "Tensor x, Tensor? weights, Tensor slots, Tensor rows, Tensor group_sizes, int top_k, *, " +
                             Projection::schema("gate") + ", " + Projection::schema("up") + ", " +
-                            Projection::schema("down") +
-                            ", str activation=\"silu\", float? limit=None, str? fused_gate=None, bool recompute=False";
+                            Projection::schema("down") + ", " + ActivationArguments::kSchema +
+                            ", str? fused_gate=None, bool recompute=False";
 
 using GradientTuple = decltype(std::tuple_cat(std::declval<Gradients>().in_order()));
 
@@ -188,11 +188,7 @@ GateLayout ExpertFfnArguments::gate_layout() const {
 }
 
 ActivationKind ExpertFfnArguments::kind() const {
-  constexpr double infinity = std::numeric_limits<double>::infinity();
-  const bool is_double = x.scalar_type() == at::kDouble;
-  const double largest = is_double ? std::numeric_limits<double>::max() : std::numeric_limits<float>::max();
-  const double bound = limit.value_or(infinity);
-  return {parse_activation(kExpertFfn, activation), gate_layout(), bound > largest ? infinity : bound};
+  return activation.kind(kExpertFfn, gate_layout(), x.scalar_type());
 }
 
 }  // namespace maxmoe::ops

@@ -2,12 +2,12 @@
 #pragma once
 
 #include <array>
-#include <limits>
 #include <string_view>
 #include <tuple>
 #include <utility>
 
 #include "kernels/experts/activation_kind.h"
+#include "ops/activation.h"
 #include "ops/operator.h"
 #include "ops/projection.h"
 
@@ -24,9 +24,8 @@ struct ExpertFfnArguments {
   Projection gate;
   Projection up;
   Projection down;
-  std::string_view activation = {};  // owned by the caller or, in backward, by the autograd context
-  std::optional<double> limit = {};
-  std::optional<std::string_view> fused_gate = {};
+  ActivationArguments activation;
+  std::optional<std::string_view> fused_gate = {};  // owned as the strings of `activation` are
   bool recompute = false;
 
   // All fields, in the order of the schema.
@@ -34,7 +33,7 @@ struct ExpertFfnArguments {
   static auto fields(Self& a) {
     return std::tuple_cat(std::tie(a.x, a.weights, a.slots, a.rows, a.group_sizes, a.top_k), Projection::fields(a.gate),
                           Projection::fields(a.up), Projection::fields(a.down),
-                          std::tie(a.activation, a.limit, a.fused_gate, a.recompute));
+                          ActivationArguments::fields(a.activation), std::tie(a.fused_gate, a.recompute));
   }
   // The tensors that may have a gradient, in the order of PerInput.
   template <class Self>

@@ -6,13 +6,21 @@ None has a public alternative. Checked with transformers 5.20 and later.
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.integrations.moe import _default_apply_gate
 
 
 def own_gate_name(experts: Any) -> str | None:
     """Return the full name of the gate that a family of gated experts defines; None if it is act_fn(gate) * up."""
-    gate = type(experts)._apply_gate
+    name: str | None = _gate_name(type(experts))
+    return name
+
+
+# torch.compile reads another __qualname__ of functions.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _gate_name(kind: Any) -> str | None:
+    gate = kind._apply_gate
     return None if gate is _default_apply_gate else f"{gate.__module__}.{gate.__qualname__}"
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from maxmoe.nn import Experts, MoE, MoEFeedForward, Router, Routing, ZeroComputa
 from maxmoe.nn.dispatcher import LayerInputs, sum_of
 from maxmoe.nn.module_path import module_path
 from maxmoe.nn.router import select_experts
-from maxmoe.ops import RaggedPlan
+from maxmoe.ops import RaggedPlan, ragged_sort, ragged_unsort
+from maxmoe.presets.families import Family
 from maxmoe.presets.layouts import Entry
 
 
@@ -52,6 +54,7 @@ class TransformersMoE(MoEFeedForward):
 
     # Every process computes the shared experts whole.
     router, shared_experts = _part("router.weight"), _part("shared_experts.up_proj")
+    experts = _part("experts.down_proj")  # the last of two modules in JetMoE
     latent_out = _part("latent_out.weight")
     latent_projection, latent_norm = _part("latent_in.weight"), _part("latent_in.norm.weight")
     output_gate = _part("shared_experts.output_gate")
@@ -62,10 +65,14 @@ class TransformersMoE(MoEFeedForward):
         check_tensors_of(block, MoE(config, device="meta"), "replace_moe_blocks")
         self.family = family = family_of_block(block)
         self._keys = {entry.names[0]: entry.key for entry in family.block.entries}
+        first, *others = dict.fromkeys(each.key.split(".")[0] for each in family.block.entries if each.is_of_experts)
+        self._first_experts = first if others else None  # in JetMoE, the module of gate and up
         for name, module in block.named_children():
             setattr(self, name, module)
         for name, buffer in block.named_buffers(recurse=False):
             self.register_buffer(name, buffer)
+        for name in family.own_parameters:
+            self.register_parameter(name, block.get_parameter(name))
         has_more = config.has_zero_computation_outputs
         self.zero_computation_experts = ZeroComputationExperts(config, device="meta") if has_more else None
         self.set_up_training(load_balance_loss)
@@ -74,8 +81,10 @@ class TransformersMoE(MoEFeedForward):
         if is_experts(self.experts):
             self.experts.recompute_names, self.experts.recompute = Experts.recompute_names, Experts.recompute
         else:
-            self.experts.uses_maxmoe = True  # type: ignore[assignment]  # read by patched_families.py
-        _declare(self.router, self.experts, config, family.block.entries)
+            self.experts.uses_maxmoe = True  # read by patched_families.py
+        if family.has_capacity:
+            self.router.classifier.to(self.router.dtype)  # as its first forward does, which may get gathered weights
+        _declare(self, self.router, config, family.block.entries)
         self.train(block.training)
 
     @property
@@ -102,18 +111,24 @@ class TransformersMoE(MoEFeedForward):
         hidden_states = super().forward(x, mask_of_this_layer.value if token_mask is None else token_mask)
         return (hidden_states, None) if self.family.returns_scores else hidden_states
 
-    def _route(self, x: Tensor, token_mask: Tensor | None, _leading_dims: object, given: Tensor | None) -> Routing:
+    def _route(
+        self, x: Tensor, token_mask: Tensor | None, leading_dims: Sequence[int], given: Tensor | None
+    ) -> Routing:
         """Call the router of the block, whose output transformers records, and select experts by its logits."""
-        router, bias = self.router, self._correction_bias
+        router, family, bias = self.router, self.family, self._correction_bias
         is_outside = bias is not None and "." not in self._keys["router.score_correction_bias"]
-        outputs = router(x, bias) if is_outside else router(x)
+        tokens = x.view(*leading_dims, -1) if family.has_capacity else x
+        outputs = router(tokens, bias) if is_outside else router(tokens)
         if self.config.shared_expert_scores:
             return self._routed_with_shared(outputs, token_mask, given)
-        logits = router_logits(router, outputs)
+        logits = router_logits(family, outputs)
         try:
-            return select_experts(self.config, logits, bias, token_mask, given)
+            routing = select_experts(self.config, logits, bias, token_mask, given)
         except ValueError as error:
             raise ValueError(f"{module_path(self)}: {error}") from error
+        # A replay has been recorded without the slots of dropped tokens.
+        drops = family.has_capacity and given is None
+        return _without(routing, ~outputs[0].flatten(0, -2).any(1)) if drops else routing
 
     def _routed_with_shared(
         self, outputs: Sequence[Tensor], token_mask: Tensor | None, given: Tensor | None
@@ -135,8 +150,12 @@ class TransformersMoE(MoEFeedForward):
                 f"{module_path(self)}: the experts implementation of a model with replaced blocks must be 'maxmoe', "
                 f"got {experts_implementation(experts.config)!r}"
             )
-        rows: Tensor = self.experts(x, plan, weights, *foreign)
-        return rows
+        if self._first_experts is None:
+            rows: Tensor = self.experts(x, plan, weights, *foreign)
+            return rows
+        first, activation = self.get_submodule(self._first_experts), self.get_submodule("activation")
+        gate, up = first(ragged_sort(x, plan), plan).chunk(2, dim=-1)
+        return ragged_unsort(self.experts(activation(gate) * up, plan), plan, weights).to(x.dtype)
 
     def _compute_others(
         self, inputs: LayerInputs, _token_mask: Tensor | None, routing: Routing, dtype: torch.dtype
@@ -150,7 +169,23 @@ class TransformersMoE(MoEFeedForward):
             parts.append(out if output_gate is None else output_gate(inputs.router).sigmoid() * out)
         if self.zero_computation_experts is not None:
             parts.append(self.zero_computation_experts(inputs.router, routing.top_k, dtype))
+        parts += [getattr(self, name).expand_as(inputs.router) for name in self.family.own_parameters]
         return None, sum_of(*parts) if parts else None
+
+    def hidden_states_and_routing(self, x: Tensor, token_mask: Tensor | None) -> tuple[Tensor, Routing, Tensor]:
+        """Return hidden states and routing as `MoE`; tokens that the router of the block has dropped are counted."""
+        hidden_states, routing, dropped = super().hidden_states_and_routing(x, token_mask)
+        if self.family.has_capacity:
+            is_dropped = routing.experts < 0
+            mask = routing.token_mask
+            dropped = dropped + (is_dropped if mask is None else is_dropped & mask.unsqueeze(1)).sum()
+        return hidden_states, routing, dropped
+
+    @property
+    def declaration(self) -> Declaration:
+        """Declare saved tensors, and whether the router counts the tokens of a sequence."""
+        declaration = super().declaration
+        return replace(declaration, needs_whole_sequences=True) if self.family.has_capacity else declaration
 
     @property
     def _correction_bias(self) -> Tensor | None:
@@ -170,8 +205,10 @@ class TransformersMoE(MoEFeedForward):
         return adapted_module(self.experts)
 
     @property
-    def _dtype(self) -> torch.dtype:
-        dtype: torch.dtype = self.routed_experts.down_proj.dtype  # type: ignore[assignment]
+    def expert_dtype(self) -> torch.dtype:
+        """Dtype of the matrices of the routed experts."""
+        _, _, name = self._keys["experts.down_proj"].format(expert=0).partition(".")
+        dtype: torch.dtype = attrgetter(name)(self.routed_experts).dtype
         return dtype
 
 
@@ -184,10 +221,10 @@ def check_replayable(config: MoEConfig, block: str) -> None:
         )
 
 
-def router_logits(router: nn.Module, outputs: Any) -> Tensor:
-    """Return the logits ``(T, E)``, float32 or wider, among the outputs of the router of a block."""
-    logits: Tensor = outputs[1 if isinstance(adapted_module(router), nn.Linear) else 0]  # second in Llama 4
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+def router_logits(family: Family, outputs: Any) -> Tensor:
+    """Return the logits ``(T, E)``, float32 or wider, among the outputs of the router of a family's block."""
+    logits: Tensor = outputs if isinstance(outputs, Tensor) else outputs[family.logits_index]
+    return logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def correction_bias_of(block: nn.Module, keys: Mapping[str, str]) -> Tensor:
@@ -196,36 +233,58 @@ def correction_bias_of(block: nn.Module, keys: Mapping[str, str]) -> Tensor:
     return (adapted_module(block.get_submodule(owner[0])) if owner else block).get_buffer(name)
 
 
-def _declare(router: nn.Module, experts: nn.Module, config: MoEConfig, entries: Sequence[Entry]) -> None:
+def _without(routing: Routing, is_dropped: Tensor) -> Routing:
+    """Remove the slots of tokens ``(T,)`` that their router has dropped; they still count for the losses."""
+    is_dropped = is_dropped.unsqueeze(1)
+    return routing._replace(
+        weights=routing.weights.masked_fill(is_dropped, 0.0),
+        experts=routing.experts.masked_fill(is_dropped, -1),
+        is_unpadded=False,
+    )
+
+
+def _declare(block: nn.Module, router: nn.Module, config: MoEConfig, entries: Sequence[Entry]) -> None:
     """Declare router and experts of a block as `MoE` does, with the names and layouts of the block's parameters.
 
-    If gate and up are concatenated, they cannot be computed in parts: a shard would hold one of them alone. A stack
-    with unused matrices cannot be sharded by experts.
+    If gate and up are concatenated, they cannot be computed in parts: a shard would hold one of them alone. Neither can
+    matrices of all experts in one. A stack with unused matrices cannot be sharded by experts, nor one of two modules,
+    nor matrices that are parameters of their own.
     """
     of_ours = Experts(config, device="meta").declaration
-    names: dict[str, tuple[str | None, ...]] = {}
-    input_dims: dict[str, str] = {}
-    fused: dict[str, FusedGate] = {}
-    of_experts = [entry for entry in entries if entry.is_of_experts]
-    is_sharded = not any(entry.has_unused_matrices for entry in of_experts)
-    for entry in of_experts:
-        name, ours = entry.key.removeprefix("experts."), entry.names[0].removeprefix("experts.")
-        expert, *dims = of_ours.logical_names[ours]
-        names[name] = (expert if is_sharded else None, *(reversed(dims) if entry.transposed else dims))
-        if ours in of_ours.input_dims:
-            input_dims[name] = of_ours.input_dims[ours]
-            if len(entry.names) > 1:
-                fused[name] = "interleaved" if entry.interleaved else "concatenated"
-    experts.declaration = replace(  # type: ignore[assignment]
-        of_ours,
-        logical_names=names,
-        input_dims=input_dims,
-        fused_gates=fused,
-        tensor_parallel_dims={} if "concatenated" in fused.values() else of_ours.tensor_parallel_dims,
-        added_to_output=tuple(name for name in ("down_proj_bias",) if name in names),
-    )
+    of_modules: dict[str, dict[str, Entry]] = {}
+    for entry in entries:
+        if entry.is_of_experts:
+            module, _, name = entry.key.partition(".")
+            of_modules.setdefault(module, {})[name] = entry
+    for module, of_experts in of_modules.items():
+        stacks = {name: entry for name, entry in of_experts.items() if entry.is_stack}
+        is_sharded = len(of_modules) == 1 and not any(entry.has_unused_matrices for entry in stacks.values())
+        names: dict[str, tuple[str | None, ...]] = {}
+        input_dims: dict[str, str] = {}
+        fused: dict[str, FusedGate] = {}
+        for name, entry in stacks.items():
+            ours = entry.names[0].removeprefix("experts.")
+            expert, *dims = of_ours.logical_names[ours]
+            dims = [*reversed(dims)] if entry.transposed else dims
+            names[name] = (expert if is_sharded else None, *(dims[1:] if entry.is_flat else dims))
+            if ours in of_ours.input_dims and not entry.is_flat:
+                input_dims[name] = of_ours.input_dims[ours]
+                if len(entry.names) > 1:
+                    fused[name] = "interleaved" if entry.interleaved else "concatenated"
+        is_whole = "concatenated" in fused.values() or any(entry.is_flat for entry in stacks.values())
+        block.get_submodule(module).declaration = replace(  # type: ignore[assignment]
+            of_ours,
+            logical_names=names,
+            input_dims=input_dims,
+            fused_gates=fused,
+            # Parameters are also in modules whose forward is not called.
+            fsdp_unit=of_ours.fsdp_unit or any(each.is_flat or not each.is_stack for each in of_experts.values()),
+            tensor_parallel_dims={} if is_whole or not names else of_ours.tensor_parallel_dims,
+            added_to_output=tuple(name for name in ("down_proj_bias",) if name in names),
+        )
     if config.expert_norm:  # the experts gather it, so that its gradient is summed over the ranks of all experts
-        experts.post_expert_norm.declaration = Declaration(logical_names={"weight": ("norm",)})  # type: ignore
+        experts: Any = block.get_submodule("experts")
+        experts.post_expert_norm.declaration = Declaration(logical_names={"weight": ("norm",)})
     keys = {entry.names[0]: entry.key.partition(".")[2] for entry in entries}
     of_router = {"router.weight": (None, "embed"), "router.bias": (None,), "router.scale": (None,)}
     router.declaration = Declaration(  # type: ignore[assignment]

@@ -10,6 +10,7 @@ from maxmoe.convert.blocks import TRAINING_FIELDS
 from maxmoe.integrations.transformers._transformers import is_expert_parallel, is_experts
 from maxmoe.integrations.transformers.checkpoint_names import load_checkpoint_names
 from maxmoe.integrations.transformers.moe_block import TransformersMoE
+from maxmoe.integrations.transformers.patched_families import is_sparse_block
 from maxmoe.integrations.transformers.token_masks import hand_over_masks
 from maxmoe.nn import MoE
 
@@ -76,11 +77,13 @@ def _blocks(model: nn.Module) -> dict[str, nn.Module]:
     """Return the sparse blocks of a model by path; raises if there are none, or they are computed by several ranks."""
     found = {}
     for path, module in model.named_modules():
-        experts = dict(module.named_children()).get("experts")
-        if experts is not None and not isinstance(module, MoE):
+        if is_sparse_block(module) and not isinstance(module, MoE):
+            experts = dict(module.named_children()).get("experts")
             if is_experts(experts) and is_expert_parallel(experts):
                 raise ValueError(f"{path} must be whole, got experts under the expert parallelism of transformers")
-            _owner(model, path)
+            owner: Any = model.get_submodule(_owner(model, path))
+            if not any(hasattr(part, "config") for part in module.modules()):
+                module.config = owner.config
             found[path] = module
     if not found:
         raise ValueError(f"{type(model).__name__} must have sparse blocks of transformers, got none")
@@ -105,5 +108,6 @@ def _put(model: nn.Module, path: str, layer: TransformersMoE) -> ReplacedBlock:
     load_checkpoint_names(model.get_submodule(parent))
     if is_experts(layer.experts):
         owner.set_experts_implementation("maxmoe")
-    hand_over_masks(owner, model.get_submodule(parent.rpartition(".")[0]).children())
+    if not layer.family.has_capacity:  # there, padding takes capacity
+        hand_over_masks(owner, model.get_submodule(parent.rpartition(".")[0]).children())
     return ReplacedBlock(path, owner.config.model_type, block, layer.config.num_experts, layer.config.top_k)

@@ -39,10 +39,10 @@ class RoutingBlock:
     config: MoEConfig
 
     def __init__(self, block: nn.Module) -> None:
-        self.config, family = config_of_block(block), family_of_block(block)
-        if family.scales_sum:
+        self.config, self._family = config_of_block(block), family_of_block(block)
+        if self._family.scales_sum:
             self.config = replace(self.config, routed_scaling_factor=1.0)
-        self._keys = {entry.names[0]: entry.key for entry in family.block.entries}
+        self._keys = {entry.names[0]: entry.key for entry in self._family.block.entries}
         self._block = ref(block)  # which keeps this object
         self._hooks: tuple[Any, ...] = ()
         self._handles: list[Any] = []
@@ -87,7 +87,7 @@ class RoutingBlock:
     @never_compiled
     def _keep_logits(self, router: nn.Module, arguments: object, outputs: Any) -> None:
         if self._call.value is not None:
-            self._call.value = self._call.value[0], router_logits(router, outputs)
+            self._call.value = self._call.value[0], router_logits(self._family, outputs)
 
     @never_compiled
     def route(self, experts: Tensor, weights: Tensor) -> tuple[Tensor | RaggedPlan, Tensor]:

@@ -118,6 +118,11 @@ def plan_dispatch(
             f"the rule 'exp' must have the axes of 'activation_exp' {axes} before all others, got {of_weights}: "
             "the experts of a rank would not be neighbours"
         )
+    if config.num_experts % local.mesh.size(*axes):  # a stack in one dim with the rows of its matrices may be divisible
+        raise ValueError(
+            f"num_experts ({config.num_experts}) must be divisible by the axes {axes} of the rule 'activation_exp', "
+            f"got {local.mesh.size(*axes)} ranks; dispatch='gather_weights' takes any number"
+        )
     if not axes:
         return replace(local, reason="no axis of the mesh is one of 'activation_exp'")
     plan = replace(local, expert_axes=axes, token_axes=tuple(axis for axis in axes if axis in tokens.axes))

@@ -1,14 +1,5 @@
-# The operators and the Python module maxmoe._C, once for each torch: _C_torch2_13, ... The kernels are shared.
-execute_process(
-  COMMAND ${Python_EXECUTABLE} -m pybind11 --cmakedir
-  OUTPUT_VARIABLE pybind11_DIR OUTPUT_STRIP_TRAILING_WHITESPACE
-  RESULT_VARIABLE MAXMOE_PYBIND11_FAILED)
-if(MAXMOE_PYBIND11_FAILED)
-  message(FATAL_ERROR "${Python_EXECUTABLE} has no pybind11: pip install 'pybind11>=3.0,<3.1'")
-endif()
-set(PYBIND11_FINDPYTHON ON)
-find_package(pybind11 3.0 CONFIG REQUIRED)
-
+# The operators, in one library for each torch: libmaxmoe_torch2_13.so, ... The kernels are shared. Python is not linked:
+# a library serves all of its versions.
 file(GLOB MAXMOE_OP_SOURCES CONFIGURE_DEPENDS cpp/ops/*.cpp cpp/ops/*/*.cpp)
 
 # By default two translation units, because torch's headers take most of the time of each one. Smaller ones are faster
@@ -26,13 +17,13 @@ foreach(minor IN LISTS MAXMOE_TORCH_MINORS)
   # Names in the anonymous namespaces of two files must differ.
   set_target_properties(${ops} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE ${MAXMOE_UNITY_BATCH_SIZE})
 
-  # NO_EXTRAS: no link-time optimisation, which makes the build half as long again.
-  set(module _C_torch${minor})
-  pybind11_add_module(${module} MODULE NO_EXTRAS cpp/module.cpp)
-  target_compile_definitions(${module} PRIVATE
+  set(library maxmoe_library_${minor})
+  add_library(${library} MODULE cpp/library.cpp)
+  target_compile_definitions(${library} PRIVATE
     MAXMOE_VERSION="${MAXMOE_VERSION}" MAXMOE_TORCH_VERSION="${MAXMOE_TORCH_VERSION_${minor}}")
-  target_link_libraries(${module} PRIVATE ${ops})
-  target_link_options(${module} PRIVATE -Wl,--as-needed -Wl,--exclude-libs,ALL)
-  set_target_properties(${module} PROPERTIES INSTALL_RPATH "$ORIGIN/../torch/lib")
-  install(TARGETS ${module} LIBRARY DESTINATION . COMPONENT maxmoe_python)
+  target_link_libraries(${library} PRIVATE ${ops})
+  # --no-undefined: a symbol of Python, which no linked library has, ends the build.
+  target_link_options(${library} PRIVATE -Wl,--as-needed -Wl,--no-undefined -Wl,--exclude-libs,ALL)
+  set_target_properties(${library} PROPERTIES OUTPUT_NAME maxmoe_torch${minor} INSTALL_RPATH "$ORIGIN/../torch/lib")
+  install(TARGETS ${library} LIBRARY DESTINATION . COMPONENT maxmoe_library)
 endforeach()

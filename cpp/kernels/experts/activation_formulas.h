@@ -1,0 +1,159 @@
+// The formulas of the activations and their derivatives, written once: for single numbers, in CUDA kernels, and for
+// blocks of a row, in CPU kernels (activation.simd.h).
+//
+// `Math` says which: Math::Scalar is the type of numbers, Math::Value a number or a block of them, and its functions
+// are those of which the formulas consist. Comparisons propagate NaN: x <= 0 is false for a NaN, which selects x. Since
+// everything is a template of Math, each instruction set has its own functions.
+#pragma once
+
+#include <cmath>
+#include <limits>
+
+#include "kernels/experts/activation_kind.h"
+
+namespace maxmoe {
+
+// Operations on single numbers.
+template <class S>
+struct NumberMath {
+  using Scalar = S;
+  using Value = S;
+
+  MAXMOE_DEVICE MAXMOE_INLINE static S exp(S x) { return std::exp(x); }
+  MAXMOE_DEVICE MAXMOE_INLINE static S tanh(S x) { return std::tanh(x); }
+  MAXMOE_DEVICE MAXMOE_INLINE static S erf(S x) { return std::erf(x); }
+  MAXMOE_DEVICE MAXMOE_INLINE static S inverse(S x) { return S(1) / x; }
+  MAXMOE_DEVICE MAXMOE_INLINE static S square(S x) { return x * x; }
+  MAXMOE_DEVICE MAXMOE_INLINE static S cube(S x) { return x * x * x; }
+  MAXMOE_DEVICE MAXMOE_INLINE static S abs(S x) { return std::fabs(x); }
+  MAXMOE_DEVICE MAXMOE_INLINE static S at_most(S x, S limit) { return x > limit ? limit : x; }
+  MAXMOE_DEVICE MAXMOE_INLINE static S at_least(S x, S limit) { return x < limit ? limit : x; }
+  // 0 where the condition holds, elsewhere x; and 1 where it holds, elsewhere 0.
+  MAXMOE_DEVICE MAXMOE_INLINE static S zero_where(bool condition, S x) { return condition ? S(0) : x; }
+  MAXMOE_DEVICE MAXMOE_INLINE static S one_where(bool condition) { return condition ? S(1) : S(0); }
+};
+
+// A function and its derivative: value = f(x), slope = f'(x). Without kWithSlope the slope is empty.
+template <class Math>
+struct ValueAndSlope {
+  Math::Value value;
+  Math::Value slope = {};
+};
+
+// x * sigmoid(steepness * x)
+template <class Math, bool kWithSlope, class Value = Math::Value, class S = Math::Scalar>
+MAXMOE_DEVICE ValueAndSlope<Math> swish(const Value& x, S steepness) {
+  if constexpr (!kWithSlope) return {x * Math::inverse(S(1) + Math::exp(-steepness * x))};
+  const Value sigmoid = Math::inverse(S(1) + Math::exp(-steepness * x));
+  return {x * sigmoid, sigmoid * (S(1) + steepness * x * (S(1) - sigmoid))};
+}
+
+// x * Phi(x), with the cumulative distribution function Phi of the normal distribution.
+template <class Math, bool kWithSlope, class Value = Math::Value, class S = Math::Scalar>
+MAXMOE_DEVICE ValueAndSlope<Math> gelu(const Value& x) {
+  const Value cdf = S(0.5) * (S(1) + Math::erf(x * S(M_SQRT1_2)));
+  if constexpr (!kWithSlope) return {x * cdf};
+  const Value density = S(0.5 * M_2_SQRTPI * M_SQRT1_2) * Math::exp(S(-0.5) * Math::square(x));
+  return {x * cdf, cdf + x * density};
+}
+
+// The approximation of gelu with tanh.
+template <class Math, bool kWithSlope, class Value = Math::Value, class S = Math::Scalar>
+MAXMOE_DEVICE ValueAndSlope<Math> gelu_tanh(const Value& x) {
+  constexpr S scale = S(M_2_SQRTPI * M_SQRT1_2);
+  constexpr S cubic = S(0.044715);
+  const Value tanh = Math::tanh(scale * (x + cubic * Math::cube(x)));
+  if constexpr (!kWithSlope) return {S(0.5) * x * (S(1) + tanh)};
+  return {S(0.5) * x * (S(1) + tanh), S(0.5) * (S(1) + tanh) + S(0.5) * x * (S(1) - Math::square(tanh)) * scale *
+                                                                   (S(1) + S(3) * cubic * Math::square(x))};
+}
+
+// cap * tanh(x / cap)
+template <class Math, bool kWithSlope, class Value = Math::Value, class S = Math::Scalar>
+MAXMOE_DEVICE ValueAndSlope<Math> softcap(const Value& x, S cap) {
+  const Value tanh = Math::tanh(x / cap);
+  if constexpr (!kWithSlope) return {cap * tanh};
+  return {cap * tanh, S(1) - Math::square(tanh)};
+}
+
+// cap * tanh(x / cap) * sigmoid(x)
+template <class Math, bool kWithSlope, class Value = Math::Value, class S = Math::Scalar>
+MAXMOE_DEVICE ValueAndSlope<Math> softcapped_swish(const Value& x, S cap) {
+  const ValueAndSlope<Math> capped = softcap<Math, kWithSlope>(x, cap);
+  const Value sigmoid = Math::inverse(S(1) + Math::exp(-x));
+  if constexpr (!kWithSlope) return {capped.value * sigmoid};
+  return {capped.value * sigmoid, sigmoid * (capped.slope + capped.value * (S(1) - sigmoid))};
+}
+
+// The function f of the gate, or of up without a gate.
+template <class Math, bool kWithSlope, class Value = Math::Value, class S = Math::Scalar>
+MAXMOE_DEVICE ValueAndSlope<Math> activate(const ActivationKind& kind, const Value& x) {
+  switch (kind.activation) {
+    case Activation::silu:
+      return swish<Math, kWithSlope>(x, S(1));
+    case Activation::swigluoai:
+      return swish<Math, kWithSlope>(x, S(1.702));
+    case Activation::gelu:
+      return gelu<Math, kWithSlope>(x);
+    case Activation::gelu_tanh:
+      return gelu_tanh<Math, kWithSlope>(x);
+    case Activation::relu:
+      return {Math::zero_where(x <= S(0), x), Math::one_where(x > S(0))};
+    case Activation::relu2: {
+      const Value positive = Math::zero_where(x <= S(0), x);
+      return {Math::square(positive), S(2) * positive};
+    }
+    case Activation::situ:
+      return softcapped_swish<Math, kWithSlope>(x, static_cast<S>(kind.gate_softcap));
+  }
+  return {};
+}
+
+// activated = f(gate) * h(up), and its derivatives with respect to gate and up. Without kWithSlope these are empty.
+template <class Math>
+struct Activated {
+  Math::Value activated;
+  Math::Value gate_slope = {};
+  Math::Value up_slope = {};
+};
+
+// A limit of infinity means no clipping: the passes over a block that would clip it are skipped.
+template <class Math, bool kWithSlope, class Value = Math::Value, class S = Math::Scalar>
+MAXMOE_DEVICE Activated<Math> activate_gated(const ActivationKind& kind, const Value& gate, const Value& up) {
+  if (kind.activation == Activation::situ) {
+    const ValueAndSlope<Math> f = activate<Math, kWithSlope>(kind, gate);
+    const ValueAndSlope<Math> h = softcap<Math, kWithSlope>(up, static_cast<S>(kind.up_softcap));
+    if constexpr (!kWithSlope) return {f.value * h.value};
+    return {f.value * h.value, f.slope * h.value, f.value * h.slope};
+  }
+  const S limit = static_cast<S>(kind.limit);
+  if (limit > std::numeric_limits<S>::max() && kind.activation != Activation::swigluoai) {
+    const ValueAndSlope<Math> f = activate<Math, kWithSlope>(kind, gate);
+    if constexpr (!kWithSlope) return {f.value * up};
+    return {f.value * up, f.slope * up, f.value};
+  }
+  const S one = kind.activation == Activation::swigluoai ? S(1) : S(0);
+  const Value factor = one + Math::at_least(Math::at_most(up, limit), -limit);
+  if (kind.limit_target == LimitTarget::output) {
+    const ValueAndSlope<Math> f = activate<Math, kWithSlope>(kind, gate);
+    const Value clipped = Math::at_most(f.value, limit);
+    if constexpr (!kWithSlope) return {clipped * factor};
+    return {clipped * factor, Math::zero_where(f.value > limit, f.slope * factor),
+            Math::zero_where(Math::abs(up) > limit, clipped)};
+  }
+  const Value clipped = Math::at_most(gate, limit);
+  const ValueAndSlope<Math> f = activate<Math, kWithSlope>(kind, clipped);
+  if constexpr (!kWithSlope) return {f.value * factor};
+  return {f.value * factor, Math::zero_where(gate > limit, f.slope * factor),
+          Math::zero_where(Math::abs(up) > limit, f.value)};
+}
+
+// The same, or activated = f(up) without a gate, which is not read then.
+template <class Math, bool kWithSlope, class Value = Math::Value>
+MAXMOE_DEVICE Activated<Math> activate_pair(const ActivationKind& kind, const Value& gate, const Value& up) {
+  if (kind.gate != GateLayout::none) return activate_gated<Math, kWithSlope>(kind, gate, up);
+  const ValueAndSlope<Math> f = activate<Math, kWithSlope>(kind, up);
+  return {f.value, {}, f.slope};
+}
+
+}  // namespace maxmoe
