@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import maxmoe
 from maxmoe import MoE, MoEConfig, parallelize
-from maxmoe.parallel.plan.dispatch_plan import Dispatch
+from maxmoe.parallel.dispatch import LocalStrategy
+from maxmoe.parallel.plan.dispatch_plan import STRATEGIES, Dispatch
 from maxmoe.sharding import Mesh
 from support.counted_collectives import CountedCollectives
 from support.dispatched_layer import make_layer
@@ -29,7 +30,7 @@ CONFIGS = {
     "dense, weights on the input": MoEConfig(**SIZES, implementation="dense", apply_weights_to="input"),
     "capacity": MoEConfig(**SIZES, implementation="dense", capacity_factor=1.0),
 }
-DISPATCHES = ("ring_of_experts", "ragged_all_to_all", "least_loaded")
+DISPATCHES = tuple(name for name, strategy in STRATEGIES.items() if strategy is not LocalStrategy)
 FROZEN: tuple[tuple[str, ...], ...] = ((), ("experts",), ("router",), ("x",), ("experts", "x"), ("router", "x"))
 NAMES = (("dispatch",), ("dispatch", "experts"))
 LENGTH = 3  # of every sequence

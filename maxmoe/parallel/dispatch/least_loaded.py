@@ -13,7 +13,7 @@ from maxmoe.nn.routing import TopK
 from maxmoe.ops import RaggedPlan
 from maxmoe.parallel.dispatch.computed_rows import ComputedRows
 from maxmoe.parallel.dispatch.expert_moves import TRIED_PERCENT, plan_moves
-from maxmoe.parallel.dispatch.expert_ranks import with_rows
+from maxmoe.parallel.dispatch.expert_ranks import ExpertLayout, with_rows
 from maxmoe.parallel.dispatch.lent_experts import LentExperts
 from maxmoe.parallel.dispatch.ragged_dispatcher import RaggedAllToAll, RaggedCounts, SentRows, Splits, planned_rows
 from maxmoe.parallel.dispatch.strategy import PlannedDispatch, Received
@@ -57,6 +57,18 @@ class LeastLoaded(RaggedAllToAll):
     moves_experts = True
 
     local: LocalDispatcher
+
+    @classmethod
+    def check(cls, layout: ExpertLayout) -> None:
+        """Raise for experts whose rows cannot be computed on several ranks, and for a bound that drops rows."""
+        config = layout.config
+        if config.implementation != "sparse":
+            raise ValueError(
+                "least_loaded computes the rows of an expert on several ranks: implementation must be 'sparse', "
+                f"got {config.implementation!r}"
+            )
+        if config.buffer_factor is not None:
+            raise ValueError(f"least_loaded drops no rows: buffer_factor must be None, got {config.buffer_factor}")
 
     def exchange_counts(self, chunks: Sequence[TopK], num_sequences: int) -> list[RaggedCounts]:
         """Sort the slots and all-gather the number of rows for every expert; raise if ranks plan differently."""

@@ -154,8 +154,7 @@ class Strategy:
 
     Attributes:
         keeps_sequences: whether the rank of an expert gets whole sequences, which `capacity_factor` needs.
-        moves_experts: whether a rank may compute rows of experts that another rank owns, which requires
-            implementation="sparse" and no buffer_factor.
+        moves_experts: whether a rank may compute rows of experts that another rank owns.
     """
 
     keeps_sequences: ClassVar[bool] = False
@@ -164,6 +163,10 @@ class Strategy:
     def __deepcopy__(self, _memo: object) -> "Strategy":
         """Return the object itself: a process group cannot be copied, so copies of a layer share it."""
         return self
+
+    @classmethod
+    def check(cls, layout: ExpertLayout) -> None:
+        """Raise ValueError for a configuration or mesh axes that the strategy cannot run with."""
 
     @classmethod
     def dispatcher(cls, layout: ExpertLayout) -> Dispatcher[Any, Any]:

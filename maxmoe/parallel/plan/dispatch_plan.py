@@ -3,7 +3,6 @@
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from maxmoe.config import MoEConfig
 from maxmoe.declaration import EXPERT_TOKEN_DIMS
 from maxmoe.nn import ExpertRunner, TensorParallelRegion
 from maxmoe.parallel.dispatch import (
@@ -138,20 +137,8 @@ def plan_dispatch(
             f"dispatch must be {' or '.join(map(repr, able))} with capacity_factor ({config.capacity_factor}), got "
             f"{strategy!r}, which sends rows without their sequences"
         )
-    if plan.strategy_class.moves_experts:
-        _check_movable(config, strategy)
+    plan.strategy_class.check(plan)
     return plan
-
-
-def _check_movable(config: MoEConfig, strategy: Dispatch) -> None:
-    """Raise for experts whose rows cannot be computed on several ranks, and for a bound that drops rows."""
-    if config.implementation != "sparse":
-        raise ValueError(
-            f"{strategy} computes the rows of an expert on several ranks: implementation must be 'sparse', "
-            f"got {config.implementation!r}"
-        )
-    if config.buffer_factor is not None:
-        raise ValueError(f"{strategy} drops no rows: buffer_factor must be None, got {config.buffer_factor}")
 
 
 def _chosen(plan: DispatchPlan) -> tuple[Dispatch, str]:
