@@ -162,6 +162,7 @@ wheel: $(VENV)/dev $(WHEEL_TORCHES:%=%/requirements)
 	mkdir -p build
 	echo "== sdist and wheel"
 	export MAXMOE_TORCH="$$(ls -d $(addsuffix /lib/python*/site-packages,$(abspath $(WHEEL_HEADERS))) | paste -sd:)"
+	export MAXMOE_CUDA=off # no CUDA kernels in wheels, until they have run on a GPU
 	$(BIN)/python -m build --no-isolation --sdist --outdir dist . >build/sdist.log
 	$(BIN)/python -m build --no-isolation --wheel --outdir build/wheel . >build/wheel.log
 	export PATH="$(abspath $(BIN)):$$PATH"
