@@ -21,10 +21,12 @@ def test_steps_on_meshes_are_those_of_one_process() -> None:
 
 def test_everything_is_drawn() -> None:
     random, drawn = Random(0), set()
-    for _ in range(60):
+    for number in range(300):
         name = random.choice(list(fuzz_dispatch.RULES))
         sizes = fuzz_dispatch.draw_mesh(random, fuzz_dispatch.RULES[name])
         drawn |= {name, *sizes}
+        if number % 5:  # one mesh in 26 has `tensor`, and a step takes far longer to draw than a mesh
+            continue
         step = fuzz_dispatch.draw_step(random, Mesh.planned(sizes), fuzz_dispatch.RULES[name])
         drawn |= {step.checkpointing, step.options["dispatch"], f"{step.options['num_chunks']} chunks"}
         drawn |= {step.batch.x.dtype, "other numbers of sequences" if step.sizes else "equal numbers of sequences"}

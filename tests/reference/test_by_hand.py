@@ -111,9 +111,9 @@ def test_activations() -> None:
         "swigluoai": gate * sigmoid(1.702 * gate) * (up + 1),
     }
     for activation, value in expected.items():
-        torch.testing.assert_close(reference.activate(gate, up, activation), value)  # type: ignore[arg-type]
-    assert reference.activate(None, gate, "relu2").tolist() == [0.0, 4.0, 81.0]
-    limited = reference.activate(gate, up, "relu", 7.0)
+        torch.testing.assert_close(reference.activate(gate, up, activation=activation), value)  # type: ignore[arg-type]
+    assert reference.activate(None, gate, activation="relu2").tolist() == [0.0, 4.0, 81.0]
+    limited = reference.activate(gate, up, activation="relu", limit=7.0)
     assert limited.tolist() == [0.0, -14.0, 49.0]
 
 

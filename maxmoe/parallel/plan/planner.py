@@ -248,8 +248,10 @@ class _Planner:
     def _plan_parameters(self, unit_path: str, unit: nn.Module) -> Iterator[tuple[str, ParameterPlan]]:
         """Plan the parameters that a FSDP unit gathers, by their path in the unit."""
         tensor_parallel = self.parallel_axes.get(unit, ())
-        # A parameter that all experts share, such as their norm, has a gradient from the experts of each rank.
-        expert_axes = self.dispatch_plans[unit].expert_axes if unit in self.dispatch_plans else ()
+        # A parameter of the experts that all of them share, such as their norm, has a gradient from the experts of each
+        # rank. A parameter of the layer has not: every rank has its whole gradient.
+        has_experts = unit in self.dispatch_plans and not isinstance(unit, MoE)
+        expert_axes = self.dispatch_plans[unit].expert_axes if has_experts else ()
         block = next((outer for outer in enclosing(unit_path) if self.modules[outer] in self.blocks), "")
         for path, name in self.units.get(unit, {}).items():
             used = self._used(unit, self.shardings[name])
