@@ -1,11 +1,11 @@
-"""Compares steps of random layers on random meshes with those of one process.
+"""Compares steps of random layers on random meshes with one process's.
 
     python tests/fuzz/fuzz_dispatch.py --seconds 3600 --seed 1
     python tests/fuzz/fuzz_dispatch.py --seed 1 --case 4711
 
 A case is one mesh with some steps. Strategies, chunks, configs, dtypes, loads, padding, numbers of sequences on every
 rank, replayed routing and activation checkpointing are drawn for each. Outputs, losses, statistics and all gradients
-must be those of one process. With a bounded buffer, whose drops depend on the ranks, only tokens are counted. The last
+must equal one process's. With a bounded buffer, whose drops depend on the ranks, only tokens are counted. The last
 step is taken again and again: no process group and no tensor may be left. A rank that hangs is reported.
 """
 

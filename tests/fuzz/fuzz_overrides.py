@@ -1,4 +1,4 @@
-"""Compares steps under random tables of rules with those of one process.
+"""Compares steps under random tables of rules with one process's.
 
     python tests/fuzz/fuzz_overrides.py --seconds 3600 --seed 1
     python tests/fuzz/fuzz_overrides.py --seed 1 --case 4711

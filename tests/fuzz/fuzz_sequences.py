@@ -6,7 +6,7 @@
 A sequence is one preset on a mesh and up to eight operations: backwards of one or two forwards, steps of an optimizer,
 clipping, evaluations, loading of the state, and forwards and backwards that an exception or a KeyboardInterrupt ends.
 In one process nothing is interrupted; an interrupted backward is followed by `zero_grad`, because it has added to the
-gradients. Norms, logits of evaluations, and in the end all parameters and gradients must be those of one process. A
+gradients. Norms, logits of evaluations, and in the end all parameters and gradients must equal one process's. A
 case is several sequences on the same ranks.
 """
 

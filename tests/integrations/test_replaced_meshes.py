@@ -1,4 +1,4 @@
-"""Models with replaced blocks on meshes, with padding: losses and all gradients are those of one process."""
+"""Models with replaced blocks on meshes, with padding: losses and all gradients equal one process's."""
 
 from typing import Any
 

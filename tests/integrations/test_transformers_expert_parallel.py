@@ -106,7 +106,7 @@ def with_our_layers(preset: str) -> nn.Module:
 @pytest.mark.parametrize("sizes", [{"expert": 2}, {"fsdp": 2, "expert": 2}], ids=str)
 @pytest.mark.parametrize("preset", ["mixtral", "qwen3_moe"])
 def test_our_layers_in_their_models(preset: str, sizes: dict[str, int]) -> None:
-    """What declares no names is replicated; losses and all gradients are those of one process."""
+    """What declares no names is replicated; losses and all gradients equal one process's."""
 
     def check() -> None:
         whole = with_our_layers(preset)

@@ -1,4 +1,4 @@
-"""Adapters of PEFT beside experts on a mesh: every gradient of a factor equals that of one process."""
+"""Adapters of PEFT beside experts on a mesh: every gradient of a factor equals one process's."""
 
 import functools
 from dataclasses import replace

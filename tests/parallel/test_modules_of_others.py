@@ -95,7 +95,7 @@ TABLES: dict[str, list[Any]] = {
 
 
 def test_parts_are_computed_where_weights_and_activations_lie_on_an_axis() -> None:
-    """Elsewhere weights are gathered: the result is that of one process in any case."""
+    """Elsewhere weights are gathered: the result equals one process's in any case."""
     torch.manual_seed(0)
     model, x = nn.Sequential(FeedForward(4, 8)).double(), torch.randn(4, 3, 4, dtype=torch.float64)
     model(x).square().sum().backward()

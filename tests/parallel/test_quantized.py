@@ -1,4 +1,4 @@
-"""Quantized experts on a mesh: each step equals that of one process with the dequantized weights."""
+"""Quantized experts on a mesh: each step equals one process's with the dequantized weights."""
 
 import functools
 from dataclasses import replace

@@ -100,7 +100,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
 def test_the_model_in_a_wrapper_generates(wrap: Callable[[Decoder], Any], layout: MeshRules) -> None:
-    """Before and between steps of training, whose gradients are those of one process, also after an interruption."""
+    """Before and between steps of training, whose gradients equal one process's, also after an interruption."""
     whole = wrap(decoder())
     tokens, targets = batch()
     loss(whole(tokens), targets).backward()

@@ -1,4 +1,4 @@
-"""Training on several ranks whose gradients are those of one process: with torch alone, and by hand."""
+"""Training on several ranks whose gradients equal one process's: with torch alone, and by hand."""
 
 from typing import Any
 
