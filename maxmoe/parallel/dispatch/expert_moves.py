@@ -1,4 +1,4 @@
-"""Plan of the rows that ranks compute with experts of other ranks, so that all ranks compute about the same number.
+"""Decides which experts are lent to which ranks and for how many rows, so that ranks compute about the same number.
 
 The functions are deterministic and use integers only, so that every rank derives the same plan from the same counts.
 
