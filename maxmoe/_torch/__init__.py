@@ -5,7 +5,9 @@ refuses private names in any other package. Where torch has a public alternative
 used. The tests run it with torch 2.13, 2.14 and 2.15.
 """
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -202,6 +204,17 @@ def fake_tensor_mode() -> Any:
     The meta device has no autocast of another device, and mixes with no tensors of it.
     """
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def without_log_of_fake_tensors() -> Iterator[None]:
+    """Keep torch from logging a traceback of each operator that fails on fake tensors: the caller reports the error."""
+    log = logging.getLogger(FakeTensorMode.__module__)
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def argument_names(operator: Any) -> list[str]:

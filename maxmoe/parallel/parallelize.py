@@ -166,8 +166,7 @@ def whole_parameters(plan: Plan, rules: LogicalRules) -> str | None:
 
 def undeclared_modules(plan: Plan) -> str | None:
     """Return the warning for modules without declaration that may mix the tokens of sharded sequences, or None."""
-    axes = plan.tokens.length_axes
-    names = {type(planned.module).__name__: None for planned in plan.values() if _may_mix_tokens(planned.module)}
+    axes, names = plan.tokens.length_axes, types_that_may_mix_tokens(plan)
     warning = None
     if axes and names:
         warning = (
@@ -177,6 +176,11 @@ def undeclared_modules(plan: Plan) -> str | None:
             "mixes none"
         )
     return warning
+
+
+def types_that_may_mix_tokens(plan: Plan) -> list[str]:
+    """Return the names of the types of modules without declaration that may mix the tokens of a sequence."""
+    return [*dict.fromkeys(type(each.module).__name__ for each in plan.values() if _may_mix_tokens(each.module))]
 
 
 def _may_mix_tokens(module: nn.Module) -> bool:

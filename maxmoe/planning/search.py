@@ -15,6 +15,7 @@ from maxmoe.adapters import planned_copy
 from maxmoe.checks.fields import check_int
 from maxmoe.declaration import EXPERT_TOKEN_DIMS
 from maxmoe.nn import MoE, set_recompute
+from maxmoe.parallel.parallelize import types_that_may_mix_tokens
 from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.parallel.plan.planner import make_plan
 from maxmoe.parallel.plan.sharded_tokens import activation_spec, token_sharding
@@ -99,6 +100,7 @@ class Search:
         known = {name for module in parts.model.modules() for name in getattr(module, "recompute_names", ())}
         self._recompute = [*dict.fromkeys(tuple(name for name in names if name in known) for names in RECOMPUTE)]
         whole = make_plan(parts.model, Mesh.planned({}), LogicalRules(), allow_unused=True)
+        self._undeclared = types_that_may_mix_tokens(whole)
         self._stored = sum(stored_memory(whole, "adamw", (), step.state_dtypes).values())
         self._num_experts = [module.config.num_experts for module in parts.reduced.modules() if isinstance(module, MoE)]
 
@@ -140,6 +142,11 @@ class Search:
             return f"batch_size ({batch_size}) is not divisible"
         if length % length_parts:
             return f"sequence_length ({length}) is not divisible"
+        if length_parts > 1 and self._undeclared:
+            return (
+                f"sequences are sharded, and {', '.join(self._undeclared)} declare nothing: a module that mixes tokens "
+                "would compute something else (needs_whole_sequences of maxmoe.parallel.Declaration)"
+            )
         if batch_size // batch_parts < stages:
             return "fewer sequences on a rank than stages"
         if any(number % expert_parts for number in self._num_experts):

@@ -17,7 +17,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from maxmoe._torch import FakeTensorMode, TorchDispatchMode, attention_of_cpu, storage_id, tree_leaves
+from maxmoe._torch import (
+    FakeTensorMode,
+    TorchDispatchMode,
+    attention_of_cpu,
+    storage_id,
+    tree_leaves,
+    without_log_of_fake_tensors,
+)
 from maxmoe._torch.copies import copy_modules
 from maxmoe.declaration import Absent, declaration_of
 from maxmoe.nn import Checkpointed, set_recompute
@@ -93,7 +100,7 @@ def trace(
     first_error: Exception | None = None
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     copied = _copy_for_trace(model, dict(shapes), mode)
-    with mode:
+    with mode, without_log_of_fake_tensors():
         for positional, named in _arguments(model, num_sequences, length):
             hooked = copy_modules(copied)
             try:
@@ -107,8 +114,9 @@ def trace(
     reason = str(first_error).partition("\n")[0]
     problem = (
         f"What {type(model).__name__} saves and computes beside the modules that declare it is not counted, because "
-        f"its forward cannot be traced: {type(first_error).__name__}: {reason}. See example_inputs of "
-        "maxmoe.parallel.Declaration."
+        f"its forward cannot be traced with {num_sequences} sequences of {length} tokens: "
+        f"{type(first_error).__name__}: {reason}. If it takes no such sequences, give another sequence_length; if it "
+        "takes other inputs, example_inputs of maxmoe.parallel.Declaration."
     )
     return Trace({}, {}, problem)
 

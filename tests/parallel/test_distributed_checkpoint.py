@@ -137,3 +137,26 @@ def test_training_goes_on_on_another_mesh_with_another_strategy(tmp_path: Path) 
 
     for number, (layout, _) in enumerate(STRATEGIES):
         run_ranks(check, layout.world_size, number)
+
+
+def test_safetensors_of_several_ranks(tmp_path: Path) -> None:
+    """The lines of docs/how_to/checkpoints.md: saved by two ranks under FSDP, loaded with other experts on each."""
+    expected = values(decoder(SMALL))
+
+    def save() -> None:
+        model = parallelize(decoder(SMALL), Mesh({"fsdp": 2}), "pure-fsdp")
+        dcp.save(model.state_dict(), storage_writer=dcp.HuggingFaceStorageWriter(str(tmp_path), save_distributed=True))
+
+    def load() -> None:
+        model = parallelize(decoder(SMALL), Mesh({"expert": 2}), "ep-as-dp")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.to_local().fill_(-1.0)
+        weights = model.state_dict()
+        dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)))
+        model.load_state_dict(weights)
+        for name, parameter in model.named_parameters():
+            assert parameter.full_tensor().equal(expected[name]), name
+
+    run_ranks(save, 2)
+    run_ranks(load, 2)

@@ -212,6 +212,21 @@ def test_the_text_says_what_runs_and_what_is_excluded() -> None:
     assert "Not tried at all:" in text
 
 
+class Mixer(nn.Module):
+    """Computes with the sequence of a token, and declares nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.cumsum(1)
+
+
+def test_sequences_of_modules_that_may_mix_tokens_stay_whole() -> None:
+    options: dict[str, Any] = {"rules": ["cp-as-ep"], "num_plans": 100, **STEP}
+    found = search(nn.Sequential(model(), Mixer()), 4, DEVICE, **options)
+    assert not any("context" in plan.mesh for plan in found.plans)
+    assert any("sequences are sharded, and Mixer declare nothing" in reason for reason in found.cannot_run)
+    assert any("context" in plan.mesh for plan in search(model(), 4, DEVICE, **options).plans)
+
+
 @pytest.mark.parametrize("preset", ["ep-as-dp", "pipeline-large-moe"])
 def test_every_mesh_is_counted_once(preset: str) -> None:
     options: dict[str, Any] = {"rules": [preset], "memory": 3 << 20, **STEP, "batch_size": 12}

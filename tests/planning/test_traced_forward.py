@@ -190,7 +190,8 @@ class TakesMore(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("make", "reason"), [(ReadsValues, "DataDependentOutputException"), (TakesMore, "its forward cannot be traced")]
+    ("make", "reason"),
+    [(ReadsValues, "DataDependentOutputException"), (TakesMore, "its forward cannot be traced with")],
 )
 def test_what_cannot_be_traced_is_named_first(
     make: Callable[[], nn.Module], reason: str, monkeypatch: pytest.MonkeyPatch
