@@ -42,7 +42,7 @@ struct Library {
       kernels;
 };
 
-// Differs between a library and operators that were built from other sources and have other arguments.
+// Compared when a library is opened: it differs where an argument of a kernel was added, removed or changed its size.
 constexpr size_t kLayout = [] {
   size_t layout = 0;
   for (const size_t bytes : {sizeof(Library), sizeof(RaggedPlan), sizeof(Route<float>), sizeof(RouteBackward<float>),

@@ -21,8 +21,8 @@ inline bool uses_kernels(const at::Tensor& tensor) {
   return path_of(tensor) == Path::kernels;
 }
 
-// Sets the path of tensors on the CPU, on all threads of the process: "kernels", "cuda_emulator" or "aten", which is
-// that of tensors on GPUs as well. Returns the previous one.
+// Sets the path of tensors on the CPU, on all threads of the process: "kernels", "cuda_emulator" or "aten". With
+// "aten", tensors on GPUs go to ATen as well. Returns the previous path.
 std::string force_path(const std::string& name);
 
 // Runs tasks on the threads of torch (torch.set_num_threads).

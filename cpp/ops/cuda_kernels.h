@@ -25,7 +25,7 @@ struct CudaKernels {
   }
 };
 
-// Runs a kernel that CUDA and the CPU have with the same arguments: that of CUDA if `kernels` are given.
+// Runs a kernel that takes the same arguments on CUDA and on the CPU: the CUDA kernel if `kernels` are given.
 template <class Table, class Arguments>
 void run(const std::optional<CudaKernels>& kernels, void (*Table::*of_cuda)(const Arguments&, cuda::Stream),
          void (*of_cpu)(const Arguments&, const Executor&), const std::type_identity_t<Arguments>& arguments) {
@@ -36,7 +36,8 @@ void run(const std::optional<CudaKernels>& kernels, void (*Table::*of_cuda)(cons
   }
 }
 
-// The CUDA kernels of route keep the scores of a token in shared memory: it has space for so many experts at least.
+// The CUDA kernels of route keep the scores of a token in shared memory, which has space for this number of experts on
+// every GPU.
 constexpr int64_t kMostExpertsOnCuda = 2048;
 
 // The kernels if a tensor uses them (ops/backend.h).

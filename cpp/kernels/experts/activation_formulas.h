@@ -2,7 +2,7 @@
 // blocks of a row, in CPU kernels (activation.simd.h).
 //
 // `Math` says which: Math::Scalar is the type of numbers, Math::Value a number or a block of them, and its functions
-// are those of which the formulas consist. Comparisons propagate NaN: x <= 0 is false for a NaN, which selects x. Since
+// are the ones that the formulas call. Comparisons propagate NaN: x <= 0 is false for a NaN, which selects x. Since
 // everything is a template of Math, each instruction set has its own functions.
 #pragma once
 
