@@ -39,7 +39,7 @@ def export_adapter(
     model: nn.Module,
     folder: str | Path,
     *,
-    layout: Literal["per_expert", "vllm_stacked", "sglang_stacked"],
+    layout: ServedLayout,
     adapter: str | None = None,
 ) -> None:
     """Write an adapter of PEFT, with its factors beside experts, as inference servers name and stack them.
@@ -166,7 +166,7 @@ class _Block:
                     yield from _pair(f"{base}.{self._name}.{name}", a, b)
 
     def _factors(self, factors: Mapping[str, LowRankFactors], name: str) -> _Factors:
-        """Return the factors of a projection, given those in the layout of its parameter."""
+        """Return the factors of a projection, given the factors in the layout of its parameter."""
         if name not in factors:
             like, (count, *matrix) = next(iter(factors.values())).a, getattr(self.experts, name).shape
             size_in, size_out = matrix if self.experts.is_transposed else reversed(matrix)
