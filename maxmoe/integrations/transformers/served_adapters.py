@@ -80,7 +80,8 @@ def export_adapter(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with replacing(folder / "adapter_model.safetensors") as new:
-        save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, new, {"format": "pt"})
+        owned = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+        save_file(owned, new, {"format": "pt"})
     with replacing(folder / "adapter_config.json") as new:
         projections = set[str]().union(*(block.projections for block in blocks.values()))
         new.write_text(json.dumps(_config(parts, projections), indent=2, sort_keys=True))
