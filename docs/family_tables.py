@@ -164,7 +164,7 @@ Llama 4 (`Llama4TextExperts`, transposed, silu) has no experts implementations i
 block. It runs on `expert_ffn` and computes the routed tokens only, whereas the original code computes every expert on
 every token. Step-3.7 (`Step3p7Experts`, concatenated, silu, whose output is clipped at a limit for each layer) has none
 either; with maxmoe it takes "maxmoe" and runs on `expert_ffn`, and has its own code under every other name. Families
-that are in the second table alone ignore the setting, as any experts implementation.
+that are only in the second table ignore the setting, as they ignore every experts implementation.
 
 {table()}
 

@@ -40,7 +40,7 @@ def served_adapter(model: nn.Module, adapter: str | None) -> ServedAdapter:
     """Return the parts of an adapter of a model of PEFT, by default of the active one.
 
     Raises:
-        ValueError: for a module that is no model of PEFT or has no such adapter, sharded factors, and parts of the
+        ValueError: for a module that is not a model of PEFT or has no such adapter, sharded factors, and parts of the
             adapter that servers do not read, with their name.
     """
     from peft import PeftModel, get_peft_model_state_dict

@@ -70,7 +70,7 @@ def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
     state_dict = {}
     tensor: Any
     for name, tensor in model.state_dict().items():
-        # In the paths of the tensors of adapters, those that are not active included.
+        # Names in the paths of the tensors of all adapters, active or not.
         if name in trained or ".lora_" in name or ".modules_to_save." in name:
             whole = (tensor.full_tensor() if is_dtensor(tensor) else tensor).cpu()
             state_dict[name] = packed_as_by_peft(name, whole) if name in factors and whole.dim() == 3 else whole

@@ -15,7 +15,7 @@ from maxmoe._torch import never_compiled
 from maxmoe._torch.autograd import backward_id, checkpoint_frames, is_reentrant_checkpoint
 from maxmoe._torch.wrappers import unwrapped_path
 from maxmoe.config import MoEConfig
-from maxmoe.nn.routing_record import RoutingRecord
+from maxmoe.nn.routing_record import RoutingRecord, is_integer
 from maxmoe.recompute.selective import is_recomputation
 
 
@@ -143,7 +143,7 @@ class _Recorder(_Hook):
 
 
 class _Replay(_Hook):
-    """Recorded expert ids of one layer, and those that a recomputation in the backward pass may need again."""
+    """Recorded expert ids of one layer, and the ids that a recomputation in the backward pass may need again."""
 
     def __init__(self, path: str, layer: RoutingLayer, calls: list[Tensor]) -> None:
         self.path, self.layer, self.calls, self.num_calls = path or "the layer", layer, calls, 0
@@ -155,8 +155,7 @@ class _Replay(_Hook):
 
     def _check(self, ids: Tensor) -> None:
         config = self.layer.config
-        is_integer = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
-        if not is_integer or ids.dim() < 2 or ids.shape[-1] != config.top_k:
+        if not is_integer(ids) or ids.dim() < 2 or ids.shape[-1] != config.top_k:
             raise ValueError(
                 f"the ids of {self.path} must be integers of shape [..., S, top_k ({config.top_k})], "
                 f"got {ids.dtype} of shape {tuple(ids.shape)}"

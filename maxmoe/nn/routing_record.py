@@ -65,8 +65,8 @@ class RoutingRecord:
 
             calls[layers[i]][0][b, s] = experts[cu_seqlens[b] + s, i]
 
-        vLLM and SGLang return such an array for each request. It has a row for every token that was computed, which the
-        last generated token was not::
+        vLLM and SGLang return such an array for each request. It has a row for every token that was computed: for all
+        but the last generated one::
 
             record = RoutingRecord.from_array(routed_experts, [None, "model.layers.1.mlp", "model.layers.2.mlp"])
             with maxmoe.replay_routing(model, record):
@@ -88,9 +88,9 @@ class RoutingRecord:
 
         Raises:
             ValueError: for other dims or dtypes, a path that is there twice, `cu_seqlens` that do not fit, a negative
-                id other than the sentinel, and a token with the same expert twice in a layer, as in an array whose dims
-                have another order or in the zeros of a dense layer. `replay_routing` checks layers, top_k, the range of
-                the ids and the number of tokens.
+                id other than the sentinel, an id that int32 cannot hold, and a token with the same expert twice in a
+                layer, as in an array whose dims have another order or in the zeros of a dense layer. `replay_routing`
+                checks layers, top_k, the range of the ids and the number of tokens.
 
         Source: arXiv:2510.11370.
         """
@@ -161,10 +161,14 @@ class RoutingRecord:
         return ids.masked_fill(ids < 0, sentinel)
 
 
+def is_integer(ids: Tensor) -> bool:
+    """Return whether a tensor has an integer dtype, which bool is not."""
+    return not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+
+
 def _check_array(ids: Tensor, num_layers: int) -> None:
     """Raise unless ids are integers with the dims of `RoutingRecord.from_array`."""
-    is_integer = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
-    if not is_integer or ids.dim() not in (3, 4) or ids.shape[-2] != num_layers:
+    if not is_integer(ids) or ids.dim() not in (3, 4) or ids.shape[-2] != num_layers:
         raise ValueError(
             f"experts must be integers of shape [tokens, layers ({num_layers}), K] or [B, S, layers ({num_layers}), K],"
             f" got {ids.dtype} of shape {(*ids.shape,)}"
@@ -177,6 +181,8 @@ def _checked_ids(ids: Tensor, path: str, sentinel: int) -> Tensor:
     ids = ids.masked_fill(ids == sentinel, -1)
     if ids.numel() and int(ids.min()) < -1:
         raise ValueError(f"the ids of {path} must be at least 0 or the sentinel ({sentinel}), got {int(ids.min())}")
+    if ids.numel() and int(ids.max()) > torch.iinfo(torch.int32).max:  # the conversion below would wrap around
+        raise ValueError(f"the ids of {path} must be below 2**31, got {int(ids.max())}")
     ordered = ids.sort(-1).values
     is_repeated = ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any(-1)
     if is_repeated.any():

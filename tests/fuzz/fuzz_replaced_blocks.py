@@ -28,7 +28,7 @@ from transformers.utils import logging  # noqa: E402
 from fuzz import loop  # noqa: E402
 from maxmoe import StatsAccumulator  # noqa: E402
 from maxmoe.integrations.transformers import replace_moe_blocks  # noqa: E402
-from support.replaced_models import PRESETS, assert_same, small_model, step  # noqa: E402
+from support.replaced_models import PRESETS, assert_same, enable_checkpointing, small_model, step  # noqa: E402
 from support.small_models import RENAMED_ELSEWHERE, REPLACED_ONLY  # noqa: E402
 
 logging.disable_progress_bar()
@@ -94,8 +94,7 @@ def check_step(random: Random, eager: Any, ours: Any, ids: Tensor, mask: Tensor 
     if random.random() < 0.5:
         use_reentrant = random.random() < 0.5  # through which router logits have no gradient
         for model in (eager, ours):
-            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-            enable({"use_reentrant": use_reentrant})
+            enable_checkpointing(model, use_reentrant=use_reentrant)
     expected = step(eager, ids, mask, **options)
     got = step(ours, ids, mask, **options)
     if not expected["loss"].isfinite():  # no token is a target

@@ -16,7 +16,16 @@ from transformers.masking_utils import create_causal_mask
 
 from maxmoe import StatsAccumulator
 from maxmoe.integrations.transformers.token_masks import token_mask
-from support.replaced_models import IDS, assert_same, labels_of, padding, replaced, small_model, step
+from support.replaced_models import (
+    IDS,
+    assert_same,
+    enable_checkpointing,
+    labels_of,
+    padding,
+    replaced,
+    small_model,
+    step,
+)
 from support.threads import in_threads
 
 sides = pytest.mark.parametrize("side", ["left", "right"])
@@ -132,8 +141,7 @@ def test_gradient_checkpointing(preset: str, use_reentrant: bool, side: str) -> 
     """The backward recomputes the layers outside of the forward of the model."""
     model, mask = replaced(preset), padding(3, side)
     expected = step(model, IDS, mask)
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": use_reentrant})
+    enable_checkpointing(model, use_reentrant=use_reentrant)
     accumulator = StatsAccumulator(model)
     for _ in range(2):
         assert_same(step(model, IDS, mask), expected, mask, 1e-12)
@@ -162,7 +170,6 @@ def test_a_checkpoint_around_the_layers() -> None:
 def test_backward_after_another_forward(use_reentrant: bool) -> None:
     """Each recomputation has the mask of its own forward."""
     model, masks = replaced("mixtral"), [padding(3, "left"), padding(3, "right")]
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
 
     def gradients() -> list[Tensor]:
         model.zero_grad()
@@ -173,7 +180,7 @@ def test_backward_after_another_forward(use_reentrant: bool) -> None:
         return [parameter.grad.clone() for parameter in model.parameters()]
 
     expected = gradients()
-    enable({"use_reentrant": use_reentrant})
+    enable_checkpointing(model, use_reentrant=use_reentrant)
     for got, value in zip(gradients(), expected, strict=True):
         torch.testing.assert_close(got, value, rtol=1e-12, atol=1e-14)
 

@@ -157,14 +157,11 @@ def changed(config: str, value: Any) -> Callable[[PeftModel], None]:
     return lambda model: setattr(model.peft_config["default"], config, value)
 
 
-LARGER = {"rank_pattern": {"o_proj": 4}}
-
-
 @pytest.mark.parametrize(
     ("options", "change", "layout", "message"),
     [
         (
-            LARGER,
+            {"rank_pattern": {"o_proj": 4}},
             None,
             "per_expert",
             "servers read one rank and one scale for all modules of an adapter, got r=4",

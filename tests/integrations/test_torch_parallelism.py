@@ -18,7 +18,7 @@ from maxmoe import MoEConfig, MoEFeedForward, StatsAccumulator
 from support.run_ranks import run_ranks
 
 STEPS, RANKS = 3, 2
-# A load balance loss per sequence has a mean over ranks that is that of all sequences; one per batch has not.
+# The mean over ranks of a load balance loss per sequence is the loss of all sequences; this does not hold per batch.
 CONFIG = MoEConfig(
     hidden_size=6,
     intermediate_size=5,

@@ -20,6 +20,7 @@ from maxmoe.integrations.transformers import patched_families
 from pretraining import InputError
 from support.operator_calls import assert_near
 from support.operator_checks import compile_whole
+from support.replaced_models import enable_checkpointing
 from support.transformers_experts import WithoutFloat32
 
 FAMILIES = ["mixtral", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss", "llama4_text"]
@@ -140,9 +141,7 @@ def test_gradient_checkpointing(family: str) -> None:
     model = build(family).train()
     model.set_experts_implementation("maxmoe")
     expected = step(model, tokens())
-    # Renamed in 5.23.
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
+    enable_checkpointing(model, use_reentrant=False)
     assert_same(step(model, tokens()), expected, 1e-12)
 
 

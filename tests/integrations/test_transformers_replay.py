@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 
 import maxmoe
 from maxmoe.nn import RoutingRecord
-from support.replaced_models import IDS, PRESETS, assert_same, small_model, step
+from support.replaced_models import IDS, PRESETS, assert_same, enable_checkpointing, small_model, step
 from support.small_models import STANDARD_MODELS, blocks_of
 
 # Others have no experts implementations: their blocks must be replaced. Inkling is refused below.
@@ -108,8 +108,7 @@ def test_recomputed_layers_and_adapters() -> None:
     record = rotated(recorded(model))
     with maxmoe.replay_routing(model, record):
         expected = step(model, IDS)
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
+    enable_checkpointing(model, use_reentrant=False)
     with maxmoe.replay_routing(model, record):
         assert_same(step(model, IDS), expected, None, 1e-12)
     model.zero_grad()

@@ -99,7 +99,8 @@ def test_generated_routes_are_replayed_from_an_array() -> None:
          "got torch.bool of shape (10, 4, 3)"),
         (lambda ids: ids.float(), "experts must be integers of shape"),
         (lambda ids: ids - 2, "the ids of blocks.0.moe must be at least 0 or the sentinel (-1), got -2"),
-        # As many tokens or as many experts per token as layers: the experts of a token would not differ.
+        (lambda ids: ids.long() + 2**32, "the ids of blocks.0.moe must be below 2**31, got 42949"),
+        # The number of tokens or of experts per token equals the number of layers, so that the dims can be confused.
         (lambda ids: ids[:4, :, :1].expand(4, 4, 4).mT, "the experts of a token must differ, got ["),
         (lambda ids: ids.roll(1, 1), "the experts of a token must differ, got [0, 0, 0] for token [0] of blocks.0.moe"),
     ],

@@ -60,6 +60,12 @@ def step(model: nn.Module, ids: Tensor, mask: Tensor | None = None, **options: A
     return values | {name: gradient.clone() for name, gradient in gradients.items()}
 
 
+def enable_checkpointing(model: Any, *, use_reentrant: bool) -> None:
+    """Turn on the gradient checkpointing of transformers, whose method was renamed in 5.23."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": use_reentrant})
+
+
 def assert_same(
     got: dict[str, Tensor], expected: dict[str, Tensor], mask: Tensor | None, relative: float = TOLERANCE
 ) -> None:

@@ -34,10 +34,10 @@ def _copy_published(
         for entry in entries:
             views.update(zip(entry.names, entry.views(own[entry.key]), strict=True))
         base, own_base = f"{prefix}{family.checkpoint.prefix}", f"{prefix}{name}."
+        own_names = {f"{own_base}{key}" for key in own}
         copied, missing = set[str](), set[str]()
         for key, held in family.checkpoint.tensors(views).items():
-            is_own_name = f"{base}{key}" in {f"{own_base}{each}" for each in own}
-            tensor = None if is_own_name else state_dict.pop(base + key, None)
+            tensor = None if base + key in own_names else state_dict.pop(base + key, None)
             if tensor is None:
                 missing.update(held.entry.names)
             elif tensor.shape != held.shape:

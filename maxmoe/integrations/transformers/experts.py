@@ -19,11 +19,13 @@ def register() -> None:
     finds_expert_matrices(_expert_matrices)
 
 
+def runs_on_maxmoe(module: Any) -> bool:
+    """Return whether a module is experts with the implementation "maxmoe", not sharded by transformers."""
+    return is_experts(module) and experts_implementation(module.config) == "maxmoe" and not is_expert_parallel(module)
+
+
 def _expert_matrices(module: Any) -> dict[str, bool]:
-    is_here = (
-        is_experts(module) and experts_implementation(module.config) == "maxmoe" and not is_expert_parallel(module)
-    )
-    return dict.fromkeys(_stacks(module), bool(module.is_transposed)) if is_here else {}
+    return dict.fromkeys(_stacks(module), bool(module.is_transposed)) if runs_on_maxmoe(module) else {}
 
 
 def experts_forward(

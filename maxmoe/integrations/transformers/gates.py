@@ -52,6 +52,10 @@ def recognise_activation(
     return {"activation": name, "limit": limit, "limit_target": limit_target}
 
 
+def _clipped_silu(experts: Any) -> Options | None:
+    return recognise_activation(functional.silu, experts.swiglu_limit)
+
+
 def _swigluoai(alpha: float, limit: float) -> Options | None:
     return {"activation": "swigluoai", "limit": limit} if alpha == 1.702 else None
 
@@ -89,16 +93,10 @@ _FAMILY_GATES: dict[str, Callable[[Any], Options | None]] = {
     "deepseek_v4.modeling_deepseek_v4.DeepseekV4Experts._apply_gate": lambda experts: recognise_activation(
         experts.act_fn, experts.limit
     ),
-    "glm5_next.modeling_glm5_next.Glm5NextTextExperts._apply_gate": lambda experts: recognise_activation(
-        functional.silu, experts.swiglu_limit
-    ),
+    "glm5_next.modeling_glm5_next.Glm5NextTextExperts._apply_gate": _clipped_silu,
     "gpt_oss.modeling_gpt_oss.GptOssExperts._apply_gate": lambda experts: _swigluoai(experts.alpha, experts.limit),
-    "hy_v4.modeling_hy_v4.HYV4Experts._apply_gate": lambda experts: recognise_activation(
-        functional.silu, experts.swiglu_limit
-    ),
-    "hy_v4_vl.modeling_hy_v4_vl.HYV4VLExperts._apply_gate": lambda experts: recognise_activation(
-        functional.silu, experts.swiglu_limit
-    ),
+    "hy_v4.modeling_hy_v4.HYV4Experts._apply_gate": _clipped_silu,
+    "hy_v4_vl.modeling_hy_v4_vl.HYV4VLExperts._apply_gate": _clipped_silu,
     "inkling2.modeling_inkling2.Inkling2Experts._apply_gate": lambda experts: _softcapped(experts.act_fn),
     "inkling2_loop.modeling_inkling2_loop.Inkling2LoopExperts._apply_gate": lambda experts: _softcapped(experts.act_fn),
     "minimax_m3_vl.modeling_minimax_m3_vl.MiniMaxM3VLExperts._apply_gate": lambda experts: _swigluoai(

@@ -60,7 +60,7 @@ class TransformersMoE(MoEFeedForward):
     output_gate = _part("shared_experts.output_gate")
 
     def __init__(self, block: nn.Module, **training: Any) -> None:
-        super(MoE, self).__init__()  # not of MoE, which makes its parts
+        super(MoE, self).__init__()  # skips MoE.__init__, which creates the parts of a MoE
         self.config = config = replace(config_of_block(block), **training)
         check_tensors_of(block, MoE(config, device="meta"), "replace_moe_blocks")
         self.family = family = family_of_block(block)
@@ -228,7 +228,7 @@ def router_logits(family: Family, outputs: Any) -> Tensor:
 
 
 def correction_bias_of(block: nn.Module, keys: Mapping[str, str]) -> Tensor:
-    """Return the correction bias ``(E,)`` of a block, given its names of the parameters of a layer."""
+    """Return the correction bias ``(E,)`` of a block; `keys` has the block's name for each parameter of `MoE`."""
     *owner, name = keys["router.score_correction_bias"].split(".")
     return (adapted_module(block.get_submodule(owner[0])) if owner else block).get_buffer(name)
 
@@ -246,9 +246,9 @@ def _without(routing: Routing, is_dropped: Tensor) -> Routing:
 def _declare(block: nn.Module, router: nn.Module, config: MoEConfig, entries: Sequence[Entry]) -> None:
     """Declare router and experts of a block as `MoE` does, with the names and layouts of the block's parameters.
 
-    If gate and up are concatenated, they cannot be computed in parts: a shard would hold one of them alone. Neither can
-    matrices of all experts in one. A stack with unused matrices cannot be sharded by experts, nor one of two modules,
-    nor matrices that are parameters of their own.
+    The matrices are not computed in parts where gate and up are concatenated, because a shard would hold one of them
+    alone, and where all experts share one matrix. They are not sharded by experts if a stack has unused matrices, if
+    they are in two modules, and if each is a parameter of its own.
     """
     of_ours = Experts(config, device="meta").declaration
     of_modules: dict[str, dict[str, Entry]] = {}

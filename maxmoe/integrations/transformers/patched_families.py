@@ -50,7 +50,7 @@ def _implement_step3p7() -> None:
 
 
 class _OwnOrMaxmoe:
-    """Experts implementations for a class that transformers gives none: other names leave its own code."""
+    """Interface for a class that has none in transformers: "maxmoe" is ours, every other name the class's own code."""
 
     def get_interface(self, name: str | None, own: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return experts_forward if name == "maxmoe" else own
@@ -90,7 +90,7 @@ def _take_plans(kind: Any, weights_of: Callable[[Any], tuple[ExpertWeights, Any,
 
 
 def _longcat_flash(experts: Any) -> tuple[ExpertWeights, Any, Options]:
-    up = Projection(experts.gate_up_proj[: experts.num_routed_experts].mT)  # those after them have no use
+    up = Projection(experts.gate_up_proj[: experts.num_routed_experts].mT)  # the matrices after them are unused
     return ExpertWeights(None, up, Projection(experts.down_proj.mT)), experts.act_fn, {"fused_gate": "concatenated"}
 
 

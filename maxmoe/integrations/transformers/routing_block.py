@@ -17,7 +17,7 @@ from maxmoe._torch.this_thread import OfThisThread
 from maxmoe.adapters import adapted_module
 from maxmoe.config import MoEConfig
 from maxmoe.convert.blocks import config_of_block, family_of_block
-from maxmoe.integrations.transformers._transformers import experts_implementation, is_expert_parallel, is_experts
+from maxmoe.integrations.transformers.experts import runs_on_maxmoe
 from maxmoe.integrations.transformers.moe_block import check_replayable, correction_bias_of, router_logits
 from maxmoe.nn.replay import finds_routing_layers, given_experts, observe
 from maxmoe.nn.router import select_experts
@@ -59,7 +59,7 @@ class RoutingBlock:
         self._hooks = hooks
         experts: Any = adapted_module(block.experts)
         if hooks and not self._handles:
-            router = block.get_submodule(self._router_name)
+            router = block.get_submodule(self._keys["router.weight"].split(".")[0])
             self._handles = [
                 block.register_forward_pre_hook(self._begin, with_kwargs=True),
                 router.register_forward_hook(self._keep_logits),
@@ -72,12 +72,8 @@ class RoutingBlock:
             experts.routing_block = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copy and pickle it, with a block, without hooks and block."""
+        """Leave out hooks and block, because a context holds for the block that it got, not for its copies."""
         return {**self.__dict__, "_block": None, "_hooks": (), "_handles": []}
-
-    @property
-    def _router_name(self) -> str:
-        return self._keys["router.weight"].split(".")[0]
 
     @never_compiled
     def _begin(self, block: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -91,7 +87,7 @@ class RoutingBlock:
 
     @never_compiled
     def route(self, experts: Tensor, weights: Tensor) -> tuple[Tensor | RaggedPlan, Tensor]:
-        """Return ids ``(T, K)`` and weights ``(T, K)`` of the router, or the plan and weights of given experts."""
+        """Return the router's ids and weights, each ``(T, K)``; in a replay, plan and weights of the recorded ids."""
         if not self._hooks:
             return experts, weights
         block: Any = self._block()
@@ -120,7 +116,7 @@ _blocks: WeakKeyDictionary[nn.Module, RoutingBlock] = WeakKeyDictionary()
 def _routing_block(module: nn.Module) -> RoutingBlock | None:
     child = dict(module.named_children()).get("experts")
     experts: Any = None if child is None else adapted_module(child)
-    if not is_experts(experts) or experts_implementation(experts.config) != "maxmoe" or is_expert_parallel(experts):
+    if not runs_on_maxmoe(experts):
         return None
     if module not in _blocks:
         _blocks[module] = RoutingBlock(module)

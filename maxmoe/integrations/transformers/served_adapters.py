@@ -39,7 +39,7 @@ def export_adapter(
     model: nn.Module,
     folder: str | Path,
     *,
-    layout: Literal["per_expert", "vllm_stacked", "sglang_stacked"],
+    layout: ServedLayout,
     adapter: str | None = None,
 ) -> None:
     """Write an adapter of PEFT, with its factors beside experts, as inference servers name and stack them.
@@ -80,7 +80,8 @@ def export_adapter(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with replacing(folder / "adapter_model.safetensors") as new:
-        save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, new, {"format": "pt"})
+        owned = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+        save_file(owned, new, {"format": "pt"})
     with replacing(folder / "adapter_config.json") as new:
         projections = set[str]().union(*(block.projections for block in blocks.values()))
         new.write_text(json.dumps(_config(parts, projections), indent=2, sort_keys=True))
@@ -166,7 +167,7 @@ class _Block:
                     yield from _pair(f"{base}.{self._name}.{name}", a, b)
 
     def _factors(self, factors: Mapping[str, LowRankFactors], name: str) -> _Factors:
-        """Return the factors of a projection, given those in the layout of its parameter."""
+        """Return the factors of a projection, given the factors in the layout of its parameter."""
         if name not in factors:
             like, (count, *matrix) = next(iter(factors.values())).a, getattr(self.experts, name).shape
             size_in, size_out = matrix if self.experts.is_transposed else reversed(matrix)
