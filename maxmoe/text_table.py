@@ -119,6 +119,11 @@ def _wrap(cell: str, width: int) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """Join the first names, and the number of the others: "a, b, c, and 5 more"."""
+    return ", ".join([*names[:most], *([f"and {len(names) - most} more"] if len(names) > most else [])])
+
+
 def ranges(numbers: Sequence[int], separator: str) -> str:
     """Write increasing numbers as ranges, such as "0-2,5"."""
     starts = [number for number in numbers if number - 1 not in numbers]

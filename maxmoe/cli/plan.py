@@ -12,8 +12,9 @@ from maxmoe.sharding.rules import preset_names
 from maxmoe.text_table import report
 
 CONVENTION = (
-    "Predicted by the time model of docs/planning.md; memory and bytes are those of `explain`. A step: compute, exposed"
-    " communication and bubble; hidden communication runs beside products. FLOPs and bytes: of one rank in a step."
+    "Predicted by the time model of docs/planning.md; memory and bytes are counted as by `estimate`. A step: compute, "
+    "exposed communication and bubble; hidden communication runs beside products. FLOPs and bytes: of one rank in a "
+    "step."
 )
 
 

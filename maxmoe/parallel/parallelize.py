@@ -20,11 +20,10 @@ from maxmoe.quantization import QuantizedWeight
 from maxmoe.ranks.agreement import check_ranks_agree
 from maxmoe.sharding.mesh import STAGE_AXIS, Mesh
 from maxmoe.sharding.rules import LogicalRules
+from maxmoe.text_table import listed
 
 # Share of the parameters that may be whole on every rank along an axis that could shard them.
 WHOLE_SHARE = 0.1
-# Number of parameters that a warning lists.
-LISTED = 3
 
 
 def parallelize(
@@ -149,12 +148,11 @@ def whole_parameters(plan: Plan, rules: LogicalRules) -> str | None:
     names = [name for name, axes in rules if SHARD_AXIS in axes and not name.startswith("activation_")]
     warning = None
     if plan.mesh.size(SHARD_AXIS) > 1 and names and share > WHOLE_SHARE:
-        listed = sorted(whole, key=lambda name: -sizes[name])[:LISTED]
-        listed += [f"and {len(whole) - LISTED} more"] if len(whole) > LISTED else []
+        largest = listed(sorted(whole, key=lambda name: -sizes[name]))
         dim = "embed" if "embed" in names else names[0]
         warning = (
             f"{share:.0%} of the parameters are whole on every rank along {SHARD_AXIS}={plan.mesh.size(SHARD_AXIS)}, "
-            f"because no module declares their names: {', '.join(listed)}. To shard their first dim, before "
+            f"because no module declares their names: {largest}. To shard their first dim, before "
             "parallelize:\n"
             f"    names = {{name: ({dim!r}, *[None] * (p.dim() - 1)) for name, p in model.named_parameters() "
             "if p.dim()}\n"
@@ -172,8 +170,8 @@ def undeclared_modules(plan: Plan) -> str | None:
         warning = (
             f"the rules shard sequences over {axes}, and {', '.join(names)} declare nothing: a module that mixes the "
             "tokens of a sequence sees only this rank's part, and computes something else. See needs_whole_sequences "
-            "in maxmoe.parallel.Declaration and maxmoe.nn.TokenGroupAttribute; an empty declaration says that a module "
-            "mixes none"
+            "in maxmoe.parallel.Declaration and maxmoe.nn.TokenGroupAttribute; declare Declaration() for a module that "
+            "mixes no tokens"
         )
     return warning
 

@@ -88,7 +88,7 @@ class Device:
     def __post_init__(self) -> None:
         if not isinstance(self.sources, tuple) or not all(isinstance(line, str) for line in self.sources):
             raise ValueError(f"sources must be a tuple of texts, got {reprlib.repr(self.sources)}")
-        if not isinstance(self.peak_flops, Mapping):
+        if not isinstance(self.peak_flops, Mapping) or not all(isinstance(dtype, str) for dtype in self.peak_flops):
             raise ValueError(f"peak_flops must be values by dtype, got {reprlib.repr(self.peak_flops)}")
         for dtype, peak in self.peak_flops.items():
             check_number(f"peak_flops of {dtype}", peak, above=0.0)

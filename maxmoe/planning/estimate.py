@@ -53,9 +53,9 @@ class RankEstimate:
     Args:
         stages: stages of the rank.
         memory: bytes by purpose, at the moment when the micro-batches in flight take the most. "activations" are saved
-            from the forward to the backward; "recomputed activations" are those of the module with the most.
-            With stages, "unsharded gradients" are those of whole parameters, which FSDP2 keeps until the end of the
-            step.
+            from the forward to the backward; "recomputed activations" belong to the module with the most.
+            With stages, "unsharded gradients" are gradients of whole parameters, which FSDP2 keeps until the end of
+            the step.
         sent_bytes: bytes that the rank sends to the ranks of other stages in a step.
     """
 
@@ -165,8 +165,8 @@ def estimate(
         dispatch: strategy for experts on other ranks, as for `maxmoe.parallelize`.
         num_chunks: number of chunks of the tokens of a MoE layer.
         imbalance: with dispatch="least_loaded", number of rows of the rank with the most rows over the mean, before
-            experts are moved; one expert has all rows above an even load. The collectives are then those of the rank
-            that sends most. Memory is counted for balanced routing.
+            experts are moved; one expert has all rows above an even load. Each collective then has
+            the bytes of the rank that sends or receives most. Memory is counted for balanced routing.
         allow_unused: accept rules and mesh axes without effect.
         schedule: schedule of the pipeline stages, as for `maxmoe.pipeline`.
         num_micro_batches: number of micro-batches of a step; None to estimate the whole model, without pipeline stages,
@@ -176,8 +176,8 @@ def estimate(
         state_dtypes: dtypes of gradients, master weights and moments.
 
     Raises:
-        ValueError: as `parameter_shardings` and `maxmoe.pipeline`; for parameters of several dtypes; if axes that
-            shard the tokens do not divide them.
+        ValueError: as `parameter_shardings` and `maxmoe.pipeline`; for parameters of several dtypes; for an empty
+            batch; if axes that shard the tokens do not divide them.
     """
     module, rules = planned_copy(module), LogicalRules.load(rules)
     choices = choose(module, {}) if optimizer == "muon" else ()
@@ -201,7 +201,7 @@ def estimate(
     matrices = {choice.name for choice in choices if choice.matrix is not None}
     ranks = []
     for rank in range(pipeline.num_ranks):
-        memory = rank_memory(pipeline, rank, batch, message, optimizer, matrices, state_dtypes)
+        memory = rank_memory(pipeline, rank, largest, message, optimizer, matrices, state_dtypes)
         sent = sum(item.bytes for item in messages(pipeline, rank, message))
         ranks.append(RankEstimate(tuple(stage.index for stage in pipeline.stages_of(rank)), memory, sent))
     costs = Estimate(tuple(ranks), ())
@@ -211,8 +211,9 @@ def estimate(
         *rank_communication(pipeline, costs.largest, batch, message),
         *muon_communication(parameters, mine, fast_dtype(next(module.parameters()).device)),
     ]
-    problems = (replace(batch, plan=stage.plan).trace().problem for stage in pipeline.stages)
-    return replace(costs, traffic=traffic_of(communication), uncounted=next(filter(None, problems), None))
+    parts = (replace(largest, plan=stage.plan) for stage in pipeline.stages)
+    uncounted = next(filter(None, (part.trace().problem for part in parts)), None)
+    return replace(costs, traffic=traffic_of(communication), uncounted=uncounted)
 
 
 def with_imbalance(plan: Plan, imbalance: float, *, has_stages: bool) -> Plan:
@@ -257,7 +258,7 @@ def rank_memory(
     matrices: Collection[str],
     dtypes: StateDtypes,
 ) -> dict[str, int]:
-    """Count the bytes of a rank by purpose, when the micro-batches in flight take the most.
+    """Count the bytes of a rank by purpose, when the micro-batches in flight, each of the size `batch`, take the most.
 
     With stages, torch gathers the parameters of all stages of a rank before it frees them, and keeps the gradients of
     whole parameters until the last backward of a stage, also where FSDP2 would reduce them after each backward.
@@ -274,8 +275,7 @@ def rank_memory(
         memory["gathered parameters"] = sum(sorted(unsharded.values())[-NUM_AHEAD:]) + units
     kept, recomputed = {}, 0
     for stage in stages:
-        largest = next(replace(batch, plan=stage.plan).micro_batches(pipeline.options.num_micro_batches))
-        saved, again = activation_memory(largest)
+        saved, again = activation_memory(replace(batch, plan=stage.plan))
         # The engine holds the output of a stage until its backward. On the same rank, it is the input of the next one.
         has_output = _rank_of(pipeline, stage.index + 1) is not None
         is_local = _rank_of(pipeline, stage.index - 1) == rank
@@ -296,7 +296,7 @@ def messages(pipeline: PipelinePlan, rank: int, message: int) -> Iterator[Planne
 def rank_communication(
     pipeline: PipelinePlan, rank: int, batch: PlannedBatch, message: int
 ) -> Iterator[PlannedCollective]:
-    """List the messages and collectives of a rank in a step, without those of the optimizer.
+    """List the messages and collectives of a rank in a step, without the collectives of the optimizer.
 
     The parameters that FSDP2 does not manage are gathered for every micro-batch, and their gradients are reduced after
     every backward.

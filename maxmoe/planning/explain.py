@@ -14,12 +14,10 @@ from maxmoe.parallel.plan.parameter_sharding import ParameterSharding
 from maxmoe.pipelining.pipeline_plan import PipelinePlan, plan_model
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.rules import DroppedAxis, LogicalRules
-from maxmoe.text_table import ranges, readable_bytes, report
+from maxmoe.text_table import listed, ranges, readable_bytes, report
 
 # A replicated parameter is large if it takes at least this share of the bytes of a rank.
 LARGE_SHARE = 0.01
-# Number of parameters that a sentence lists.
-LISTED = 3
 
 Item = TypeVar("Item")
 
@@ -102,7 +100,7 @@ class Explanation:
             and (local_bytes := sum(parameter.local_bytes for parameter in group)) >= LARGE_SHARE * self.local_bytes
         ]
         labels = [label for label, group in self._groups if group[0].parameter.names is None]
-        unnamed = [f"parameters without logical names are not sharded: {_listed(labels)}"] if labels else []
+        unnamed = [f"parameters without logical names are not sharded: {listed(labels)}"] if labels else []
         unknown = [f"no rule for the logical name {name!r}: its dims are not sharded" for name in self.unknown_names]
         of_tokens = [
             f"the rule {name!r} has no effect over {' '.join(axes)}: that shards the tokens, and every rank computes "
@@ -130,7 +128,7 @@ class Explanation:
         total = sum(parameter.local_bytes for _, group in groups for parameter in group)
         if total >= LARGE_SHARE * self.local_bytes and total:
             axes = dict.fromkeys(drop.axis for _, group in groups for drop in group[0].indivisible)
-            labels = _listed([label for label, _ in groups])
+            labels = listed([label for label, _ in groups])
             sizes = ", ".join(f"{axis}={self.mesh.size(axis)}" for axis in axes)
             yield (
                 f"Every rank holds {readable_bytes(total)} of {readable_bytes(self.local_bytes)} of parameters whole, "
@@ -221,11 +219,6 @@ def explain(
         undeclared_modules(plan),
         pipeline,
     )
-
-
-def _listed(labels: Sequence[str]) -> str:
-    """Join the first labels, and the number of the others."""
-    return ", ".join([*labels[:LISTED], *([f"and {len(labels) - LISTED} more"] if len(labels) > LISTED else [])])
 
 
 def _applied_rules(parameter: ParameterSharding, rules: LogicalRules) -> tuple[tuple[str, ...] | None, ...]:

@@ -93,7 +93,7 @@ def unit_memory(plan: Plan) -> tuple[int, int]:
 
 
 def activation_memory(batch: PlannedBatch) -> tuple[int, int]:
-    """Count the activations that are kept until the backward, and those of the largest recomputed module."""
+    """Count the activations that are kept until the backward, and the activations of the largest recomputed module."""
     activations = activation_sizes(batch)
     return activations.pop(None, 0), max(activations.values(), default=0)
 
@@ -110,7 +110,7 @@ def activation_sizes(batch: PlannedBatch) -> dict[str | None, int]:
 
 
 def _largest(parts: Iterable[tuple[str | None, int]]) -> tuple[int, int]:
-    """Return the bytes for the whole step (None), and those of the largest module: modules run one at a time."""
+    """Return the bytes for the whole step (None), and of the largest module alone: modules run one at a time."""
     totals: dict[str | None, int] = defaultdict(int)
     for block, count in parts:
         totals[block] += count

@@ -20,8 +20,8 @@ class StageKind(NamedTuple):
 
     Attributes:
         parts: number of parts of each name.
-        rank: rank of the first of them along the axis `stage`.
-        number: number of them.
+        rank: rank of the first such stage along the axis `stage`.
+        number: number of stages of this kind.
     """
 
     parts: Mapping[str, int]
@@ -92,7 +92,7 @@ def _inside(plan: Plan, path: str) -> Plan:
 
 
 def _outside(plan: Plan, paths: tuple[str, ...]) -> Plan:
-    """Return the plan without the modules at some paths, and those in them."""
+    """Return the plan without the modules at some paths, and without the modules in them."""
     kept = {name: module for name, module in plan.items() if not any(_is_in(name, path) for path in paths)}
     return replace(plan, modules=kept)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from maxmoe.checks.fields import check_int
 from maxmoe.declaration import EXPERT_TOKEN_DIMS, SavedTensor, declaration_of
 from maxmoe.parallel.dispatch import PlannedDispatch
 from maxmoe.parallel.plan.dispatch_plan import DispatchPlan
@@ -48,7 +49,9 @@ class PlannedBatch:
         return local[0], local[1]
 
     def micro_batches(self, count: int) -> Iterator["PlannedBatch"]:
-        """Yield the micro-batches, the largest first. Raises a ValueError as `local_tokens`."""
+        """Yield the micro-batches, the largest first. Raises a ValueError as `local_tokens`, and for an empty batch."""
+        for name in ("batch_size", "sequence_length"):
+            check_int(name, getattr(self, name), at_least=1)
         rows, _ = self.local_tokens
         for index in range(count):
             yield replace(self, batch_size=(rows // count + (index < rows % count)) * (self.batch_size // rows))

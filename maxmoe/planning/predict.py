@@ -107,7 +107,7 @@ class PredictedPlan:
 
 
 class Step(NamedTuple):
-    """What a step computes.
+    """Tokens and dtypes of a step.
 
     Attributes:
         batch_size: number of sequences over all ranks.
@@ -225,9 +225,8 @@ class MeshCosts:
                       + reductions and update of the slowest stage
         """
         device, has_stages = self.device, self._num_stages > 1
-        many = num_micro_batches if has_stages else 1
-        parts = {name: self._part(name, many, num_chunks) for name in self._plans}
-        message = PlannedCollective("hidden states to stages", "send", (STAGE_AXIS,), self._message(many))
+        parts = {name: self._part(name, num_micro_batches, num_chunks) for name in self._plans}
+        message = PlannedCollective("hidden states to stages", "send", (STAGE_AXIS,), self._message(num_micro_batches))
         messages = sent([message, message] if has_stages else [], self.mesh, device)
         costs = [sum((parts[name] * count for name, count in stage.parts.items()), messages) for stage in self.stages]
         slowest = max(range(len(costs)), key=lambda index: costs[index].seconds)
@@ -238,7 +237,7 @@ class MeshCosts:
         beside = 0.0 if has_stages else device.overlap * min(reduction.seconds, cost.compute - cost.hidden)
         update = 2 * _total(self._stored, stage) / device.memory_bandwidth * device.slowdown(self.mesh.num_ranks)
         bubble = sum(each.seconds * kind.number for each, kind in zip(costs, self.stages, strict=True)) - cost.seconds
-        return cost * many + reduction.hide(beside) + Cost(compute=update), bubble
+        return cost * num_micro_batches + reduction.hide(beside) + Cost(compute=update), bubble
 
     def _micro_batch(self, plan: Plan, num_micro_batches: int = 1, num_chunks: int = 1) -> PlannedBatch:
         """Return the largest micro-batch of a part."""
@@ -307,7 +306,8 @@ def predict(
         dispatch: strategy for experts on other ranks, as for `maxmoe.parallelize`.
         num_chunks: number of chunks of the tokens of a MoE layer.
         recompute: names of the parts that are recomputed in the backward; None for the setting of the module.
-        num_micro_batches: number of micro-batches on a mesh with an axis `stage`, with the schedule 1F1B.
+        num_micro_batches: number of micro-batches on a mesh with an axis `stage`, with the schedule 1F1B; without
+            pipeline stages, the whole batch is one.
         state_dtypes: dtypes of gradients, master weights and moments.
 
     Returns:
@@ -332,4 +332,5 @@ def predict(
     planned = Mesh.planned({axis: size for axis, size in mesh.sizes.items() if size > 1})
     costs = MeshCosts(parts, step, loaded, planned, table, dispatch)
     uncounted = PlannedBatch(one, batch_size, sequence_length, step.dtype).trace().problem
-    return costs.predicted(rules, dispatch, names, num_micro_batches, num_chunks, uncounted)
+    many = num_micro_batches if mesh.size(STAGE_AXIS) > 1 else 1
+    return costs.predicted(rules, dispatch, names, many, num_chunks, uncounted)

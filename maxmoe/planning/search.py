@@ -334,8 +334,10 @@ def remedies(run: Search, world_size: int) -> list[str]:
     others[" and ".join(others)] = StateDtypes(gradients=dtypes.gradients)
     found = []
     for text, state_dtypes in others.items():
+        if state_dtypes == dtypes:
+            continue
         smaller = Search(run.parts, step._replace(state_dtypes=state_dtypes), run.device, run.limit, [*run.rules])
-        if state_dtypes != dtypes and smaller.any_fits(world_size):
+        if smaller.any_fits(world_size):
             found.append(f"It fits with {text}.")
             break
     larger = Search(run.parts, step, run.device, run.limit, [*run.rules])

@@ -27,6 +27,7 @@ def test_every_device_has_sources_and_survives_a_file(name: str, tmp_path: Path)
         ({"memory": -1}, "memory must be a positive number of bytes"),
         ({"max_share": 1.5}, "max_share must be at most 1, got 1.5"),
         ({"peak_flops": [1]}, "peak_flops must be values by dtype"),
+        ({"peak_flops": {16: 1e15}}, "peak_flops must be values by dtype, got {16: "),
         ({"peak_flops": {"bfloat16": "fast"}}, "peak_flops of bfloat16 must be a finite float"),
         ({"intra_node": {"latency": 0}}, "intra_node: .*missing 1 required positional argument: 'bandwidth'"),
         ({"sources": "none"}, "sources must be a tuple of texts"),

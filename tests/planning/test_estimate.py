@@ -127,11 +127,12 @@ def test_what_it_cannot_know_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("sizes", "options", "message"),
     [
+        ({"data": 2}, {"batch_size": 0}, "batch_size must be a positive int, got 0"),
         ({"data": 3}, {}, r"batch_size \(8\) must be divisible by data=3"),
         ({"context": 2, "expert": 2}, {"sequence_length": 7}, r"sequence_length \(7\) must be divisible by context=2"),
     ],
 )
-def test_tokens_that_do_not_divide(sizes: dict[str, int], options: dict[str, int], message: str) -> None:
+def test_batches_that_are_refused(sizes: dict[str, int], options: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         estimated(CONFIG, MeshRules("cp-as-ep", sizes), **options)
 

@@ -326,6 +326,12 @@ def test_parallelize_is_what_the_call_names() -> None:
     assert parallelize.__name__ in predict(model(), Mesh.planned({"fsdp": 2}), "pure-fsdp", DEVICE, **STEP).call
 
 
+def test_without_stages_the_whole_batch_is_one_micro_batch() -> None:
+    mesh = Mesh.planned({"fsdp": 2})
+    one, many = (predict(model(), mesh, "pure-fsdp", DEVICE, num_micro_batches=count, **STEP) for count in (1, 4))
+    assert many == one and many.num_micro_batches == 1
+
+
 def test_what_cannot_be_predicted() -> None:
     rules = LogicalRules.load("pipeline-large-moe")
     undeclared = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
