@@ -179,7 +179,7 @@ nothing = lambda: None
 @pytest.fixture
 def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "own_models.py").write_text(OWN)
-    (tmp_path / "own_training.py").write_text("raise RuntimeError('RANK expected')")
+    (tmp_path / "own_training.py").write_text("import os\nraise RuntimeError('RANK expected')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "own_models", raising=False)
     return "own_models"
@@ -205,7 +205,10 @@ def test_a_model_of_ones_own(own_module: str, capsys: pytest.CaptureFixture[str]
         (("own_models",), "a model must read like module:function, got 'own_models'"),
         (("own_models:buid",), "own_models has no function 'buid'"),
         (("no_models:build",), "there is no module 'no_models' to import from this folder"),
-        (("own_training:build",), "importing own_training fails with RuntimeError: RANK expected. If it trains, put "),
+        (
+            ("own_training:build",),
+            "importing own_training fails in line 2 with RuntimeError: RANK expected. If it trains, put ",
+        ),
         (("own_models:nothing",), "own_models:nothing must return a torch.nn.Module, got NoneType"),
         (("own_models:build", "--preset", "olmoe"), "give either module:function or --preset"),
         ((), "give either module:function or --preset, got None and None"),
