@@ -16,8 +16,8 @@ def import_module(name: str) -> ModuleType:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if _is_of(frame.filename, name)]
         where = f" in line {lines[-1]}" if lines else ""
         raise ValueError(
-            f"importing {name} fails{where} with {type(error).__name__}: {error}. If it trains, put the model into a module "
-            'that only defines it, or the training under if __name__ == "__main__"'
+            f"importing {name} fails{where} with {type(error).__name__}: {error}. If it trains, put the model into a "
+            'module that only defines it, or the training under if __name__ == "__main__"'
         ) from error
 
 

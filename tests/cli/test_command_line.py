@@ -207,7 +207,7 @@ def test_a_model_of_ones_own(own_module: str, capsys: pytest.CaptureFixture[str]
         (("no_models:build",), "there is no module 'no_models' to import from this folder"),
         (
             ("own_training:build",),
-            "importing own_training fails in line 2 with RuntimeError: RANK expected. If it trains, put ",
+            "importing own_training fails in line 2 with RuntimeError: RANK expected. If it trains",
         ),
         (("own_models:nothing",), "own_models:nothing must return a torch.nn.Module, got NoneType"),
         (("own_models:build", "--preset", "olmoe"), "give either module:function or --preset"),
