@@ -19,7 +19,7 @@ LoadBalanceScope = Literal["sequence", "batch", "step"]
 CorrectionBiasRule = Literal["sign", "quantile"]
 Implementation = Literal["sparse", "dense"]
 
-NEED_GATE: tuple[Activation, ...] = ("swigluoai", "situ")  # activations with a function of up as well
+NEED_GATE: tuple[Activation, ...] = ("swigluoai", "situ")  # activations that also apply a function to up
 
 
 @refuse_unknown_fields
@@ -173,6 +173,11 @@ class MoEConfig:
         Expert ids are in this order.
         """
         return self.num_experts + self.num_zero_experts + self.num_copy_experts + self.num_constant_experts
+
+    @property
+    def scores_other_groups(self) -> bool:
+        """Whether experts outside of the best groups are selected as well, with a score of zero."""
+        return self.other_groups == "zero" and self.top_k_groups < self.num_groups
 
     @property
     def activation_arguments(self) -> dict[str, Any]:
