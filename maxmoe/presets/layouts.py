@@ -43,8 +43,8 @@ class Entry:
 
     @property
     def is_of_experts(self) -> bool:
-        """Whether the tensor contains parameters with an expert dim."""
-        return self.names[0].startswith("experts.") and not self.names[0].startswith("experts.norm.")
+        """Whether the tensor contains parameters with an expert dim, unlike parameters of modules in the experts."""
+        return self.names[0].rpartition(".")[0] == "experts"
 
     @property
     def is_stack(self) -> bool:
