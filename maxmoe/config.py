@@ -181,7 +181,7 @@ class MoEConfig:
 
     @property
     def activation_arguments(self) -> dict[str, Any]:
-        """Arguments of `maxmoe.ops.expert_ffn` that say what the experts compute between products, in its order."""
+        """Arguments of `maxmoe.ops.expert_ffn` for the activation, in the order of its signature."""
         return {
             "activation": self.activation,
             "limit": self.activation_limit,

@@ -197,7 +197,7 @@ class Router(ConvertedModule):
 def select_experts(
     config: MoEConfig, logits: Tensor, correction_bias: Tensor | None, token_mask: Tensor | None, experts: Tensor | None
 ) -> Routing:
-    """Route tokens by their logits ``(T, E)``; mask and experts as in `Router.forward`."""
+    """Route tokens by their logits ``(T, E)``, with `shared_expert_scores` ``(T, E + n)``; else as `Router.forward`."""
     is_unpadded, of_shared = experts is None, None
     normalization, scale = config.normalization, config.routed_scaling_factor
     if config.shared_expert_scores:  # normalized below, with the scores of the shared experts
