@@ -19,7 +19,7 @@ LoadBalanceScope = Literal["sequence", "batch", "step"]
 CorrectionBiasRule = Literal["sign", "quantile"]
 Implementation = Literal["sparse", "dense"]
 
-NEED_GATE: tuple[Activation, ...] = ("swigluoai", "situ")  # activations with a function of up as well
+NEED_GATE: tuple[Activation, ...] = ("swigluoai", "situ")  # activations that also apply a function to up
 
 
 @refuse_unknown_fields
@@ -175,8 +175,13 @@ class MoEConfig:
         return self.num_experts + self.num_zero_experts + self.num_copy_experts + self.num_constant_experts
 
     @property
+    def scores_other_groups(self) -> bool:
+        """Whether experts outside of the best groups are selected as well, with a score of zero."""
+        return self.other_groups == "zero" and self.top_k_groups < self.num_groups
+
+    @property
     def activation_arguments(self) -> dict[str, Any]:
-        """Arguments of `maxmoe.ops.expert_ffn` that say what the experts compute between products, in its order."""
+        """Arguments of `maxmoe.ops.expert_ffn` for the activation, in the order of its signature."""
         return {
             "activation": self.activation,
             "limit": self.activation_limit,

@@ -18,7 +18,7 @@ from maxmoe.presets.families import Family
 from maxmoe.presets.layouts import Held, check_tensors
 from maxmoe.quantization import QuantizedStack, on_meta, put_stack, state_with_stacks
 
-# Fields of MoEConfig that a transformers block leaves to the training loop, and those that it does not have.
+# Fields of MoEConfig that a transformers block leaves to the training loop.
 TRAINING_FIELDS = (
     "load_balance_loss_weight",
     "load_balance_scope",
@@ -27,6 +27,7 @@ TRAINING_FIELDS = (
     "correction_bias_update_rate",
     "buffer_factor",
 )
+# All fields that need not agree with the config of a block.
 _OTHER_FIELDS = (*TRAINING_FIELDS, "router", "implementation", "capacity_factor")
 
 
@@ -46,8 +47,8 @@ def _source(block: nn.Module) -> Any:
         if hasattr(module, "config"):
             return module.config
     raise ValueError(
-        f"{type(block).__name__} must be the sparse block of a model of transformers >= 5.20, with its config; no part "
-        "of it has one: if the block is from such a model, set block.config = model.config"
+        f"{type(block).__name__} must be the sparse block of a model of transformers >= 5.20, with its config; no "
+        "submodule has a config: if the block is from such a model, set block.config = model.config"
     )
 
 

@@ -156,7 +156,7 @@ def _layout_of(keys: Sequence[str], family: Family, where: str) -> Layout:
         if has(layout):
             return layout
     others = [name for name, other in FAMILIES.items() if has(other.checkpoint) or has(other.block)]
-    found = f"the names are those of {', '.join(others)}" if others else f"got {listed(sorted(keys))}"
+    found = f"the names belong to {', '.join(others)}" if others else f"got {listed(sorted(keys))}"
     wanted = next(entry.key for entry in family.checkpoint.entries if entry.is_of_experts)
     raise ValueError(f"{where} must have {family.checkpoint.prefix}{wanted}; {found}")
 

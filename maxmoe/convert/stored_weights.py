@@ -132,7 +132,7 @@ class StoredWeight:
         self.matrix = held.entry.join([on_meta(parameter) for parameter in parameters])
 
     def experts(self) -> Iterator[tuple[Any, list[Any]]]:
-        """Yield the index and the parameters of each expert in a stack, or of a whole tensor that is none."""
+        """Yield the index and the parameters of each expert in a stack, or of a tensor without an expert dim."""
         if not self.held.entry.is_stack:
             yield ..., self.held.parameters
             return

@@ -83,7 +83,7 @@ def merge_experts(
     def merged(path: str, num_experts: int, chosen: Any) -> _Sources:
         found = [tuple(_expert_ids(path, num_experts, ids)) for ids in _as_list(path, "sets", chosen)]
         if () in found:
-            raise ValueError(f"{path}: sets must have experts, got {found}")
+            raise ValueError(f"{path}: each set must have at least one expert, got {found}")
         _expert_ids(path, num_experts, [expert for ids in found for expert in ids])  # the sets are disjoint
         set_of = {expert: ids for ids in found for expert in ids}
         return [*dict.fromkeys(set_of.get(expert, (expert,)) for expert in range(num_experts))]
@@ -297,7 +297,7 @@ def _check_not_shared(layers: Mapping[str, MoE], chosen: Collection[str]) -> Non
         for parameter in (*layer.router.parameters(), *layer.experts.parameters()):
             other = found.setdefault(parameter, path)
             if other != path and (path in chosen or other in chosen):
-                raise ValueError(f"{path} must have a router and experts of its own, got those of {other}")
+                raise ValueError(f"{path} must have a router and experts of its own, got a parameter of {other}")
 
 
 def _check_groups(path: str, config: MoEConfig, sources: _Sources) -> None:

@@ -1,4 +1,4 @@
-"""Checks of what a layer is made of."""
+"""Checks of the parts of a layer against its config."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Any

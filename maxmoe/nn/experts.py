@@ -239,7 +239,7 @@ class Experts(nn.Module):
             },
             input_dims={"gate_proj": "embed_moe", "up_proj": "embed_moe", "down_proj": "mlp_moe"},
             fsdp_unit=True,
-            # The norm is of whole outputs.
+            # The norm needs the whole output of an expert.
             tensor_parallel_dims={} if self.config.expert_norm else {"mlp_moe": self.config.intermediate_size},
             added_to_output=("down_bias",),
             saved_tensors=self._saved_tensors,
@@ -279,6 +279,6 @@ def activation_arguments(config: MoEConfig, activation: Activation | ActivationF
 
 
 def check_activation_is_known(activation: Activation | ActivationFunction) -> None:
-    """Raise for a function, of which only autograd knows what it saves."""
+    """Raise for a custom activation: only autograd knows the tensors that it saves."""
     if callable(activation):
         raise ValueError("the tensors that a custom activation saves are not known: plan with a named activation")

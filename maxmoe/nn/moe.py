@@ -311,7 +311,7 @@ class MoE(HookedModule):
     def _compute_others(
         self, inputs: LayerInputs, token_mask: Tensor | None, routing: Routing, dtype: torch.dtype
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Compute the shared experts, and experts that every process has whole; None for those that do not exist."""
+        """Return the outputs of the shared and the zero-computation experts; None for a part that the layer lacks."""
         shared = None
         if self.shared_experts is not None:
             weights = () if routing.shared_weights is None else (routing.shared_weights,)

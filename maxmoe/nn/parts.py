@@ -117,7 +117,7 @@ class ScoredSharedExperts(SharedExperts):
 
     out[t] = sum_j weights[t, j] * expert_j(x[t])
 
-    On a mesh, every rank computes them whole, because a part of F would give a part of the gradient of the weights.
+    On a mesh, they are not split along F, because each rank would have a partial gradient of the weights.
 
     Args:
         config: config of the layer.

@@ -1,4 +1,4 @@
-"""RMS norm: the function, and its module inside of a layer."""
+"""RMS norm: a function, and the module in a Mixture-of-Experts layer."""
 
 from typing import Any
 
@@ -62,7 +62,7 @@ def _factors(x: Tensor, eps: float) -> Tensor:
 
 
 class LatentNorm(nn.Module):
-    """RMS norm of the rows of latent experts, with a weight around 0.
+    """RMS norm of latent rows, or of the outputs of experts, with a weight around 0.
 
     norm(x) = x / sqrt(mean(x^2) + eps) * (1 + weight)
 

@@ -32,7 +32,7 @@ def fits_one_operator(
         and given is None
         and config.router == "learned"
         and config.selection == "scores"
-        and config.other_groups == "excluded"
+        and not config.scores_other_groups
         and not config.router_scale
         and config.logit_scale == 1
         and not config.expert_norm

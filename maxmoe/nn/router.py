@@ -197,13 +197,13 @@ class Router(ConvertedModule):
 def select_experts(
     config: MoEConfig, logits: Tensor, correction_bias: Tensor | None, token_mask: Tensor | None, experts: Tensor | None
 ) -> Routing:
-    """Route tokens by their logits ``(T, E)``; mask and experts as in `Router.forward`."""
+    """Route tokens by their logits ``(T, E)``, with `shared_expert_scores` ``(T, E + n)``; else as `Router.forward`."""
     is_unpadded, of_shared = experts is None, None
     normalization, scale = config.normalization, config.routed_scaling_factor
     if config.shared_expert_scores:  # normalized below, with the scores of the shared experts
         logits, of_shared = logits.tensor_split((config.num_selectable_experts,), 1)
         normalization, scale = "none", 1.0
-    if experts is None and (config.selection == "logits" or config.other_groups == "zero"):
+    if experts is None and (config.selection == "logits" or config.scores_other_groups):
         experts = _selected_by_other_rules(config, logits.detach(), correction_bias)
     weights, selected, probabilities = route(
         logits,
@@ -239,7 +239,7 @@ def _selected_by_other_rules(config: MoEConfig, logits: Tensor, correction_bias:
         group_score=config.group_score,
         normalization="none",
     )
-    if config.other_groups == "excluded" or config.top_k_groups == config.num_groups:
+    if not config.scores_other_groups:
         return in_groups(config.top_k)[1]
     scores, members, _ = in_groups(config.num_experts // config.num_groups * config.top_k_groups)
     if correction_bias is not None:

@@ -62,14 +62,14 @@ def _text_config(config: Any) -> Any:
 
 
 def _read(config: Any, attribute: str, top_k: str | None) -> Any:
-    """Return an attribute of a transformers config, converted to the value of `MoEConfig`; `top_k` is where K is."""
+    """Return an attribute of a transformers config, converted for `MoEConfig`; `top_k` names the attribute with K."""
     if attribute in ("n_group", "topk_group"):
         has_none = config.model_type == "axk2" and getattr(config, attribute, None) is None
         if has_none or getattr(config, "topk_method", None) == "greedy":
             return 1
     if attribute == "moe_latent_size":
         return getattr(config, attribute, None)
-    if attribute == "ffn_config.moe_normalize_expert_weights":  # the p of a norm of the weights, which divides them
+    if attribute == "ffn_config.moe_normalize_expert_weights":  # p of the p-norm that divides the weights
         return "none" if _attribute(config, attribute) is None else "sum"
     value = _get(config, attribute)
     where = f"{attribute} of the {config.model_type} config"

@@ -37,6 +37,7 @@ class Family:
     own_parameters: tuple[str, ...] = ()
     has_capacity: bool = False
     beyond_layer: str = ""
+    scales_sum: bool = False
 
     def check_convertible(self) -> None:
         """Raise if a `MoE` layer computes something else than the block with the same weights."""
@@ -46,7 +47,10 @@ class Family:
                 "maxmoe.integrations.transformers.replace_moe_blocks(model)"
             )
 
-    scales_sum: bool = False
+
+def _without(name: str, fields: Mapping[str, str]) -> dict[str, str]:
+    """Return the fields of another family except one, which the config in transformers lacks."""
+    return {ours: theirs for ours, theirs in fields.items() if ours != name}
 
 
 _FIELDS = {"hidden_size": "hidden_size", "top_k": "num_experts_per_tok", "activation": "hidden_act"}
@@ -81,7 +85,7 @@ _LONGCAT_FLASH_FIELDS = {
     "routed_scaling_factor": "routed_scaling_factor",
 }
 _EXAONE_MOE_FIELDS = _DEEPSEEK_V3_FIELDS | {"num_experts": "num_experts", "num_shared_experts": "num_shared_experts"}
-_QWEN3_5_FIELDS = {ours: theirs for ours, theirs in _QWEN2_FIELDS.items() if ours != "normalization"}
+_QWEN3_5_FIELDS = _without("normalization", _QWEN2_FIELDS)
 _JETMOE_FIELDS = _MIXTRAL_FIELDS | {
     "activation": "activation_function",
     "load_balance_loss_weight": "aux_loss_coef",
@@ -103,9 +107,8 @@ _SWITCH_TRANSFORMERS_FIELDS = {
     "load_balance_loss_weight": "router_aux_loss_coef",
     "router_z_loss_weight": "router_z_loss_coef",
 }
-_KOLIBRI1_FIELDS = {ours: theirs for ours, theirs in _QWEN2_FIELDS.items() if ours != "load_balance_loss_weight"}
-_BEAM_FIELDS = {ours: theirs for ours, theirs in _DEEPSEEK_V3_FIELDS.items() if ours != "num_shared_experts"}
-_BEAM_FIELDS["num_experts"] = "num_experts"
+_KOLIBRI1_FIELDS = _without("load_balance_loss_weight", _QWEN2_FIELDS)
+_BEAM_FIELDS = _without("num_shared_experts", _DEEPSEEK_V3_FIELDS) | {"num_experts": "num_experts"}
 _MUSE_SPARK_FIELDS = _FIELDS | {
     "intermediate_size": "moe_intermediate_size",
     "num_experts": "num_local_experts",
@@ -121,8 +124,7 @@ _INKLING_FIELDS = _FIELDS | {
     "num_shared_experts": "n_shared_experts",
     "routed_scaling_factor": "route_scale",
 }
-_GPT_OSS_FIELDS = {ours: theirs for ours, theirs in _MIXTRAL_FIELDS.items() if ours != "activation"}
-_GPT_OSS_FIELDS["activation_limit"] = "swiglu_limit"
+_GPT_OSS_FIELDS = _without("activation", _MIXTRAL_FIELDS) | {"activation_limit": "swiglu_limit"}
 
 _GATE = router("gate")
 _GATE_BIASED = router("gate", correction_bias="gate.e_score_correction_bias")
@@ -198,20 +200,20 @@ _DEEPSEEK_V2 = Family(
         "norm_topk_prob": [False],
         "mlp_bias": [False],
     },
-    block=Layout("mlp", _GATE + stacked() + shared("shared_experts")),
-    checkpoint=Layout("mlp", _GATE + _PROJ + shared("shared_experts")),
+    block=Layout("mlp", _GATE + stacked() + _SHARED),
+    checkpoint=Layout("mlp", _GATE + _PROJ + _SHARED),
 )
 _DEEPSEEK_V3 = Family(
     preset=published.deepseek_v3,
     fields=_DEEPSEEK_V3_FIELDS,
     required={"scoring_func": ["sigmoid"], "topk_method": ["noaux_tc"]},
-    block=Layout("mlp", _GATE_BIASED + stacked() + shared("shared_experts")),
-    checkpoint=Layout("mlp", _GATE_BIASED + _PROJ + shared("shared_experts")),
+    block=Layout("mlp", _GATE_BIASED + stacked() + _SHARED),
+    checkpoint=Layout("mlp", _GATE_BIASED + _PROJ + _SHARED),
 )
 _EXAONE_MOE = replace(
     _DEEPSEEK_V3,
     fields=_EXAONE_MOE_FIELDS,
-    checkpoint=Layout("mlp", _GATE_BIASED_OUTSIDE + _PROJ + shared("shared_experts")),
+    checkpoint=Layout("mlp", _GATE_BIASED_OUTSIDE + _PROJ + _SHARED),
 )
 _GRANITEMOE = Family(
     preset=published.granitemoe,
@@ -236,7 +238,7 @@ _LONGCAT_FLASH = Family(
 )
 _NEMOTRON_H_BESIDE = (
     *_GATE_BIASED,
-    *shared("shared_experts")[1:],
+    *_SHARED[1:],
     Entry("fc1_latent_proj.weight", ("latent_in.weight",), transposed=True, is_optional=True),
     Entry("fc2_latent_proj.weight", ("latent_out.weight",), transposed=True, is_optional=True),
 )

@@ -43,8 +43,8 @@ class Entry:
 
     @property
     def is_of_experts(self) -> bool:
-        """Whether the tensor contains parameters with an expert dim."""
-        return self.names[0].startswith("experts.") and not self.names[0].startswith("experts.norm.")
+        """Whether the tensor contains parameters with an expert dim, which parameters of submodules do not have."""
+        return self.names[0].rpartition(".")[0] == "experts"
 
     @property
     def is_stack(self) -> bool:
@@ -93,7 +93,7 @@ class Entry:
 
 
 class Held(NamedTuple):
-    """Maxmoe parameters that a published tensor contains, whole or of one expert, and the entry that describes it."""
+    """Entry of a published tensor, and the maxmoe parameters that the tensor contains, whole or of one expert."""
 
     entry: Entry
     parameters: list[Any]
@@ -127,7 +127,7 @@ class Layout:
         return f"{self.module}." if self.module else ""
 
     def has(self, name: str) -> bool:
-        """Return whether a name in a block of the decoder is in the module, or else in the first module of an entry."""
+        """Return whether a tensor belongs to the layer, given its name in a block of the decoder."""
         modules = {entry.key.partition(".")[0] for entry in self.entries}
         return name.startswith(self.prefix) and (bool(self.module) or name.partition(".")[0] in modules)
 

@@ -191,7 +191,7 @@ def activate(
 ) -> Tensor:
     """activation(gate) * up, or activation(up) without a gate.
 
-    `limit` clips up on both sides, and the gate or activation(gate) above; softcaps are those of "situ".
+    `limit` clips up on both sides, and the gate or activation(gate) above; the softcaps are for "situ" alone.
     """
     inner = up if gate is None else gate
     if limit is not None:

@@ -44,7 +44,7 @@ def select_experts(
     group_score: GroupScore,
     other_groups: OtherGroups = "excluded",
 ) -> list[int]:
-    """Return the best experts of one token in its best groups; those of other groups have no score, or zero."""
+    """Return the best experts of one token in its best groups; experts of other groups are excluded, or score zero."""
     size = len(biased) // num_groups
     members = [list(range(group * size, (group + 1) * size)) for group in range(num_groups)]
     count = 2 if group_score == "top2" else 1

@@ -274,10 +274,10 @@ def test_wrong_keys(name: str, changes: dict[str, Any], words: tuple[str, ...], 
             "qwen3_moe",
             "mixtral",
             BLOCK,
-            (BLOCK, "block_sparse_moe.experts.{expert}.w1", "names are those of", "qwen3_moe"),
+            (BLOCK, "block_sparse_moe.experts.{expert}.w1", "names belong to", "qwen3_moe"),
         ),
-        ("mixtral", "qwen3_moe", BLOCK, ("mlp.experts.{expert}.gate_proj.weight", "names are those of mixtral")),
-        ("llama4", "gpt_oss", BLOCK, ("mlp.experts.gate_up_proj", "names are those of llama4_text")),
+        ("mixtral", "qwen3_moe", BLOCK, ("mlp.experts.{expert}.gate_proj.weight", "names belong to mixtral")),
+        ("llama4", "gpt_oss", BLOCK, ("mlp.experts.gate_up_proj", "names belong to llama4_text")),
         ("mixtral", "mixtral", "layers.0", ("begin with layers.0.,", f"got {BLOCK}.block_sparse_moe.experts.0")),
         ("deepseek_v2", "deepseek_v3", BLOCK, ("missing gate.e_score_correction_bias",)),
         ("deepseek_v3", "deepseek_v2", BLOCK, ("not known gate.e_score_correction_bias",)),
@@ -291,9 +291,7 @@ def test_another_family(written: str, read: str, block: str, words: tuple[str, .
 
 def test_another_family_in_memory_layout(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "ours", empty_layers("mixtral"), "mixtral", stacked=True)
-    with pytest.raises(
-        ValueError, match=r"feed_forward.experts.gate_up_proj; the names are those of mixtral, .*gpt_oss"
-    ):
+    with pytest.raises(ValueError, match=r"feed_forward.experts.gate_up_proj; the names belong to mixtral, .*gpt_oss"):
         read_checkpoint(tmp_path / "ours", empty_layers("llama4"), "llama4_text")
 
 

@@ -27,7 +27,7 @@ ERRORS: list[tuple[Callable[[Any], None], str]] = [
     (lambda model: prune_experts(model, None), "0: experts must be a sequence, got None"),  # type: ignore[type-var]
     (lambda model: merge_experts(model, [0, 1]), "0: experts must be a sequence, got 0"),  # type: ignore[list-item]
     (lambda model: merge_experts(model, 3), "0: sets must be a sequence, got 3"),  # type: ignore[arg-type]
-    (lambda model: merge_experts(model, [[]]), "0: sets must have experts, got [()]"),
+    (lambda model: merge_experts(model, [[]]), "0: each set must have at least one expert, got [()]"),
     (lambda model: prune_experts(model, [2, 1, 2]), "0: experts must be named once, got 2 2 times"),
     (lambda model: merge_experts(model, [[0, 1], [1, 2]]), "0: experts must be named once, got 1 2 times"),
     (lambda model: duplicate_experts(model, [0], top_k=8), "0: top_k (8) must not exceed num_experts (7)"),
@@ -69,7 +69,7 @@ def test_other_routers_adapters_and_dispatchers_are_refused() -> None:
 def test_layers_that_share_experts_are_refused() -> None:
     model = nn.Sequential(make(), make(), make())
     model[1].experts = model[0].experts
-    with pytest.raises(ValueError, match="1 must have a router and experts of its own, got those of 0"):
+    with pytest.raises(ValueError, match="1 must have a router and experts of its own, got a parameter of 0"):
         prune_experts(model, {"1": [0]})
     prune_experts(model, {"2": [np.int64(0)]})
     assert [layer.config.num_experts for layer in model] == [6, 6, 5]

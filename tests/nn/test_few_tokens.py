@@ -81,6 +81,13 @@ def test_whatever_observes_or_replaces_a_part_is_called() -> None:
         handle.remove()
 
 
+@pytest.mark.parametrize(("num_groups", "top_k_groups"), [(1, 1), (3, 3), (3, 1)])
+def test_one_operator_where_the_best_groups_have_all_experts(num_groups: int, top_k_groups: int) -> None:
+    layer = make(num_groups=num_groups, top_k_groups=top_k_groups, other_groups="zero", top_k=2)
+    names = called_operators(lambda: layer(tokens(layer)))
+    assert ("maxmoe::routed_experts" in names) == (top_k_groups == num_groups)
+
+
 def test_an_error_names_its_part_and_nothing_is_computed_again() -> None:
     model = nn.Sequential(make())
     x = tokens(model[0], 1, 1)

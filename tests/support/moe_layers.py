@@ -111,8 +111,14 @@ def specification(layer: MoE, x: Tensor, got: Result, token_mask: Tensor | None 
 
 
 def assert_meets_specification(
-    layer: MoE, x: Tensor, relative: float = 1e-12, token_mask: Tensor | None = None
+    layer: MoE, x: Tensor | None = None, relative: float = 1e-12, token_mask: Tensor | None = None
 ) -> None:
+    """By default with several sequences, without tokens, with one token, and with NaN in padding."""
+    if x is None:
+        for shape in ((3, 6), (0,), (1,)):
+            assert_meets_specification(layer, tokens(layer, *shape), relative)
+        token_mask = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 0, 0, 0, 0, 0], [1, 0, 1, 1, 1, 1]]).bool()
+        x = tokens(layer, 3, 6).masked_fill(~token_mask.unsqueeze(2), float("nan"))
     got = outcome(layer, x, token_mask=token_mask)
     assert set(got.gradients) - {"x"} == set(dict(layer.named_parameters()))
     assert_same(got, specification(layer, x, got, token_mask), relative)

@@ -142,7 +142,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }
 
-# Further families whose layers are those of a preset.
+# Further families with the same layers as a preset.
 SAME_LAYERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "minimax": ("minimax", "MiniMax", MODELS["mixtral"][2]),
     "mellum": ("mellum", "Mellum", QWEN | {"num_local_experts": 6}),
@@ -191,12 +191,12 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
     },
 }
 
-# Those whose files have other names for weights outside of the sparse blocks, which `from_pretrained` alone converts.
+# Models whose files have other names for weights outside of the sparse blocks, which `from_pretrained` alone converts.
 RENAMED_ELSEWHERE = {"axk2", "kolibri1", "mistral_large4", "nemotron_h"}
 
-# Those whose experts can have another implementation, and whose saved files have no matrix that is not used.
 REPLACED_ONLY = ("jetmoe", "switch_transformers")  # whose blocks compute more than a layer does
 CONVERTED_MODELS = [name for name in MODELS if name not in REPLACED_ONLY]
+# Models whose experts can have another implementation, and whose saved files have no unused matrix.
 STANDARD_MODELS = [name for name in CONVERTED_MODELS if name not in ("longcat_flash", "dbrx")]
 
 

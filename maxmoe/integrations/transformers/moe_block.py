@@ -286,7 +286,6 @@ def _declare(block: nn.Module, router: nn.Module, config: MoEConfig, entries: Se
         experts: Any = block.get_submodule("experts")
         experts.post_expert_norm.declaration = Declaration(logical_names={"weight": ("norm",)})
     keys = {entry.names[0]: entry.key.partition(".")[2] for entry in entries}
-    of_router = {"router.weight": (None, "embed"), "router.bias": (None,), "router.scale": (None,)}
-    router.declaration = Declaration(  # type: ignore[assignment]
-        logical_names={keys[name]: dims for name, dims in of_router.items() if name in keys}, fsdp_unit=True
-    )
+    of_router = Router(config, device="meta").declaration.logical_names
+    names = {keys[f"router.{name}"]: dims for name, dims in of_router.items() if f"router.{name}" in keys}
+    router.declaration = Declaration(logical_names=names, fsdp_unit=True)  # type: ignore[assignment]
