@@ -141,7 +141,7 @@ CIBUILDWHEEL = $(shell sed -n 's/^$(1) = "\(.*\)"$$/\1/p' pyproject.toml)
 # Environments of their own, one for each torch.
 PYTHON_MINOR := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 WHEEL_TORCHES = $(TORCHES:%=build/python$(PYTHON_MINOR)-torch%)
-# The headers of an environment of `make test`, if there is one: for those the operators are compiled already.
+# The headers of an environment of `make test`, if there is one, because the operators are already compiled for it.
 WHEEL_HEADERS = $(foreach torch,$(TORCHES),$(firstword $(patsubst %/requirements,%,\
   $(wildcard $(call environment,$(torch))/requirements)) build/python$(PYTHON_MINOR)-torch$(torch)))
 # The wheel of dist/, with each torch.

@@ -123,8 +123,9 @@ class CMakeBuild(build_ext):
             run(["cmake", "--install", str(folder), "--component", "maxmoe_library", "--prefix", str(package)], path)
 
     def copy_extensions_to_source(self) -> None:
-        """Put the CUDA kernels beside the core in an editable installation as well."""
+        """Put the CUDA kernels beside the core in an editable installation as well, or remove an earlier build."""
         super().copy_extensions_to_source()
+        (ROOT / "maxmoe/libmaxmoe_cuda.so").unlink(missing_ok=True)
         for library in Path(self.build_lib, "maxmoe").glob("libmaxmoe_cuda.so"):
             shutil.copy(library, ROOT / "maxmoe")
 

@@ -1,7 +1,7 @@
 """Loads the C++ core: importing this module registers the operators `torch.ops.maxmoe.*`.
 
-The core is one library for each minor release of torch that it was built for, such as `libmaxmoe_torch2_13.so`. It does
-not know Python: its few functions beside the operators are C functions.
+The core is one library for each minor release of torch that it was built for, such as `libmaxmoe_torch2_13.so`. It is
+not linked to Python: its few functions beside the operators are C functions, called through `ctypes`.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ _BUILD = "pip install --no-build-isolation -e ."
 
 
 class BuildInfo(TypedDict):
-    """What the core says of itself."""
+    """What `build_info` returns."""
 
     version: str
     torch: str
@@ -99,10 +99,10 @@ def empty_cache() -> None:
 
 
 def memory_allocated() -> int:
-    """Return the bytes of all blocks of results and work space."""
+    """Return the bytes in use by results and work space of operators."""
     return cast(int, _core.maxmoe_memory_allocated())
 
 
 def memory_reserved() -> int:
-    """Return the bytes of all blocks and freed pages."""
+    """Return the bytes in use and the bytes of freed pages that are kept."""
     return cast(int, _core.maxmoe_memory_reserved())

@@ -11,7 +11,7 @@ _entered = threading.RLock()
 
 @contextmanager
 def force_aten(enabled: bool = True) -> Iterator[None]:
-    """Context in which all tensors use the ATen implementation, as those on devices without kernels always do.
+    """Context in which all tensors use the ATen implementation, as tensors on devices without kernels always do.
 
     For tests, and to find out whether a kernel causes an error. Applies to all threads of the process.
 
@@ -30,8 +30,8 @@ def force_cuda_emulator() -> Iterator[None]:
     """Context in which CPU tensors run the CUDA kernels, in an emulator (``cpp/cuda/emulator.h``).
 
     For tests of these kernels without a GPU; far slower than the kernels of the CPU. What has no CUDA
-    kernel goes through ATen, as on a GPU. Applies to all threads of the process. The emulator is built with the tests
-    and is no part of wheels.
+    kernel goes through ATen, as on a GPU. Applies to all threads of the process. The emulator is built with the tests;
+    wheels do not have it.
 
     Raises:
         RuntimeError: if the emulator has not been built, or if another thread is in such a context or in `force_aten`.
@@ -42,7 +42,7 @@ def force_cuda_emulator() -> Iterator[None]:
 
 @contextmanager
 def _forced(function: str, path: str) -> Iterator[None]:
-    """Set the path of CPU tensors for the time of the context, for the public function of this name."""
+    """Set the implementation for the time of the context; an error names the public function that was called."""
     if not _entered.acquire(blocking=False):
         raise RuntimeError(f"{function} applies to all threads of the process, and another thread is in its context")
     try:

@@ -28,9 +28,7 @@ from maxmoe.testing.starts import by_name, different_buffers
 
 FLOOR = 1e-2  # the scale of a tensor is its largest entry, at least this part of the largest entry of all tensors
 LOSS_FLOOR = 1e-3  # a loss is compared on its own scale, at least this part of the largest gradient
-OF_UPDATES = 1e3  # tolerance of updates beside gradients: Adam divides small gradients by their size
-
-Texts = tuple[str, ...]
+OF_UPDATES = 1e3  # factor on the tolerance for updates, because Adam divides small gradients by their size
 
 
 @dataclass
@@ -38,10 +36,10 @@ class RankComparer:
     """Comparison of a step, or of the update after it, on the ranks with one process.
 
     Attributes:
-        training: the functions of the user, with the number of this step.
-        notes: facts for the report.
-        noun: what the measurements have in the place of gradients.
-        before: one process in the step before.
+        training: the functions of the user; `steps` is the number of this step.
+        notes: facts for the report, shared by all steps.
+        noun: "update" if the measurements have updates in the place of gradients.
+        before: measurement of the previous step in one process, None for the first step.
     """
 
     training: Training
@@ -64,7 +62,7 @@ class RankComparer:
         is_equal = all(item.equal for item in (*loss, *outputs, *gradients))
         not_finite = [item.name for item in (*loss, *gradients) if not math.isfinite(item.one_process)]
         verdict: Verdict = "not finite" if not_finite else "equal" if is_equal else "different"
-        culprits: Texts = (f"Infinite or NaN in one process: {_names(not_finite)}.",) if not_finite else ()
+        culprits: tuple[str, ...] = (f"Infinite or NaN in one process: {_names(not_finite)}.",) if not_finite else ()
         run, notes = (len(self.ranks), self.dtype, self.tolerance), tuple(dict.fromkeys(self.notes))
         step = self.training.steps
         return RankComparison(verdict, *run, loss, outputs, gradients, culprits, notes, step, self.noun)
@@ -151,7 +149,7 @@ class RankComparer:
         ):
             if names:
                 self.notes.append(f"{title}: {_names(names)}.")
-        if len(zero) < len(trained) and not any(found[name].ranks for name in parameters):
+        if len(zero) < len(trained) and not any(item.ranks for item in found.values()):
             self.notes.append(
                 "No parameter has a gradient on any rank: step must run the backward, and no zero_grad after it."
             )

@@ -45,8 +45,8 @@ class Facts:
         weights: numbers by which the gradients of the shares are multiplied in the gradient of the whole batch; empty
             if the gradients of the shares do not add up to it.
         known: factors of the shares that explain other gradients.
-        noun: what is compared.
-        before: gradients of the step before in one process.
+        noun: whether gradients or updates are compared.
+        before: gradients of the previous step in one process; empty for the first step.
     """
 
     sizes: Sizes

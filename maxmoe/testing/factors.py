@@ -56,7 +56,7 @@ class Share:
 
 @dataclass(frozen=True)
 class ShareFactors:
-    """Factors with which ranks have the gradients of shares; 1 is right.
+    """Factor on the gradient of each share, such as a micro-batch, in the gradient of each rank; 1 is right.
 
     Attributes:
         ranks: R ranks that have the parameter.

@@ -219,10 +219,10 @@ class NarrowResults(TorchFunctionMode):
 
 
 class WithoutDropout(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode in which random masks have their mean everywhere: dropout changes nothing."""
+    """Mode in which every entry of a dropout mask is its mean, so that dropout changes nothing."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call another operator than the one that draws masks."""
+        """Fill masks with their probability instead of drawing them; call other operators as they are."""
         if function is torch.ops.aten.bernoulli_.float:
             return args[0].fill_(args[1] if len(args) > 1 else 0.5)
         return function(*args, **(kwargs or {}))
@@ -236,9 +236,11 @@ def _measure_steps(training: Training, model: Any, dtype: torch.dtype, seed: int
     run: Any = training.step if has_backward else training.loss
     found: list[Measurement] = []
     with training.mode():
-        update = training.make_update(model) if training.make_update else None
+        update: Any = training.make_update(model) if training.make_update else None
+        if training.make_update and not callable(update):
+            raise TypeError(f"make_update must return a function, got {type(update).__name__}")
         for number in range(training.steps):
-            if number and update:
+            if number:
                 update()
             batch = make_batch(training, *place, dtype)
             found.append(_measure(model, run, batch, seed=seed + number, has_backward=has_backward))
@@ -287,7 +289,7 @@ def _measure(
 
 
 def update_between(before: Measurement, after: Measurement) -> Measurement:
-    """Return a measurement with what an update adds to the parameters in the place of the gradients."""
+    """Return the measurement before the update, with the change of each parameter in the place of its gradient."""
 
     def updated(name: str, item: ParameterEntries) -> ParameterEntries:
         added = after.parameters[name].value.values - item.value.values

@@ -31,7 +31,7 @@ class Comparison:
         name: name of the parameter for a gradient; "loss" or a term of it; "output" with the place of the tensor.
         error: largest difference over all ranks, relative to the largest entry in one process.
         one_process: norm in one process, the value itself for a loss.
-        ranks: the same on the ranks: one number, or one for each rank if they differ.
+        ranks: norm or value on the ranks: one number, or one for each rank if they differ.
         explanation: "" if it is right, otherwise what is wrong.
     """
 
@@ -88,7 +88,7 @@ class RankComparison:
 
     @property
     def differs(self) -> bool:
-        """Whether the ranks have something else than one process, which need not be finite."""
+        """Whether a loss, output or gradient differs from one process. What is infinite or NaN in both does not."""
         return not all(item.equal for item in (*self.loss, *self.outputs, *self.gradients))
 
     @property
@@ -161,5 +161,6 @@ class RankComparison:
 
     def _explanation(self, row: Comparison) -> str:
         first = self.first_wrong
-        is_repeated = first is not None and row is not first and row.explanation == first.explanation
-        return f"as {first.name}" if first and is_repeated else row.explanation or "right"
+        if first is not None and row is not first and row.explanation == first.explanation:
+            return f"as {first.name}"
+        return row.explanation or "right"

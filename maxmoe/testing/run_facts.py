@@ -40,16 +40,16 @@ def batches_of_shares(one_process: Measurement, ranks: Sequence[Measurement]) ->
     """Return the different micro-batches of all ranks; ranks with the same tokens share them."""
     found: list[tuple[list[int], Any]] = []
     for rank, measurement in enumerate(ranks):
-        for those, batch in found:
+        for holders, batch in found:
             if have_same_tensors(batch, measurement.batch):
-                those.append(rank)
+                holders.append(rank)
                 break
         else:
             found.append(([rank], measurement.batch))
     count = _num_calls(one_process, ranks)
     return [
-        (Share(tuple(those), number), micro_batch)
-        for those, batch in found
+        (Share(tuple(holders), number), micro_batch)
+        for holders, batch in found
         for number, micro_batch in enumerate(micro_batches(batch, count))
     ]
 

@@ -69,7 +69,7 @@ def metadata_complaints(text: str) -> Iterator[str]:
     """Of what PyPI shows and pip reads."""
     metadata = HeaderParser().parsestr(text)
     if metadata["Version"] != VERSION:
-        yield f"its version is {metadata['Version']}, that of pyproject.toml is {VERSION}"
+        yield f"its version is {metadata['Version']}, pyproject.toml has {VERSION}"
     urls = {url.partition(", ")[0] for url in metadata.get_all("Project-URL", [])}
     for wanted in ("Repository", "Documentation", "Changelog", "Issues"):
         if wanted not in urls:

@@ -29,13 +29,13 @@ from repository.planted_mistakes import Replacement, argument_parser, choose, mi
 FOLDER = ROOT / "cpp/cuda"
 TABLE = Path(__file__).with_suffix(".yaml")
 SANITIZERS = {"plain": [], "sanitized": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]}
-STARTS = {"ragged_scatter_add": ["ragged_plan"]}  # other kernels that one starts
+STARTS = {"ragged_scatter_add": ["ragged_plan"]}  # kernels that another kernel launches
 MAX_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
 class Mistake(Replacement):
-    """A mistake in a file that the CUDA kernels consist of, by its path from cpp/cuda.
+    """A mistake in a source of the CUDA kernels; `file` is relative to cpp/cuda.
 
     Args:
         kernel: kernel whose tests should find it.

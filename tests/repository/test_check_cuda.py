@@ -1,10 +1,13 @@
 """check_cuda.py names kernels with spilled registers, missing targets and products without the matrix units."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from repository import check_cuda
+
+ROOT = Path(__file__).parents[2]
 
 LOG = """\
 ptxas info    : 96 bytes gmem, 32 bytes cmem[4]
@@ -51,3 +54,10 @@ def test_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "11 kernels for the matrix units of sm_80, there should be 12" in list(
         check_cuda.code_complaints(Path("a.so"))
     )
+
+
+def test_both_builds_compile_for_the_same_targets() -> None:
+    """`make cuda`, whose machine code is checked, and the build of the package."""
+    texts = [(ROOT / name).read_text() for name in ("Makefile", "cpp/cmake/cuda.cmake")]
+    by_make, by_cmake = ({*re.findall(r"-gencode=arch=\w+,code=(\w+)", text)} for text in texts)
+    assert by_make == by_cmake == {*check_cuda.TARGETS, "compute_90"}

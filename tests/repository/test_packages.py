@@ -58,7 +58,7 @@ def write_sdist(path: Path, files: Iterable[str], metadata: str) -> None:
         ("build/lib/maxmoe/old.py", "", METADATA, "it has build/lib/maxmoe/old.py, which does not belong there"),
         ("maxmoe/removed_last_week.py", "", METADATA, "it has maxmoe/removed_last_week.py, which"),
         ("", "maxmoe/py.typed", METADATA, "it lacks maxmoe/py.typed"),
-        ("", "", METADATA.replace(f"Version: {VERSION}", "Version: 0.0.9"), "its version is 0.0.9, that of pyproject"),
+        ("", "", METADATA.replace(f"Version: {VERSION}", "Version: 0.0.9"), "its version is 0.0.9, pyproject.toml has"),
         ("", "", METADATA.replace("Issues", "Tracker"), "its metadata has no URL of the name Issues"),
         ("", "", METADATA.replace("torch<", "torch==2.13.0,<"), "it does not require torch<"),
     ],

@@ -11,11 +11,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
 
 BATCH, LENGTH, WIDTH, EXPERTS, MICRO_BATCHES = 24, 5, 8, 8, 3
 # Parameters that expert parallelism leaves whole on every rank.
 REPLICATED = ("first", "last", "norm", "router")
+MAX_NORM = 0.01  # below the norms of all gradients
 Terms = dict[str, Tensor]
+Update = Callable[[], object]
 
 
 class Experts(nn.Module):
@@ -61,9 +64,9 @@ class Model(nn.Module):
         return self.last(x), logits.logsumexp(-1).square().mean()
 
 
-def build() -> nn.Module:
+def build(kind: Callable[[], nn.Module] = Model) -> nn.Module:
     torch.manual_seed(0)
-    return Model()
+    return kind()
 
 
 def whole_batch() -> tuple[Tensor, Tensor]:
@@ -136,6 +139,23 @@ def reduce_gradients(model: nn.Module, group: Any = None, names: str = "", op: A
             dist.all_reduce(parameter.grad, op=op, group=group)
 
 
+def clip_to_max_norm(parameters: Any) -> None:
+    clip_grad_norm_(parameters, MAX_NORM)
+
+
+def clipped(
+    optimizer: torch.optim.Optimizer, model: nn.Module, clip: Callable[[Any], object] = clip_to_max_norm
+) -> Update:
+    """An update that clips the gradients of a model, and clears them in the end."""
+
+    def update() -> None:
+        clip(model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return update
+
+
 def ddp(model: nn.Module) -> nn.Module:
     return DistributedDataParallel(model)
 
@@ -177,5 +197,5 @@ class Case(NamedTuple):
     build: Callable[[], nn.Module] = build
     first_wrong: str = ""
     explanation: str = ""
-    make_update: Callable[[Any], Callable[[], object]] | None = None
+    make_update: Callable[[Any], Update] | None = None
     steps: int = 1

@@ -3,6 +3,7 @@
 `context_parallel` sends attention of CUDA through it. The CPU has other operators, to which it is bound here.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 
-from support.compared_models import WIDTH, Case, whole_batch
+from support.compared_models import WIDTH, Case, build, whole_batch
 
 LENGTH, HEADS = 8, 2
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -49,9 +50,7 @@ class Attention(nn.Module):
         return self.output(y.transpose(1, 2).flatten(2))
 
 
-def build() -> nn.Module:
-    torch.manual_seed(0)
-    return Attention()
+build_attention = partial(build, Attention)
 
 
 def in_order(model: nn.Module) -> nn.Module:
@@ -79,6 +78,8 @@ def mean(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 RIGHT = {
-    "ring attention of torch": Case(in_order, 4, loss=mean, make_batch=positions, build=build),
-    "ring attention of torch, balanced": Case(balanced, 2, loss=mean, make_batch=balanced_positions, build=build),
+    "ring attention of torch": Case(in_order, 4, loss=mean, make_batch=positions, build=build_attention),
+    "ring attention of torch, balanced": Case(
+        balanced, 2, loss=mean, make_batch=balanced_positions, build=build_attention
+    ),
 }

@@ -25,7 +25,7 @@ from support.run_ranks import run_ranks
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """Of one rank.
+    """What a step holds, keeps and moves on one rank.
 
     Args:
         parameters: shape and bytes of its part of each.

@@ -1,5 +1,6 @@
 """Tensor and expert parallelism by hand, with ordinary tensors and collectives, whose gradients are right."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ import torch.distributed._functional_collectives as fc
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from support.compared_models import BATCH, WIDTH, Terms, backward, reduce_gradients, share_of_loss
+from support.compared_models import BATCH, WIDTH, Terms, backward, build, reduce_gradients, share_of_loss
 
 
 class Dense(nn.Module):
@@ -21,9 +22,7 @@ class Dense(nn.Module):
         return self.down(F.gelu(self.up(self.norm(x))))
 
 
-def build_dense() -> nn.Module:
-    torch.manual_seed(0)
-    return Dense()
+build_dense = partial(build, Dense)
 
 
 def dense_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -86,9 +85,7 @@ class ListOfExperts(nn.Module):
         return fc.reduce_scatter_single(total, "sum", 0, dist.group.WORLD) if dist.is_initialized() else total
 
 
-def build_list() -> nn.Module:
-    torch.manual_seed(0)
-    return ListOfExperts()
+build_list = partial(build, ListOfExperts)
 
 
 def keep_experts(model: Any) -> nn.Module:

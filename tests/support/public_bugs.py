@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +21,12 @@ from support.compared_models import (
     Experts,
     Model,
     Terms,
+    Update,
     accumulate,
     alone,
     backward,
+    build,
+    clipped,
     ddp,
     expert_parallel,
     loss,
@@ -72,15 +76,14 @@ def sums_of_replicated(model: nn.Module, batch: Any) -> Terms:
 
 
 def with_experts(kind: type[Experts]) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
-        torch.manual_seed(0)
+    def of_kind() -> nn.Module:
         model = Model()
         state = model.experts.state_dict()
         model.experts = kind()
         model.experts.load_state_dict(state)
         return model
 
-    return build
+    return partial(build, of_kind)
 
 
 def of_same_tokens(kind: type[Experts], first_wrong: str, explanation: str) -> Case:
@@ -156,11 +159,6 @@ class LowRank(nn.Module):
         return x @ self.weight + x @ self.lora_a @ self.lora_b
 
 
-def build_low_rank() -> nn.Module:
-    torch.manual_seed(0)
-    return LowRank()
-
-
 def positions(rank: int, num_ranks: int) -> Any:
     """The positions of a rank, of a sequence that the ranks divide."""
     x, target = (torch.cat([tensor, tensor], 1)[:, :8] for tensor in whole_batch())
@@ -178,20 +176,14 @@ def one_factor_reduced(model: nn.Module, batch: Any) -> Tensor:
     return total.detach()
 
 
-def sgd(model: nn.Module, parameters: list[Tensor], max_norm: Callable[[], float] = lambda: math.inf) -> Any:
+def sgd(model: nn.Module, parameters: list[Tensor], max_norm: Callable[[], float] = lambda: math.inf) -> Update:
     """An update of some parameters that clips the gradients of a model."""
     optimizer = torch.optim.SGD(parameters, lr=0.1)
-
-    def update() -> None:
-        clip_grad_norm_(model.parameters(), max_norm())
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return update
+    return clipped(optimizer, model, lambda parameters: clip_grad_norm_(parameters, max_norm()))
 
 
 def of_replaced_parameters(model: nn.Module) -> Any:
-    """The optimizer has been made of parameters that are not those of the model."""
+    """The optimizer holds copies of the parameters of the model."""
     parameters = [*model.parameters()]
     return sgd(model, [nn.Parameter(item.detach().clone()) for item in parameters] if is_rank() else parameters)
 
@@ -213,11 +205,6 @@ class OwnScale(Model):
     """A model whose loss is scaled by a number that each process changes."""
 
     scale = 1.0
-
-
-def build_scaled() -> nn.Module:
-    torch.manual_seed(0)
-    return OwnScale()
 
 
 def scaled_loss(model: Any, batch: Any) -> Terms:
@@ -334,7 +321,7 @@ BUGS = {
             step=one_factor_reduced,
             loss=share_of_positions,
             make_batch=positions,
-            build=build_low_rank,
+            build=partial(build, LowRank),
             first_wrong="lora_b",
             explanation=MISSING,
         ),
@@ -372,7 +359,7 @@ BUGS = {
         Case(
             ddp,
             loss=scaled_loss,
-            build=build_scaled,
+            build=partial(build, OwnScale),
             make_update=scaled_after_overflow,
             steps=2,
             explanation="gradient of the tokens of rank 1: 2 times: summed twice",

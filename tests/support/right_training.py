@@ -1,5 +1,6 @@
 """Training on several ranks whose gradients equal one process's: with torch alone, and by hand."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from support.compared_models import (
     Terms,
     accumulate,
     alone,
+    build,
     ddp,
     expert_and_data_parallel,
     expert_parallel,
@@ -91,11 +93,6 @@ def share_of_sequences(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor
 class Recomputed(Model):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return checkpoint(super().forward, x, use_reentrant=False)
-
-
-def build_recomputed() -> nn.Module:
-    torch.manual_seed(0)
-    return Recomputed()
 
 
 def build_frozen() -> nn.Module:
@@ -168,11 +165,11 @@ RIGHT = {
     "DDP, micro-batches without reduction": Case(ddp, step=no_sync),
     "DDP, frozen parameters": Case(ddp, 2, build=build_frozen),
     "DDP, tied weights": Case(ddp, 2, build=build_tied),
-    "DDP, recomputation": Case(ddp, 2, build=build_recomputed),
+    "DDP, recomputation": Case(ddp, 2, build=partial(build, Recomputed)),
     "FSDP2": Case(fsdp2),
     "FSDP2, sizes that 3 ranks do not divide": Case(fsdp2, 3),
     "FSDP2, micro-batches without reduction": Case(fsdp2, 2, step=fsdp2_micro_batches),
-    "FSDP2, recomputation": Case(fsdp2, 2, build=build_recomputed),
+    "FSDP2, recomputation": Case(fsdp2, 2, build=partial(build, Recomputed)),
     "FSDP2 with replicas": Case(hsdp),
     "all-reduce by hand": Case(alone, step=reduced("")),
     "different numbers of tokens": Case(alone, step=reduced(""), loss=share_of_loss, make_batch=other_lengths),

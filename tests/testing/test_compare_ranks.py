@@ -94,6 +94,10 @@ def test_arguments(argument: str, values: tuple[Any, ...], message: str) -> None
         (Case(lambda model: None, 2), "ValueError: parallelize must return the model, got None"),
         (Case(ddp, 2, build=lambda: 3), "TypeError: build_model must return a torch.nn.Module, got int"),
         (
+            Case(ddp, 2, make_update=lambda model: None, steps=2),  # type: ignore[arg-type, return-value]
+            "TypeError: make_update must return a function, got NoneType",
+        ),
+        (
             Case(ddp, 2, loss=lambda model, batch: model(batch[0])[0]),
             r"ValueError: loss must return a scalar tensor, or a dict of them, got shape \(24, 5, 8\) for 'loss'",
         ),

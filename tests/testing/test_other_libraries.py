@@ -153,7 +153,7 @@ def test_a_divide_factor_on_a_group_of_one_rank(dtype: torch.dtype, expected: st
     assert {gradient.explanation for gradient in comparison.gradients} == {expected}
 
 
-def test_the_auxiliary_loss_of_transformers_is_that_of_the_tokens_of_a_rank() -> None:
+def test_the_auxiliary_loss_of_transformers_counts_the_tokens_of_each_rank_alone() -> None:
     comparison = compare(case("mixtral", loss_and_aux_loss, fsdp_size=2))
     (aux_loss,) = (term for term in comparison.loss if not term.equal)
     assert aux_loss.name == "aux" and aux_loss.explanation.startswith("neither the sum nor the mean over ranks")

@@ -1,21 +1,23 @@
 """`compare_ranks` of several steps: updates, and what ranks keep from one step to the next."""
 
 import warnings
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
 
 from support.compared_models import (
     REPLICATED,
     Case,
     Model,
     Terms,
+    Update,
     alone,
+    build,
+    clipped,
     ddp,
     expert_parallel,
     fsdp2,
@@ -30,17 +32,6 @@ with warnings.catch_warnings(category=DeprecationWarning, action="ignore"):  # o
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")
-Update = Callable[[], object]
-MAX_NORM = 0.01
-
-
-def clipped(optimizer: torch.optim.Optimizer, model: nn.Module) -> Update:
-    def update() -> None:
-        clip_grad_norm_(model.parameters(), MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return update
 
 
 def adamw(model: nn.Module) -> Update:
@@ -139,11 +130,6 @@ class WithDropout(Model):
         return super().forward(self.dropout(x))
 
 
-def build_with_dropout() -> nn.Module:
-    torch.manual_seed(0)
-    return WithDropout()
-
-
 def masks(comparison: Any) -> list[str]:
     return [note for note in comparison.notes if note.startswith("Dropout masks")]
 
@@ -155,7 +141,7 @@ def test_dropout_is_left_out_and_its_masks_are_compared() -> None:
         torch.manual_seed(dist.get_rank())
         return ddp(model)
 
-    case = Case(ddp, 2, build=build_with_dropout)
+    case = Case(ddp, 2, build=partial(build, WithDropout))
     comparison = compare(case)
     assert comparison.equal and "Compared without dropout." in comparison.notes
     assert masks(comparison) == ["Dropout masks of ranks 0 and 1 are equal, their tokens are different."]
@@ -173,11 +159,6 @@ class Scaled(Model):
     def __init__(self) -> None:
         super().__init__()
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-117)
-
-
-def build_scaled() -> nn.Module:
-    torch.manual_seed(0)
-    return Scaled()
 
 
 FACTOR = 1e4
@@ -208,7 +189,7 @@ def scale_of_each_rank(model: Any) -> Update:
 
 
 def test_a_scaler_that_skips_a_step() -> None:
-    case = Case(ddp, 2, loss=scaled_loss, build=build_scaled, make_update=scaled_sgd, steps=3)
+    case = Case(ddp, 2, loss=scaled_loss, build=partial(build, Scaled), make_update=scaled_sgd, steps=3)
     comparison = compare(case, dtype=torch.float32)
     comparison.raise_if_different()
     assert "Updates that are zero in one process, so that nothing is compared: last.bias" in "\n".join(comparison.notes)

@@ -1,7 +1,6 @@
 """What `compare_ranks` says of the training steps of accelerate and DeepSpeed: docs/how_to/other_libraries.md."""
 
 import os
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,13 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
 
-from support.compared_models import MICRO_BATCHES, Case, Model, build, loss, micro_batches
+from support.compared_models import MAX_NORM, MICRO_BATCHES, Case, Model, Update, clipped, loss, micro_batches
 from support.forked_comparison import compare
-
-Update = Callable[[], object]
-MAX_NORM = 0.01
 
 
 def total(model: nn.Module, batch: Any) -> Tensor:
@@ -53,21 +48,16 @@ def accumulated(model: Any, batch: Any) -> Tensor:
     return torch.stack(losses).mean().detach()
 
 
-def clipped(model: Any) -> Update:
-    accelerator, optimizer = getattr(model, "accelerated", (None, None))
-    optimizer = optimizer or sgd(model)
-
-    def update() -> None:
-        (accelerator.clip_grad_norm_ if accelerator else clip_grad_norm_)(model.parameters(), MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return update
+def update_of_accelerate(model: Any) -> Update:
+    if not dist.is_initialized():
+        return clipped(sgd(model), model)
+    accelerator, optimizer = model.accelerated
+    return clipped(optimizer, model, partial(accelerator.clip_grad_norm_, max_norm=MAX_NORM))
 
 
 def test_accelerate() -> None:
     pytest.importorskip("accelerate")
-    case = Case(of_accelerate, 2, step=accumulated, loss=total, make_update=clipped, steps=3)
+    case = Case(of_accelerate, 2, step=accumulated, loss=total, make_update=update_of_accelerate, steps=3)
     compare(case).raise_if_different()
 
 
@@ -112,7 +102,7 @@ def step_of_deepspeed(model: Any, batch: Any) -> Tensor:
 
 def update_of_deepspeed(model: Any) -> Update:
     if not dist.is_initialized():
-        return clipped(model)
+        return clipped(sgd(model), model)
 
     def update() -> None:
         model.engine.step()
@@ -128,5 +118,5 @@ def test_zero_of_deepspeed(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("deepspeed")
     parallelize = partial(OfDeepSpeed, stage)
     make_update = update_of_deepspeed
-    case = Case(parallelize, 2, step=step_of_deepspeed, loss=total, build=build, make_update=make_update, steps=3)
+    case = Case(parallelize, 2, step=step_of_deepspeed, loss=total, make_update=make_update, steps=3)
     compare(case, dtype=torch.float32, timeout=200.0).raise_if_different()
