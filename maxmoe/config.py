@@ -46,6 +46,9 @@ class MoEConfig:
         router_bias: add a trained bias to the logits.
         logit_scale: factor of the logits.
         router_scale: multiply the routing weights by a trained number.
+        router_hidden_size: R, width of a router with hidden layers, as in ZAYA, whose state of this width the layer
+            returns for the next layer; None for a linear router. See `maxmoe.nn.RouterMLP`.
+        router_takes_state: add the state of the layer before, the argument `router_state`, to the state of the router.
         score_correction_bias: add a bias to the scores for the selection only, updated after each optimizer step by
             `StatsAccumulator.update` or `MoE.update_correction_bias`.
         num_groups: number of groups of equal size that the experts form; 1 with zero, copy or constant experts.
@@ -67,11 +70,12 @@ class MoEConfig:
         activation_limit: limit to which the gate is clipped from above and up on both sides; None for no clipping.
         activation_limit_target: clip the "input" of the activation function, the gate, as DeepSeek-V4 does, or its
             "output", as Step-3.7 does.
+        shared_activation_limit: limit of the shared experts: the "same", another one, or None for no clipping.
         gate_softcap: with activation "situ" only, which needs it: bound of the linear factor of the gate.
         up_softcap: with activation "situ" only, which needs it: bound of up.
         expert_bias: add biases to the three projections of the routed experts.
         expert_norm: normalize the output of each expert before it is weighted, as in Muse Spark; all share the norm.
-        norm_eps: epsilon of the latent norms.
+        norm_eps: epsilon of the latent norms, and of the norm of a router with hidden layers.
         expert_norm_eps: epsilon of the norm of the outputs.
         num_shared_experts: n, for one dense expert of width n * F that computes all tokens.
         shared_expert_gate: scale the output of the shared expert by sigmoid(x . w), as Qwen2-MoE does.
@@ -116,6 +120,8 @@ class MoEConfig:
     router_bias: bool = False
     logit_scale: float = 1.0
     router_scale: bool = False
+    router_hidden_size: int | None = None
+    router_takes_state: bool = False
     score_correction_bias: bool = False
     num_groups: int = 1
     top_k_groups: int = 1
@@ -131,6 +137,7 @@ class MoEConfig:
     gated: bool = True
     activation_limit: float | None = None
     activation_limit_target: LimitTarget = "input"
+    shared_activation_limit: float | Literal["same"] | None = "same"
     gate_softcap: float | None = None
     up_softcap: float | None = None
     expert_bias: bool = False
@@ -182,10 +189,19 @@ class MoEConfig:
     @property
     def activation_arguments(self) -> dict[str, Any]:
         """Arguments of `maxmoe.ops.expert_ffn` for the activation, in the order of its signature."""
+        return self._activation_arguments(self.activation_limit)
+
+    @property
+    def shared_activation_arguments(self) -> dict[str, Any]:
+        """As `activation_arguments`, for the shared experts."""
+        limit = self.shared_activation_limit
+        return self._activation_arguments(self.activation_limit if limit == "same" else limit)
+
+    def _activation_arguments(self, limit: float | None) -> dict[str, Any]:
         return {
             "activation": self.activation,
-            "limit": self.activation_limit,
-            "limit_target": self.activation_limit_target,
+            "limit": limit,
+            "limit_target": "input" if limit is None else self.activation_limit_target,
             "gate_softcap": self.gate_softcap,
             "up_softcap": self.up_softcap,
         }
@@ -204,8 +220,11 @@ class MoEConfig:
             check_int(name, getattr(self, name), at_least=1)
         for name in ("num_zero_experts", "num_copy_experts", "num_constant_experts", "num_shared_experts"):
             check_int(name, getattr(self, name), at_least=0)
-        if self.latent_size is not None:
-            check_int("latent_size", self.latent_size, at_least=1)
+        for name in ("latent_size", "router_hidden_size"):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), at_least=1)
+        if self.router_takes_state and self.router_hidden_size is None:
+            raise ValueError("router_takes_state=True needs a router_hidden_size, got None")
         if self.top_k > self.num_selectable_experts:
             raise ValueError(f"top_k ({self.top_k}) must not exceed {self._selectable}")
 
@@ -240,17 +259,19 @@ class MoEConfig:
     def _check_activation(self) -> None:
         if self.activation in NEED_GATE and not self.gated:
             raise ValueError(f"activation {self.activation!r} needs gated=True, got gated=False")
-        if self.activation_limit is not None:
-            check_number("activation_limit", self.activation_limit, above=0)
+        for name, no_limit in (("activation_limit", None), ("shared_activation_limit", "same")):
+            limit = getattr(self, name)
+            if limit in (None, no_limit):
+                continue
+            check_number(name, limit, above=0)
             if not self.gated:
-                raise ValueError(f"activation_limit ({self.activation_limit}) needs gated=True, got gated=False")
+                raise ValueError(f"{name} ({limit}) needs gated=True, got gated=False")
             if self.activation == "situ":
-                raise ValueError(
-                    f"activation_limit must be None with activation 'situ', which has softcaps, "
-                    f"got {self.activation_limit}"
-                )
-        elif self.activation_limit_target == "output":
-            raise ValueError("activation_limit_target='output' needs an activation_limit, got None")
+                raise ValueError(f"{name} must be {no_limit!r} with activation 'situ', which has softcaps, got {limit}")
+        if self.shared_activation_limit != "same" and self.num_shared_experts == 0:
+            raise ValueError(
+                f"shared_activation_limit ({self.shared_activation_limit}) needs num_shared_experts >= 1, got 0"
+            )
         for name in ("gate_softcap", "up_softcap"):
             softcap = getattr(self, name)
             if softcap is not None:

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from maxmoe.checks.whole_tensors import check_whole
 from maxmoe.config import MoEConfig
-from maxmoe.presets import from_transformers
-from maxmoe.presets.configs import family_of
-from maxmoe.presets.families import Family
+from maxmoe.presets.configs import attribute_at, converted, family_of
+from maxmoe.presets.family import Family
 from maxmoe.presets.layouts import Held, check_tensors
 from maxmoe.quantization import QuantizedStack, on_meta, put_stack, state_with_stacks
 
@@ -33,7 +32,9 @@ _OTHER_FIELDS = (*TRAINING_FIELDS, "router", "implementation", "capacity_factor"
 
 def config_of_block(block: nn.Module) -> MoEConfig:
     """Return the config of the layer that computes the same as a sparse block of a transformers model."""
-    return from_transformers(_source(block))
+    family = family_of_block(block)
+    of_layer = {name: field.convert(attribute_at(block, field.of_block)) for name, field in family.layer_fields.items()}
+    return converted(_source(block), of_layer)
 
 
 def family_of_block(block: nn.Module) -> Family:

@@ -37,7 +37,7 @@ class SharedExperts(nn.Module):
         super().__init__()
         self.config = config
         self.activation: Activation | ActivationFunction = config.activation if activation is None else activation
-        self.activation_arguments = activation_arguments(config, self.activation)
+        self.activation_arguments = activation_arguments(config.shared_activation_arguments, self.activation)
         hidden_size, (*count, width) = config.hidden_size, self._sizes(config)
 
         def parameter(exists: bool, *shape: int) -> nn.Parameter | None:

@@ -44,6 +44,7 @@ class Routing(NamedTuple):
             auxiliary loss; None for no such loss.
         shared_weights: ``(T, n)``, float32 or wider, weights of the shared experts with `shared_expert_scores`; None
             for shared experts without weights.
+        state: ``(T, R)``, float32 or wider, state of the router for the next layer; None for a router without one.
     """
 
     logits: Tensor | None
@@ -54,6 +55,7 @@ class Routing(NamedTuple):
     is_unpadded: bool = True
     token_losses: Tensor | None = None
     shared_weights: Tensor | None = None
+    state: Tensor | None = None
 
     @classmethod
     def of(

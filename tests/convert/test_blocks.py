@@ -43,6 +43,10 @@ def run_layer(layer: nn.Module, x: Tensor) -> Tensor:
 def routing_of(block: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     """Weights and experts of the block's own router, by rising expert."""
     tokens = x.flatten(0, 1)
+    if type(block).__name__ == "ZayaSparseMoeBlock":  # whose router hides the tokens that skip the layer
+        scores = block.gate(x)[0].softmax(-1)
+        experts = (scores + block.gate.balancing_biases).topk(1).indices
+        return scores.gather(1, experts), experts
     if hasattr(block, "e_score_correction_bias"):
         _, weights, experts = block.gate(tokens, block.e_score_correction_bias)
     elif hasattr(block, "route_tokens_to_experts"):
@@ -54,7 +58,7 @@ def routing_of(block: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     else:  # Llama 4 gives the weights of all experts, 0 for those not chosen
         scores, _ = block.router(tokens)
         weights, experts = scores.topk(block.top_k)
-    if type(block).__name__ == "BeamMoE":
+    if type(block).__name__ in ("BeamMoE", "Step3p7SparseMoeBlock"):
         weights = weights * block.routed_scaling_factor  # of the sum there
     order = experts.argsort(-1)
     return weights.gather(1, order), experts.gather(1, order)

@@ -27,10 +27,10 @@ def family_of(name: str) -> str:
 
 
 def empty_layers(name: str) -> dict[str, MoE]:
-    config = presets.from_transformers(small_models.config_of(name))
+    config = small_models.config_of(name)
     decoder = "model.language_model" if name in small_models.MULTIMODAL else "model"
     layers = "transformer.blocks" if name == "dbrx" else f"{decoder}.layers"
-    return {f"{layers}.{number}": MoE(config) for number in range(2)}
+    return {f"{layers}.{number}": MoE(presets.from_transformers(config, number)) for number in range(2)}
 
 
 def converted_layers(model: torch.nn.Module) -> dict[str, MoE]:
@@ -45,9 +45,11 @@ def is_stacked(name: str, stacked: bool) -> bool:
 
 def as_saved(name: str, layers: dict[str, MoE], *, stacked: bool = False) -> dict[str, MoE]:
     """The layers by their names in files: some are published with another name of the decoder, or without one."""
-    ours, theirs = {"nemotron_h": ("model.", "backbone."), "mistral_large4": ("model.language_model.", "")}.get(
-        name, ("", "")
-    )
+    ours, theirs = {
+        "nemotron_h": ("model.", "backbone."),
+        "mistral_large4": ("model.language_model.", ""),
+        "step3p7": ("model.language_model.", "model."),
+    }.get(name, ("", ""))
     return {block if stacked else block.replace(ours, theirs, 1): layer for block, layer in layers.items()}
 
 
@@ -64,7 +66,9 @@ def moe_tensors(folder: Path) -> dict[str, Tensor]:
     for file in folder.glob("*.safetensors"):
         tensors |= load_file(file)
     decoder = r"((model|backbone|transformer)\.)?(language_model\.)?(layers|blocks)\.\d"
-    names = rf"{decoder}\.(mlp|moe|block_sparse_moe|feed_forward|mixer|ffn|gate|experts|shared_experts)\..*"
+    names = (
+        rf"{decoder}\.(mlp|moe|block_sparse_moe|feed_forward|mixer|ffn|gate|experts|shared_experts|share_expert)\..*"
+    )
     return {key: tensor for key, tensor in tensors.items() if re.fullmatch(names, key)}
 
 

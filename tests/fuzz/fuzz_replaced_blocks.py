@@ -60,6 +60,8 @@ def random_model(random: Random, preset: str) -> Any:
     sizes = dict.fromkeys(WIDTHS, width)
     if preset in ("qwen2_moe", "qwen3_next", "kolibri1"):
         sizes["shared_expert_intermediate_size"] = width * random.choice([1, 2])
+    if preset == "step3p7":
+        sizes["share_expert_dim"] = width * random.choice([1, 2])
     if preset == "nemotron_h":
         sizes["moe_shared_expert_intermediate_size"] = width
         sizes["moe_latent_size"] = random.choice([None, 6, 16])

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.filterwarnings(
 )  # by PEFT, Trainer
 SQUARE = {"intermediate_size": 16, "moe_intermediate_size": 16, "expert_ffn_hidden_size": 16}
 SQUARE |= {"moe_shared_expert_intermediate_size": 16, "shared_expert_intermediate_size": 16, "d_ff": 16}
+SQUARE |= {"share_expert_dim": 16}
 SQUARE |= {"ffn_config": {"ffn_hidden_size": 16}}
 # Reads a folder and writes its state dict, in a process that cannot import this library.
 READ = """

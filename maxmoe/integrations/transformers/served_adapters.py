@@ -21,7 +21,7 @@ from maxmoe.files import replacing
 from maxmoe.integrations.transformers._transformers import is_experts
 from maxmoe.integrations.transformers.moe_block import TransformersMoE
 from maxmoe.ops import LowRankFactors
-from maxmoe.presets.families import Family
+from maxmoe.presets.family import Family
 
 ServedLayout = Literal["per_expert", "vllm_stacked", "sglang_stacked"]
 _PREFIX = "base_model.model."  # of PEFT, in every name of a file
