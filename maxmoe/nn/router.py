@@ -131,6 +131,8 @@ class Router(ConvertedModule):
         widths = {"logits": self.weight.shape[0]}
         if num_shared:
             widths |= {"shared_scores": num_shared, "joint_scores": config.top_k + num_shared, "sums": 2}
+        if config.router_hidden_size is not None:
+            widths["hidden"] = config.router_hidden_size
         if config.router_scale:
             widths["unscaled_weights"] = config.top_k + num_shared
         saved = {name: SavedTensor((batch, length, width), (*TOKEN_DIMS, None), wide) for name, width in widths.items()}

@@ -79,10 +79,10 @@ class RouterMLP(nn.Module):
         return Declaration(logical_names={**names, "down_weight": (None, "embed")}, saved_tensors=self._saved_tensors)
 
     def _saved_tensors(self, batch: int, length: int) -> dict[str, SavedTensor]:
-        """Describe the saved tensors; `MoE` declares the input."""
+        """Describe the saved tensors; `MoE` declares the input, the router the hidden rows."""
         size, wide = len(self.norm_weight), torch.promote_types(self.down_weight.dtype, torch.float32)
-        names = ["state", "normalized"]
-        names += [f"{name}{number}" for number in (1, 2) for name in ("preactivation", "probability", "hidden")]
+        names = ["state", "normalized", "hidden"]
+        names += [f"{name}{number}" for number in (1, 2) for name in ("preactivation", "argument", "probability")]
         if self.state_scale is not None:
             names.append("previous")
         saved = {name: SavedTensor((batch, length, size), (*TOKEN_DIMS, None), wide) for name in names}

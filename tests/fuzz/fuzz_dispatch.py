@@ -84,7 +84,7 @@ def draw_mesh(random: Random, rules: LogicalRules) -> dict[str, int]:
 def draw_config(random: Random, num_parts: int, needs_sparse: bool) -> MoEConfig:
     """Draw until the experts divide, and rounding is not blown up by a division by nearly zero."""
     while True:
-        config = replace(fuzz_layers.draw_config(random), router="learned")
+        config = replace(fuzz_layers.draw_config(random), router="learned", router_takes_state=False)
         if config.num_experts % num_parts or (config.score_function, config.normalization) == ("identity", "sum"):
             continue
         return replace(config, implementation="sparse", capacity_factor=None) if needs_sparse else config

@@ -56,6 +56,7 @@ def draw_config(random: Random) -> MoEConfig:
     scored = num_shared_experts > 0 and can_be_scored and random.random() < 0.7
     has_quantiles = correction and num_groups == 1 and score_function in ("sigmoid", "softmax") and top_k < reachable
     rule = random.choice(get_args(config.CorrectionBiasRule)) if has_quantiles else "sign"
+    router_hidden_size = sometimes(random.choice(WIDTHS), None, 0.2)
     return MoEConfig(
         hidden_size=random.choice(WIDTHS),
         intermediate_size=random.choice(WIDTHS),
@@ -67,6 +68,8 @@ def draw_config(random: Random) -> MoEConfig:
         router_bias=random.random() < 0.4,
         logit_scale=sometimes(0.3, 1.0, 0.2),
         router_scale=random.random() < 0.2,
+        router_hidden_size=router_hidden_size,
+        router_takes_state=router_hidden_size is not None and random.random() < 0.6,
         score_correction_bias=correction,
         num_groups=num_groups,
         top_k_groups=top_k_groups,
@@ -77,7 +80,7 @@ def draw_config(random: Random) -> MoEConfig:
         routed_scaling_factor=random.choice([1.0, 1, 0.25, 2.5]),
         apply_weights_to=weights_to,
         router=sometimes("random", "learned", 0.15),
-        **draw_activation(random),
+        **draw_activation(random, num_shared_experts),
         expert_bias=random.random() < 0.4,
         num_shared_experts=num_shared_experts,
         shared_expert_gate=num_shared_experts > 0 and not scored and random.random() < 0.5,
@@ -89,10 +92,14 @@ def draw_config(random: Random) -> MoEConfig:
     )
 
 
-def draw_activation(random: Random) -> dict[str, Any]:
+def draw_activation(random: Random, num_shared_experts: int) -> dict[str, Any]:
     gated = random.random() < 0.75
     arguments = random.choice([*activations.EACH, *activations.LIMITED] if gated else activations.PLAIN)
-    return {**activations.fields(arguments), "gated": gated}
+    shared: dict[str, Any] = {}
+    if num_shared_experts and random.random() < 0.3:
+        can_be_limited = gated and arguments["activation"] != "situ"
+        shared["shared_activation_limit"] = random.choice([None, 0.6]) if can_be_limited else None
+    return {**activations.fields(arguments), **shared, "gated": gated}
 
 
 def draw_implementation(random: Random, num_experts: int) -> dict[str, Any]:
@@ -173,15 +180,25 @@ def draw_mask(random: Random, x: Tensor) -> Tensor | None:
     return mask
 
 
+def leaves_of(layer: MoE, x: Tensor) -> dict[str, Tensor]:
+    """Tokens, and if the layer takes one, a state of the router before: the same random values at every call."""
+    leaves = {"x": x.detach()}
+    if layer.config.router_takes_state:
+        generator = torch.Generator().manual_seed(1)
+        shape = (*x.shape[:-1], layer.config.router_hidden_size)
+        leaves["router_state"] = torch.randn(shape, generator=generator, dtype=torch.float64).to(x.dtype)
+    return leaves
+
+
 def run_layer(layer: MoE, x: Tensor, token_mask: Tensor | None) -> Result:
-    x = x.detach().requires_grad_()
+    leaves = {name: leaf.requires_grad_() for name, leaf in leaves_of(layer, x).items()}
     # The noise of the random router becomes the logits: then it is the learned one.
     noise = patch("maxmoe.nn.router.rand_of_tokens", lambda logits, _tokens: logits.detach())
     with noise, patch("torch.special.ndtri", Tensor.detach):
-        hidden_states, aux_loss, stats = layer(x, token_mask)
+        hidden_states, aux_loss, stats = layer(token_mask=token_mask, **leaves)[:3]
     outputs = (hidden_states, aux_loss, stats.router_entropy, stats.tokens_per_expert, stats.dropped)
     assert hidden_states.requires_grad, "hidden_states have no gradient"
-    return differentiate(outputs, {"x": x, **dict(layer.named_parameters())}, cotangents(outputs))
+    return differentiate(outputs, {**leaves, **dict(layer.named_parameters())}, cotangents(outputs))
 
 
 def cotangents(outputs: tuple[Tensor, ...]) -> list[Tensor]:
@@ -190,20 +207,23 @@ def cotangents(outputs: tuple[Tensor, ...]) -> list[Tensor]:
 
 def run_reference(layer: MoE, x: Tensor, mask: Tensor | None, got: Result, noise: float = 0.0, seed: int = 0) -> Result:
     """Run the specification in float64; with noise, on arguments that are rounded otherwise."""
-    limit = layer.config.activation_limit
-    limit = None if limit is None else limit * (1 + noise)
-    settings = MoEConfig(**{**vars(layer.config), "router": "learned", "activation_limit": limit})
-    state, generator = {"x": x, **layer.state_dict()}, torch.Generator().manual_seed(seed)
+    limits = {name: getattr(layer.config, name) for name in ("activation_limit", "shared_activation_limit")}
+    limits = {name: limit if limit in (None, "same") else limit * (1 + noise) for name, limit in limits.items()}
+    settings = MoEConfig(**{**vars(layer.config), "router": "learned", **limits})
+    state, generator = {**leaves_of(layer, x), **layer.state_dict()}, torch.Generator().manual_seed(seed)
     # The router is computed in float32 at least, from the values as they are.
     fine = min(abs(noise), 16 * torch.finfo(torch.float32).eps)
     for name, value in state.items():
         exact = value.detach().double()
-        scale = math.copysign(fine, noise) if name == "x" or name.startswith("router.") else noise
+        scale = math.copysign(fine, noise) if name == "x" or name.startswith("router") else noise
         noisy = exact * (1 + scale * torch.randn(exact.shape, generator=generator, dtype=torch.float64))
         state[name] = noisy.requires_grad_()
-    hidden_states, aux_loss, load, dropped = reference.moe(state["x"], settings, state, mask)
-    tokens = state["x"].flatten(0, -2) if mask is None else state["x"][mask]
-    logits = reference.layer.router_logits(tokens, settings, state)[:, : settings.num_selectable_experts]
+    before = state.get("router_state")
+    hidden_states, aux_loss, load, dropped = reference.moe(state["x"], settings, state, mask, before)
+    is_token = torch.ones(x.shape[:-1], dtype=torch.bool) if mask is None else mask
+    previous = None if before is None else before[is_token]
+    logits = reference.layer.router_logits(state["x"][is_token], settings, state, previous)
+    logits = logits[:, : settings.num_selectable_experts]
     scores = reference.routing.scores(
         logits, "softmax" if settings.score_function == "identity" else settings.score_function
     )

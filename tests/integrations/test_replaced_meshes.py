@@ -21,7 +21,19 @@ from support.replaced_models import TOLERANCE, replaced, small_model
 from support.run_ranks import run_ranks
 from support.small_models import import_models
 
-PRESETS = ["mixtral", "qwen2_moe", "deepseek_v3", "nemotron_h", "gpt_oss", "llama4", "dbrx", "inkling", "muse_spark"]
+PRESETS = [
+    "mixtral",
+    "qwen2_moe",
+    "deepseek_v3",
+    "nemotron_h",
+    "gpt_oss",
+    "llama4",
+    "dbrx",
+    "inkling",
+    "muse_spark",
+    "step3p7",
+    "zaya",
+]
 REPLICATED = ["longcat_flash", "jetmoe", "switch_transformers"]
 import_models(*PRESETS, *REPLICATED)
 IDS = torch.randint(3, 32, (4, 6), generator=torch.Generator().manual_seed(1))

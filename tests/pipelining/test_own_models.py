@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from maxmoe import MoEConfig, StatsAccumulator, parallelize, record_routing
+from maxmoe import MoEConfig, MoEFeedForward, StatsAccumulator, parallelize, record_routing
 from maxmoe.parallel import Declaration, PipelineParts
 from maxmoe.pipelining import Pipeline, pipeline
 from maxmoe.planning import estimate
@@ -69,6 +69,21 @@ class Sum(nn.Module):
         return x * (self.one + self.other)
 
 
+class Stateful(nn.Module):
+    """Hidden states of width 4 and, beside them, the state of the router, which a stage passes on with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"hidden_size": 4, "intermediate_size": 3, "num_experts": 3, "num_zero_experts": 1, "top_k": 1}
+        config = MoEConfig(**sizes, normalization="none", router_hidden_size=2, router_takes_state=True)
+        self.layer = MoEFeedForward(config)
+
+    def forward(self, stream: Tensor) -> Tensor:
+        x, state = stream.split((4, 2), -1)
+        out, state = self.layer(x, None, state)
+        return torch.cat((x + out, state), -1)
+
+
 def with_blocks(make: Callable[[], nn.Module], step: Any = None, parts: PipelineParts = PARTS) -> Model:
     model = Model(step, parts)
     model.blocks = nn.ModuleList(make() for _ in range(4)).double()
@@ -102,6 +117,7 @@ MODELS: dict[str, Callable[[], Model]] = {
         PipelineParts(("first",), "blocks", ("last",), absent_block_output=lambda x: (x, None)),
     ),
     "sums of parameters": lambda: with_blocks(Sum),
+    "a state of the router": lambda: with_blocks(Stateful),
     "a norm of two blocks": with_shared_norm,
     "an activation that is several blocks": with_repeated_activation,
 }

@@ -173,7 +173,7 @@ def test_the_fields_of_the_config_are_described_as_in_its_docstring() -> None:
 
 
 def test_the_state_dict_is_as_written() -> None:
-    sizes = {"E": 4, "N": 15, "D": 6, "F": 3, "n F": 6, "C": 7, "L": 5, "1": 1, "2": 2}
+    sizes = {"E": 4, "N": 15, "D": 6, "F": 3, "n F": 6, "C": 7, "L": 5, "R": 8, "1": 1, "2": 2}
     rows = re.findall(r"^\| (`\w+\.[\w.]+`.*?) \| `\[(.*?)\]` \|", LAYER.read_text(), re.MULTILINE)
     written = {
         name: tuple(sizes[size] for size in shape.split(", "))
@@ -187,6 +187,8 @@ def test_the_state_dict_is_as_written() -> None:
         top_k=2,
         router_bias=True,
         router_scale=True,
+        router_hidden_size=8,
+        router_takes_state=True,
         score_correction_bias=True,
         expert_bias=True,
         num_shared_experts=2,

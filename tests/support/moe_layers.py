@@ -96,7 +96,7 @@ def outcome(
     x = x.detach().requires_grad_()
     hidden_states, aux_loss, stats = (layer if forward is None else forward)(
         x, *([] if token_mask is None else [token_mask])
-    )
+    )[:3]
     outputs = (hidden_states, aux_loss, stats.tokens_per_expert, stats.dropped)
     return differentiate(outputs, {"x": x, **dict(layer.named_parameters())}, cotangents_of(outputs))
 
