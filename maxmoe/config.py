@@ -223,8 +223,6 @@ class MoEConfig:
         for name in ("latent_size", "router_hidden_size"):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), at_least=1)
-        if self.router_takes_state and self.router_hidden_size is None:
-            raise ValueError("router_takes_state=True needs a router_hidden_size, got None")
         if self.top_k > self.num_selectable_experts:
             raise ValueError(f"top_k ({self.top_k}) must not exceed {self._selectable}")
 
@@ -284,6 +282,8 @@ class MoEConfig:
         for name in ("latent_in_norm", "latent_out_norm"):
             if getattr(self, name) and self.latent_size is None:
                 raise ValueError(f"{name}=True needs a latent_size, got None")
+        if self.router_takes_state and self.router_hidden_size is None:
+            raise ValueError("router_takes_state=True needs a router_hidden_size, got None")
         if self.expert_norm and self.apply_weights_to == "input":
             raise ValueError("expert_norm=True needs apply_weights_to='output', got 'input'")
         if self.num_constant_experts and self.apply_weights_to == "input":

@@ -40,8 +40,8 @@ class Family:
         has_capacity: whether the router gets sequences and drops tokens of experts that are full.
         beyond_layer: what the block computes and `MoE` does not, so that its weights are not converted.
         scales_sum: whether the sparse block multiplies the sum over the experts by the factor of the routing weights.
-        has_state: whether the block takes the state of the router of the block before, and returns the state of its own,
-            which its router returns last.
+        has_state: whether the block takes the state of the router of the block before, and returns its own, the last
+            output of its router.
     """
 
     preset: Callable[..., MoEConfig]
