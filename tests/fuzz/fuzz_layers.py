@@ -56,7 +56,6 @@ def draw_config(random: Random) -> MoEConfig:
     scored = num_shared_experts > 0 and can_be_scored and random.random() < 0.7
     has_quantiles = correction and num_groups == 1 and score_function in ("sigmoid", "softmax") and top_k < reachable
     rule = random.choice(get_args(config.CorrectionBiasRule)) if has_quantiles else "sign"
-    router_hidden_size = sometimes(random.choice(WIDTHS), None, 0.2)
     return MoEConfig(
         hidden_size=random.choice(WIDTHS),
         intermediate_size=random.choice(WIDTHS),
@@ -68,8 +67,7 @@ def draw_config(random: Random) -> MoEConfig:
         router_bias=random.random() < 0.4,
         logit_scale=sometimes(0.3, 1.0, 0.2),
         router_scale=random.random() < 0.2,
-        router_hidden_size=router_hidden_size,
-        router_takes_state=router_hidden_size is not None and random.random() < 0.6,
+        **draw_router_state(random),
         score_correction_bias=correction,
         num_groups=num_groups,
         top_k_groups=top_k_groups,
@@ -90,6 +88,12 @@ def draw_config(random: Random) -> MoEConfig:
         correction_bias_update_rate=sometimes(1e-3, 0.0) if correction else 0.0,
         **draw_implementation(random, num_experts),
     )
+
+
+def draw_router_state(random: Random) -> dict[str, Any]:
+    """Draw the width of a router with hidden layers: often none."""
+    size = random.choice(WIDTHS) if random.random() < 0.2 else None
+    return {"router_hidden_size": size, "router_takes_state": size is not None and random.random() < 0.6}
 
 
 def draw_activation(random: Random, num_shared_experts: int) -> dict[str, Any]:
