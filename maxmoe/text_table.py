@@ -120,8 +120,8 @@ def _wrap(cell: str, width: int) -> list[str]:
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:
-    """Join the first names, and the number of the others: "a, b, c, and 5 more"."""
-    return ", ".join([*names[:most], *([f"and {len(names) - most} more"] if len(names) > most else [])])
+    """Join the first names, and the number of the others: "a, b, c, and 5 more"; "nothing" without names."""
+    return ", ".join([*names[:most], *([f"and {len(names) - most} more"] if len(names) > most else [])]) or "nothing"
 
 
 def ranges(numbers: Sequence[int], separator: str) -> str:

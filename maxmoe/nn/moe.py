@@ -22,7 +22,7 @@ from maxmoe.nn.dispatcher import ExpertRunner, LayerInputs
 from maxmoe.nn.experts import Experts
 from maxmoe.nn.local_dispatcher import local_dispatcher
 from maxmoe.nn.losses import LOCAL, BalanceLoss, RoutingLosses, load_balance_loss
-from maxmoe.nn.parts import LatentProjection, ScoredSharedExperts, SharedExperts, ZeroComputationExperts
+from maxmoe.nn.parts import LatentProjection, SharedExperts, ZeroComputationExperts
 from maxmoe.nn.replay import HookedModule, given_experts, observe
 from maxmoe.nn.routed_experts import fits_one_operator, in_one_operator
 from maxmoe.nn.router import Router, is_custom_router
@@ -108,10 +108,8 @@ class MoE(HookedModule):
         self.config = config
         self.router: nn.Module = Router(config, **options) if router is None else router
         self.experts = Experts(config, activation=activation, **options)
-        has_shared, shared = config.num_shared_experts > 0, SharedExperts
-        if config.shared_expert_scores:
-            shared = ScoredSharedExperts
-        self.shared_experts = shared(config, activation=activation, **options) if has_shared else None
+        has_shared = config.num_shared_experts > 0
+        self.shared_experts = SharedExperts(config, activation=activation, **options) if has_shared else None
         is_latent = config.latent_size is not None
         self.latent_in = LatentProjection(config, "in", **options) if is_latent else None
         self.latent_out = LatentProjection(config, "out", **options) if is_latent else None

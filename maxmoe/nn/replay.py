@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
@@ -67,9 +67,7 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
     """
     layers = _layers(model)
     record = RoutingRecord({path: [] for path in layers})
-    with ExitStack() as stack:
-        for path, layer in layers.items():
-            stack.enter_context(_hooked(layer, _Recorder(layer.config, record.calls[path])))
+    with _hooked((layer, _Recorder(layer.config, record.calls[path])) for path, layer in layers.items()):
         yield record
 
 
@@ -99,9 +97,7 @@ def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[None]:
     if missing or unknown:
         raise ValueError(f"the record must have the layers of the model: missing {missing}, unexpected {unknown}")
     replays = {path: _Replay(path, layer, record.calls[path]) for path, layer in layers.items()}
-    with ExitStack() as stack:
-        for path, layer in layers.items():
-            stack.enter_context(_hooked(layer, replays[path]))
+    with _hooked((replay.layer, replay) for replay in replays.values()):
         yield
     for replay in replays.values():
         replay.end()
@@ -250,12 +246,13 @@ def _routing_layer(module: nn.Module) -> RoutingLayer | None:
 
 
 @contextmanager
-def _hooked(layer: RoutingLayer, hook: _Hook) -> Iterator[None]:
-    _add_hook(layer, hook)
-    try:
+def _hooked(hooks: Iterable[tuple[RoutingLayer, _Hook]]) -> Iterator[None]:
+    """Add a hook to each layer in the context."""
+    with ExitStack() as stack:
+        for layer, hook in hooks:
+            _add_hook(layer, hook)
+            stack.callback(_remove_hook, layer, hook)
         yield
-    finally:
-        _remove_hook(layer, hook)
 
 
 @never_compiled

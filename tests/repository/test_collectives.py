@@ -49,7 +49,7 @@ DECIDED_BY = {
     "ranks/named_collectives.py reduce_scatter": CALLER,
     "ranks/named_collectives.py _announce": "an environment variable, which all ranks have or none",
     "nn/losses.py load_balance_loss": CONFIG,
-    "nn/losses.py step_balance_loss": CONFIG,
+    "nn/step_balance.py step_balance_loss": CONFIG,
     "nn/losses.py router_z_loss": CONFIG,
     "nn/losses.py mean_over_tokens": "whether the caller gives num_tokens",
     "nn/losses.py count_tokens": CALLER,
