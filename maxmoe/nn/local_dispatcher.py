@@ -58,12 +58,7 @@ class LocalExperts:
 
 
 def local_dispatcher(config: MoEConfig, experts: LocalExperts | None = None) -> Dispatcher[Any, int]:
-    """Return the dispatcher of a layer to the experts of this process, by default all of them.
-
-    Args:
-        config: config of the layer; its implementation selects the dispatcher.
-        experts: experts of this process.
-    """
+    """Return the dispatcher of a layer to the experts of this process, by default all of them."""
     experts = LocalExperts.all_of(config) if experts is None else experts
     scales_input = config.apply_weights_to == "input"
     if config.implementation == "sparse":

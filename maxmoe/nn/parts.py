@@ -26,7 +26,6 @@ class SharedExperts(nn.Module):
     out[t] = sum_j weights[t, j] * expert_j(x[t])
 
     Args:
-        config: config of the layer.
         activation: function that replaces the activation of the config; see `maxmoe.ops.expert_ffn`.
         **options: device and dtype of the parameters.
     """
@@ -64,15 +63,9 @@ class SharedExperts(nn.Module):
             nn.init.normal_(parameter, std=parameter.shape[max(parameter.dim() - 2, 0)] ** -0.5)
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
-        """Compute the experts with `maxmoe.ops.expert_ffn`, each for all tokens.
+        """Compute the outputs ``(T, D)`` of tokens x ``(T, D)``, zero where `token_mask` ``(T,)`` is False.
 
-        Args:
-            x: ``(T, D)``, floating, tokens.
-            token_mask: ``(T,)``, bool, False for padding, which is not computed.
-            weights: ``(T, n)``, floating, weights of the experts with `shared_expert_scores`; None for ones.
-
-        Returns:
-            ``(T, D)``, dtype of x, outputs; zero for padding.
+        With `shared_expert_scores`, `weights` ``(T, n)`` multiply the outputs of the experts; None for ones.
         """
         count, gate, up, down = self.config.num_shared_experts, self.gate_proj, self.up_proj, self.down_proj
         if not self.config.shared_expert_scores:
@@ -159,7 +152,6 @@ class ZeroComputationExperts(nn.Module):
     Their slots are neither sorted nor sent to other ranks. On a mesh, each rank computes them for its own tokens.
 
     Args:
-        config: config of the layer.
         **options: device and dtype of the parameters.
 
     Source: MoE++ (arXiv:2410.07348) section 3.1; LongCat-Flash (arXiv:2509.01322) section 2.1, for copies.
@@ -188,15 +180,9 @@ class ZeroComputationExperts(nn.Module):
             nn.init.normal_(self.mixing, std=self.config.hidden_size**-0.5)
 
     def forward(self, x: Tensor, top_k: TopK, dtype: torch.dtype | None = None) -> Tensor:
-        """Compute the weighted sum of the copy and constant experts of each token.
+        """Compute the weighted sum ``(T, D)`` of the copy and constant experts of each token of x ``(T, D)``.
 
-        Args:
-            x: ``(T, D)``, floating, tokens.
-            top_k: expert ids and routing weights of the tokens; ids of other experts are skipped.
-            dtype: dtype of the result; None for the dtype of x.
-
-        Returns:
-            ``(T, D)``, the weighted sums.
+        Ids of other experts are skipped. The result has the given dtype, or the dtype of x.
         """
         first_copy = self.config.num_experts + self.config.num_zero_experts
         first_constant = first_copy + self.config.num_copy_experts
@@ -277,14 +263,7 @@ class LatentProjection(nn.Module):
             self.norm.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Project rows.
-
-        Args:
-            x: ``(T, D)``, or ``(T, L)`` for "out", floating.
-
-        Returns:
-            ``(T, L)``, or ``(T, D)`` for "out", dtype of x. A row is bitwise independent of the other rows.
-        """
+        """Project rows ``(T, D)``, for "out" ``(T, L)``, each bitwise independent of the others."""
         norm, is_in = self.norm, self.direction == "in"
         rows = x if norm is None or is_in else norm(x)
         rows = gmm(rows, self.weight.unsqueeze(0), torch.full((1,), x.shape[0], device=x.device))

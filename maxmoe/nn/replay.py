@@ -19,21 +19,11 @@ from maxmoe.nn.routing_record import RoutingRecord, is_integer
 from maxmoe.recompute.selective import is_recomputation
 
 
-class HookedModule(nn.Module):
-    """Module with `routing_hooks`. Copies and pickles have none, because a context holds for the module that it got."""
-
-    config: MoEConfig
-    routing_hooks: "tuple[_Hook, ...]" = ()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "routing_hooks"}
-
-
 class RoutingLayer(Protocol):
-    """Layer whose routing can be recorded and replayed: a `HookedModule`, or a layer of another library."""
+    """Layer whose routing can be recorded and replayed: a `maxmoe.MoE`, or a layer of another library."""
 
     config: MoEConfig
-    routing_hooks: "tuple[_Hook, ...]"
+    routing_hooks: tuple[Any, ...]
 
 
 Finder: TypeAlias = Callable[[nn.Module], RoutingLayer | None]
@@ -240,8 +230,10 @@ def _layers(model: nn.Module) -> dict[str, RoutingLayer]:
 
 
 def _routing_layer(module: nn.Module) -> RoutingLayer | None:
-    if isinstance(module, HookedModule):
-        return module
+    # The type is asked, because wrappers forward attributes to the module that they wrap.
+    if hasattr(type(module), "routing_hooks"):
+        layer: Any = module
+        return layer
     return next((layer for finder in _finders if (layer := finder(module)) is not None), None)
 
 
