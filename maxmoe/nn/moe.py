@@ -13,7 +13,7 @@ from maxmoe._torch import register_namedtuple, reshaped
 from maxmoe.adapters import without_adapters
 from maxmoe.config import MoEConfig
 from maxmoe.convert.blocks import check_block, config_of_block, give_weights, take_weights
-from maxmoe.convert.upcycling import Projection, Scaling, Upcycling
+from maxmoe.convert.upcycling import Projection, Scaling, upcycled
 from maxmoe.declaration import TOKEN_DIMS, Declaration, SavedTensor
 from maxmoe.expert_load.metrics_accumulator import MetricsAccumulator
 from maxmoe.expert_load.stats import MoEStats
@@ -171,11 +171,7 @@ class MoE(nn.Module):
         (reinitialized).
         """
         projections = {"gate_proj": gate_proj, "up_proj": up_proj, "down_proj": down_proj}
-        upcycling = Upcycling.of(config, projections, scaling, noise, reinitialized)
-        up = upcycling.matrices["up_proj"]
-        layer = cls(config, device=up.device, dtype=up.dtype)
-        upcycling.initialize(layer)
-        return layer
+        return upcycled(cls, config, projections, scaling=scaling, noise=noise, reinitialized=reinitialized)
 
     @classmethod
     def from_transformers(cls, block: nn.Module) -> Self:

@@ -231,10 +231,9 @@ def _layers(model: nn.Module) -> dict[str, RoutingLayer]:
 
 def _routing_layer(module: nn.Module) -> RoutingLayer | None:
     # The type is asked, because wrappers forward attributes to the module that they wrap.
-    if hasattr(type(module), "routing_hooks"):
-        layer: Any = module
-        return layer
-    return next((layer for finder in _finders if (layer := finder(module)) is not None), None)
+    own: Any = module if hasattr(type(module), "routing_hooks") else None
+    found = (finder(module) for finder in _finders) if own is None else (own,)
+    return next((layer for layer in found if layer is not None), None)
 
 
 @contextmanager
