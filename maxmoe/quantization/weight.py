@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from maxmoe._torch import ConvertedModule, parameter_in_place, put_in_place
+from maxmoe._torch import ConvertedModule, parameter_table
 from maxmoe.checks.whole_tensors import is_dtensor
 from maxmoe.quantization.formats import check_values, format_named
 from maxmoe.quantization.stack import QuantizedStack
@@ -41,7 +41,7 @@ class QuantizedWeight(ConvertedModule, QuantizedStack):
         for name in ("codes", "scales", "zeros"):
             part = getattr(stack, name)
             parameter = None if part is None else nn.Parameter(part, requires_grad=False)
-            put_in_place(self, self.parameter_name(name), parameter)
+            parameter_table(self)[self.parameter_name(name)] = parameter
         self.register_load_state_dict_pre_hook(_check_loaded)  # type: ignore[no-untyped-call]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -51,18 +51,18 @@ class QuantizedWeight(ConvertedModule, QuantizedStack):
     @property
     def codes(self) -> Tensor:  # type: ignore[override]
         """Codes."""
-        return parameter_in_place(self, self._codes_name)  # type: ignore[return-value]
+        return parameter_table(self)[self._codes_name]  # type: ignore[no-any-return]
 
     # `nn.Module.__getattr__` is called after an exception, which takes more time than all else in these properties.
     @property
     def scales(self) -> Tensor:  # type: ignore[override]
         """Scales."""
-        return parameter_in_place(self, "scales")  # type: ignore[return-value]
+        return parameter_table(self)["scales"]  # type: ignore[no-any-return]
 
     @property
     def zeros(self) -> Tensor | None:  # type: ignore[override]
         """Zero points, or None."""
-        return parameter_in_place(self, "zeros")
+        return parameter_table(self)["zeros"]  # type: ignore[no-any-return]
 
     @property
     def columns(self) -> int:  # type: ignore[override]
@@ -81,7 +81,7 @@ class QuantizedWeight(ConvertedModule, QuantizedStack):
     def conversion(self, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         """Keep the dtype of the scales; change the dtype of the stack alone."""
         self.dtype = function(torch.empty(0, dtype=self.dtype)).dtype
-        scales = parameter_in_place(self, "scales")
+        scales = self.scales
 
         def convert(tensor: Tensor) -> Tensor:
             converted = function(tensor)
