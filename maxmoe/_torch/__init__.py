@@ -142,11 +142,6 @@ class ConvertedModule(nn.Module):
         return function
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Return whether a module has forward or backward hooks."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
-
-
 def has_pre_hook(module: nn.Module, hook: Callable[..., Any]) -> bool:
     """Return whether a forward pre-hook is registered at a module."""
     return hook in module._forward_pre_hooks.values()

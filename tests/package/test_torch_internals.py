@@ -157,15 +157,6 @@ def test_a_converted_module_restores_what_it_wants() -> None:
     assert module[0].wide.dtype == torch.float32 and module[0].narrow.dtype == torch.bfloat16
 
 
-def test_hooks_are_seen() -> None:
-    module = nn.SiLU()
-    assert not _torch.has_hooks(module)
-    handle = module.register_forward_hook(lambda *_: None)
-    assert _torch.has_hooks(module)
-    handle.remove()
-    assert not _torch.has_hooks(module)
-
-
 def test_a_call_that_is_no_more_than_the_forward() -> None:
     module = nn.SiLU()
     assert _torch.is_called_plainly(module)
