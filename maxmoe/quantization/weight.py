@@ -173,7 +173,6 @@ class StackPart:
         format: name of the format.
         sizes: number of rows and of columns of the matrices.
         block: number of rows and of columns that share a scale.
-        num_scales: number of scales along the rows and along the columns.
         is_transposed: whether the dims of the stack are the columns and the rows, in this order.
         dtype: dtype of the stack, in which modules compute.
     """
@@ -182,7 +181,6 @@ class StackPart:
     format: str
     sizes: tuple[int, int]
     block: tuple[int, int]
-    num_scales: tuple[int, int]
     is_transposed: bool
     dtype: torch.dtype
 
@@ -195,9 +193,8 @@ class StackPart:
         rows, columns = reversed(dims) if self.is_transposed else dims
         if self.part == "codes":
             return expert, rows, columns
-        return expert, *(
-            name if count > 1 else None for name, count in zip((rows, columns), self.num_scales, strict=True)
-        )
+        names = zip((rows, columns), self.sizes, self.block, strict=True)
+        return expert, *(name if size > block else None for name, size, block in names)
 
 
 def stack_parts(module: nn.Module) -> dict[str, dict[str, StackPart]]:
@@ -209,7 +206,6 @@ def stack_parts(module: nn.Module) -> dict[str, dict[str, StackPart]]:
                 weight.format,
                 (weight.rows, weight.columns),
                 (weight.rows_per_scale, weight.columns_per_scale),
-                (weight.scales.shape[1], weight.scales.shape[2]),
                 weight.is_transposed,
                 weight.dtype,
             )
