@@ -117,24 +117,6 @@ def test_every_preset_is_one_process(world_size: int, monkeypatch: pytest.Monkey
     assert max(times for times, _ in found.values()) > 2
 
 
-def test_whole_experts_need_no_collective() -> None:
-    """A layer whose other matrices are replicated, under shard-exp-on-fsdp and over the axis of experts."""
-
-    def check() -> None:
-        for rules, sizes in (("shard-exp-on-fsdp", {"fsdp": 2}), ("ep-as-dp", {"expert": 2})):
-            mesh = Mesh(sizes)
-            model = parallelize(decoder().blocks[1].feed_forward.routed_experts, mesh, rules, allow_unused=True)
-            for parameter in model.parameters():
-                parameter.grad = torch.ones_like(parameter)
-            optimizer = muon(model)
-            with CountedCollectives(mesh) as counted:
-                optimizer.step()
-            assert not counted.counts and not optimizer._distributed
-            assert all(len(parameter.to_local()) == 4 for parameter in model.parameters())  # type: ignore[operator]
-
-    run_ranks(check, 2)
-
-
 # Shapes, the group of each and the placements on a mesh of 2 x 3 ranks: dims that do not divide, ranks without a part,
 # fused gates that are sharded, strided shards, whole matrices of which a rank has none.
 CASES: list[tuple[tuple[int, ...], dict[str, Any], list[Any]]] = [

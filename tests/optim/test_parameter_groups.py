@@ -177,11 +177,8 @@ def test_more_dims_than_names_explain() -> None:
     [
         ({"experts.up_pro": "adamw"}, "'experts.up_pro', which matches no trained parameter; the nearest are 'exp"),
         ({"*.up_proj": "sgd"}, r"must be 'adamw' or maxmoe.optim.Matrix, got '\*.up_proj': 'sgd'"),
-        ({"*.up_proj": Matrix(0)}, r"input_dim must be one of \(-1, -2\), got 0"),
-        ({"router.bias": Matrix()}, r"router.bias must be a matrix, got the shape \(6,\)"),
-        ({"experts.up_proj": Matrix(-2, "interleaved")}, "experts.up_proj must have an even number of outputs"),
     ],
 )
 def test_bad_overrides(overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Muon(parameter_groups(make(router_bias=True), overrides))
+        parameter_groups(make(), overrides)

@@ -37,6 +37,7 @@ def test_each_weight_gets_the_nearest_value(format: str, dtype: torch.dtype) -> 
     torch.manual_seed(0)
     weights = (torch.randn(2, 140, 133) * torch.rand(2, 140, 133).exp()).to(dtype)
     stack = quantize(weights, format)
+    assert stack.shape == weights.shape and stack.is_transposed and stack.dtype == dtype
     scales, values = scale_of_each_weight(stack), table(stack)
     scaled = weights.mT.double() / scales
     best = (scaled[..., None] - values).abs().amin(-1)

@@ -175,10 +175,6 @@ def test_meta_and_state() -> None:
     empty.to_empty(device="cpu").load_state_dict(model.state_dict())
     x = torch.randn(11, 48)
     assert torch.equal(empty(x).hidden_states, model(x).hidden_states)
-    model.experts.up_proj.scales[3, 0, 0] = torch.nan
-    for assign in (False, True):
-        with pytest.raises(ValueError, match=r"experts.up_proj: scales must be finite, got nan at \(3, 0"):
-            empty.load_state_dict(model.state_dict(), assign=assign)
 
 
 def test_models_that_cannot_be_quantized() -> None:

@@ -11,13 +11,9 @@ from torch import nn
 
 from maxmoe.quantization import FORMATS, QuantizedStack, quantize
 from support.named import named
+from support.quantized_calls import stack_of
 
 each_format = pytest.mark.parametrize("format", FORMATS)
-
-
-def stack_of(format: str, *shape: int, dtype: torch.dtype = torch.bfloat16) -> QuantizedStack:
-    generator = torch.Generator().manual_seed(0)
-    return quantize(torch.randn(shape or (3, 256, 384), generator=generator).to(dtype), format)
 
 
 def assert_same(got: Any, expected: QuantizedStack) -> None:

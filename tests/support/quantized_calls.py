@@ -10,7 +10,7 @@ from torch import Tensor
 
 import maxmoe
 from maxmoe import ops, reference
-from maxmoe.quantization import FORMATS, QuantizedStack
+from maxmoe.quantization import FORMATS, QuantizedStack, quantize
 from support.operator_calls import Call, Result, result
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -57,6 +57,12 @@ EDGES_E8M0 = (0, 1, 2, 3, 26, 27, 28, 126, 127, 128, 253, 254)
 
 # The largest magnitudes of codes.
 LARGEST = {"mxfp4": 6, "nf4": 1, "int4": 15, "int8": 128, "fp8_row": 448, "fp8_block": 448}
+
+
+def stack_of(format: str, *shape: int, dtype: torch.dtype = torch.bfloat16) -> QuantizedStack:
+    """Random weights, quantized: three experts, or as many as the shape has."""
+    generator = torch.Generator().manual_seed(0)
+    return quantize(torch.randn(shape or (3, 256, 384), generator=generator).to(dtype), format)
 
 
 def random_scales(variant: Variant, shape: tuple[int, ...], edges: bool) -> Tensor:

@@ -14,6 +14,7 @@ from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
     ScheduleDualPipeV,
+    ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
     ScheduleLoopedBFS,
@@ -59,7 +60,7 @@ def stages(schedule: Any, wrap: Wrap, model: Any) -> nn.Module:
     """The blocks of this rank, under their names, and a schedule that trains them."""
     mesh = init_device_mesh("cpu", (dist.get_world_size() // NUM_RANKS, NUM_RANKS), mesh_dim_names=("data", "pipeline"))
     rank, group = mesh.get_local_rank("pipeline"), mesh.get_group("pipeline")
-    is_single = schedule is Schedule1F1B
+    is_single = schedule in (ScheduleGPipe, Schedule1F1B)
     numbers = [rank] if is_single else [rank, 3 - rank] if schedule in IN_V else [rank, rank + NUM_RANKS]
     blocks: Any = nn.Module()
     parts = []
@@ -95,6 +96,7 @@ RIGHT = {
     **{
         schedule.__name__: case(schedule)
         for schedule in (
+            ScheduleGPipe,
             Schedule1F1B,
             ScheduleInterleaved1F1B,
             ScheduleLoopedBFS,

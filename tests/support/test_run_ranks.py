@@ -81,15 +81,6 @@ def test_collectives_that_do_not_match() -> None:
     assert "Detected mismatch between collectives on ranks" in failure(mismatch, 2, debug=True)
 
 
-def test_the_ranks_have_the_warning_filters_of_the_test() -> None:
-    def warn() -> None:
-        import warnings
-
-        warnings.warn("as an error", stacklevel=1)
-
-    assert "UserWarning: as an error" in failure(warn, 1)
-
-
 def test_a_fake_rank_of_a_large_world() -> None:
     with fake_rank(1000, 1024):
         assert (dist.get_rank(), dist.get_world_size()) == (1000, 1024)
