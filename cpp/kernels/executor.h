@@ -1,5 +1,5 @@
-// How kernels run tasks on threads, and the scratch memory of each thread. The kernels have no threads of their own:
-// the caller's executor runs their tasks, so that torch's thread pool is the only one.
+// How kernels run tasks on threads, and the scratch memory of each thread. The kernels create no threads: the caller's
+// executor runs their tasks, so that torch's thread pool is the only one.
 #pragma once
 
 #include <algorithm>

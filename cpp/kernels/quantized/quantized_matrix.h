@@ -56,8 +56,8 @@ constexpr int64_t bytes_per_scale(ScaleType type) {
   return type == ScaleType::float32 ? 4 : 2;
 }
 
-// The smallest number of columns that share a scale. Blocks are powers of two, so that as many consecutive columns from
-// a multiple of 32 on always have one scale.
+// The smallest number of columns that share a scale. Blocks are powers of two, so that 32 consecutive columns from a
+// multiple of 32 on always have one scale.
 constexpr int64_t kMinColumnsPerScale = 32;
 
 struct QuantizedMatrix {

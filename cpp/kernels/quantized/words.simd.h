@@ -101,9 +101,9 @@ class LaneScales {
   int64_t first_[kLanes<float>];
 };
 
-// The values of the codes of a word, before they are scaled: value(decoded, i) are those of code i of each lane, where
-// begin(word, decoded) has been called. `decoded` is an array of the caller: in an object that is returned, the
-// compiler does not keep vectors in registers.
+// The values of the codes of a word, before they are scaled: value(decoded, i) returns the values of code i of each
+// lane, after begin(word, decoded). `decoded` is an array of the caller: in an object that is returned, the compiler
+// does not keep vectors in registers.
 template <Codes kCodes>
 class WordDecoder {
   using Signed = VectorOf<int32_t, kVectorBytes>::type;
