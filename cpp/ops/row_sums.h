@@ -28,8 +28,8 @@ class RowSums {
   static RowSums of_groups(const Tensor& index, int64_t group_size, const OptionalTensor& weights,
                            at::ScalarType dtype);
 
-  // [number of sums, D]: the sums of rows [R, D]; of several such tensors, each of which is made when its turn comes,
-  // so that one of them at a time is in memory.
+  // [number of sums, D]: the sums of rows [R, D]; or of several such tensors, each of which is computed by a function
+  // just before it is added, so that one at a time is in memory.
   Tensor operator()(const Tensor& rows) const;
   Tensor operator()(std::initializer_list<std::function<Tensor()>> tensors) const;
 

@@ -11,7 +11,8 @@ struct CodeTable {
   alignas(64) std::array<float, 16> values;
 };
 
-// Not `inline`: the linker would keep one definition for all instruction sets. OCP Microscaling Formats, E2M1.
+// Not `inline`: the linker would keep one definition for all instruction sets.
+// OCP Microscaling Formats, E2M1.
 constexpr CodeTable kE2M1 = {{0.0F, 0.5F, 1.0F, 1.5F, 2.0F, 3.0F, 4.0F, 6.0F,  //
                               -0.0F, -0.5F, -1.0F, -1.5F, -2.0F, -3.0F, -4.0F, -6.0F}};
 // QLoRA (arXiv:2305.14314), appendix E.
