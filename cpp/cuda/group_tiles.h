@@ -1,4 +1,4 @@
-// The tiles of a grouped product. Their number is known to the device alone: a grid of fixed size walks over them.
+// The tiles of a grouped product. Their number is computed on the device: a grid of fixed size walks over them.
 #pragma once
 
 #include "cuda/launch.h"
