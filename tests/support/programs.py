@@ -1,4 +1,4 @@
-"""Programs, started as a user starts them. A wait for one has an end that says where it and its processes hang.
+"""Programs, started as a user starts them. A program that hangs ends with the stacks of all its processes.
 
 A program has a bound in seconds. When it has passed, the program and all processes that it has started are aborted:
 each Python process writes the stacks of its threads to stderr (PYTHONFAULTHANDLER), which the error shows.
@@ -180,5 +180,5 @@ def processes(mark: str) -> list[int]:
 
 
 def _text(file: IO[bytes]) -> str:
-    descriptor = file.fileno()  # the offset is that of the processes, which may still write
+    descriptor = file.fileno()  # shares its offset with the processes, which may still write
     return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace")

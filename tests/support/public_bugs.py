@@ -1,4 +1,4 @@
-"""Mistakes of public threads, each rebuilt as a small model on the CPU: docs/how_to/public_bugs.md."""
+"""Mistakes of public issues, each rebuilt as a small model on the CPU: docs/how_to/public_bugs.md."""
 
 import math
 from collections.abc import Callable
@@ -49,8 +49,8 @@ class Bug(NamedTuple):
         threads: the threads, as owner/repository#number.
         mistake: the mistake in one sentence.
         case: the small model, with the first wrong gradient and its explanation.
-        half: "forward" or "backward" if the report does not name the cause, but says in which half it is.
-        place: what of several steps differs.
+        half: "forward" or "backward" if the report names this half of the step, but not the cause. place: the part of a
+        comparison of several steps that differs.
     """
 
     threads: str
@@ -69,7 +69,7 @@ def share_of_tokens(model: nn.Module, batch: Any) -> Terms:
 
 
 def sums_of_replicated(model: nn.Module, batch: Any) -> Terms:
-    """Experts have the sum over all ranks from the backward of the all-gather."""
+    """The gradients of experts are summed over all ranks by the backward of the all-gather."""
     terms = backward(share_of_tokens(model, batch))
     reduce_gradients(model, names=REPLICATED)
     return terms
@@ -93,7 +93,7 @@ def of_same_tokens(kind: type[Experts], first_wrong: str, explanation: str) -> C
 
 
 def of_gathered_tokens(kind: type[Experts], first_wrong: str, explanation: str) -> Case:
-    """Experts over ranks that gather the tokens of all."""
+    """Experts over ranks that gather the tokens of all ranks."""
     case = Case(expert_parallel, loss=share_of_tokens, step=sums_of_replicated, build=with_experts(kind))
     return case._replace(first_wrong=first_wrong, explanation=explanation)
 
@@ -105,7 +105,7 @@ def of_tensor_parallel(kind: type[nn.Module], first_wrong: str, explanation: str
 
 
 def split_backward(model: nn.Module, batch: Any) -> Terms:
-    """Gradients of inputs and weights are taken apart, without the hooks by which DDP reduces."""
+    """Gradients of inputs and of weights are computed separately, without the hooks by which DDP reduces."""
     terms = loss(model, batch)
     parameters = list(model.parameters())
     for parameter, gradient in zip(parameters, torch.autograd.grad(sum(terms.values()), parameters), strict=True):
@@ -143,7 +143,7 @@ def masked_loss(model: nn.Module, batch: Any) -> Terms:
 
 
 def mean_of_means(model: nn.Module, batch: Any) -> Terms:
-    """Each micro-batch counts alike, however many tokens it has."""
+    """Each micro-batch has the same weight, whatever its number of tokens."""
     return accumulate(model, batch, loss=masked_loss)
 
 
@@ -212,7 +212,7 @@ def scaled_loss(model: Any, batch: Any) -> Terms:
 
 
 def scaled_after_overflow(model: Any) -> Any:
-    """Rank 1 alone has seen no overflow for a while, and doubles its scale."""
+    """Rank 1 alone has had no overflow for a while, and doubles its scale."""
     update = sgd(model, [*model.parameters()])
 
     def update_with_scale() -> None:
@@ -227,7 +227,7 @@ def is_rank() -> bool:
     return dist.is_initialized()
 
 
-FIRST = "last.bias"  # of the model, in the order of the backward
+FIRST = "last.bias"  # the first gradient in the order of the backward
 MISSING = "missing reduction (sum) over all ranks: each rank has only its own gradient"
 BUGS = {
     "expert gradients times ranks": Bug(

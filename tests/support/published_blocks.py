@@ -1,4 +1,4 @@
-"""Blocks of published models as transformers has them, their configuration, and their parameters under our names."""
+"""Blocks of published models in transformers, their configuration, and their parameters under our names."""
 
 import torch
 from torch import Tensor

@@ -70,7 +70,7 @@ def assert_same(
     got: dict[str, Tensor], expected: dict[str, Tensor], mask: Tensor | None, relative: float = TOLERANCE
 ) -> None:
     """Compare values of `step`, logits where there is no padding."""
-    # Experts without tokens whose matrices are parameters of their own have no gradient in their own code.
+    # With one parameter per matrix, experts without tokens have no gradient in the code of transformers.
     assert got.keys() >= expected.keys() and not any(got[name].any() for name in got.keys() - expected.keys())
     for name, value in expected.items():
         both = [got[name], value]

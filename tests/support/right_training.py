@@ -153,7 +153,7 @@ def step_of_stages(stage: Any, batch: tuple[Tensor, Tensor]) -> Tensor | None:
 
 
 def every_second(rank: int, num_ranks: int) -> tuple[Tensor, Tensor]:
-    """As a sampler of torch deals the sequences."""
+    """The sequences of a rank, as a sampler of torch distributes them."""
     x, target = whole_batch()
     return x[rank::num_ranks], target[rank::num_ranks]
 

@@ -37,7 +37,7 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def sequences(rank: int, num_ranks: int) -> tuple[Tensor, Tensor]:
-    """The ranks of a pipeline have the same sequences."""
+    """The batch of a rank: all ranks of a pipeline have the same sequences."""
     part, parts = rank // NUM_RANKS, max(num_ranks // NUM_RANKS, 1)
     x, target = whole_batch()
     return x.chunk(parts)[part], target.chunk(parts)[part]
