@@ -1,7 +1,8 @@
 """Ring attention of `torch.distributed.tensor.experimental.context_parallel`, with the kernels of the CPU.
 
 `context_parallel` sends attention of CUDA through it. Here it is registered for the operators of the CPU, which are
-others. """
+others.
+"""
 
 from functools import partial
 from typing import Any

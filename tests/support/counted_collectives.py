@@ -18,7 +18,8 @@ class CountedCollectives(TorchDispatchMode):
     """In it, `counts` gathers times and bytes by kind and axis, "a, b" for a group over both.
 
     The bytes are sent and received by a rank on a ring: (n - 1) / n of the largest tensor of a gather or scatter, twice
-    this number for an all-reduce; in an all-to-all the maximum of the bytes sent to and received from other ranks. """
+    this number for an all-reduce; in an all-to-all the maximum of the bytes sent to and received from other ranks.
+    """
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()

@@ -2,7 +2,8 @@
 
 The numbers are in CPU tensors that only PyTorch's own operators reach. The operators of maxmoe get tensors of another
 device, without a data pointer, and run the C++ that they run on every device. An operator of PyTorch that copies a
-number from the device to the host or back raises `SynchronizationError`. """
+number from the device to the host or back raises `SynchronizationError`.
+"""
 
 import weakref
 from collections import Counter

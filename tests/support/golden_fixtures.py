@@ -113,7 +113,8 @@ def expected_gradients(arrays: dict[str, Tensor], config: MoEConfig) -> dict[str
     """The gradients of the trained parameters under the same names, and of "x".
 
     Some gradients of several devices lack the path through the router: then the ones of plain autodiff, or of one
-    device, are returned. """
+    device, are returned.
+    """
     prefix = next(start for start in ("true_grad", "single_grad", "grad") if f"{start}_x" in arrays)
     gradients = {"x": arrays[f"{prefix}_x"], "router.weight": arrays[f"{prefix}_gate_kernel"].T}
     for name, ours in PARAMETERS.items():

@@ -1,7 +1,8 @@
 """Calls every registered operator with one or two arguments that are wrong, on both paths.
 
 Run as a program, since a mistake may crash the process. A call must either raise an error that names the operator, or
-give the same on both paths. """
+give the same results on both paths.
+"""
 
 import random
 import re

@@ -69,7 +69,8 @@ def run_cases(
 def check_at_once(check: Callable[..., object], cases: Iterable[tuple[Any, ...]]) -> None:
     """Call a function with the arguments of each case, some at the same time; an error begins with its case.
 
-    For cases that wait for timeouts most of their time. Each case has its own ranks. """
+    For cases that wait for timeouts most of their time. Each case has its own ranks.
+    """
     with ThreadPoolExecutor(AT_ONCE) as pool:
         checks = [(case, pool.submit(check, *case)) for case in cases]
     for case, done in checks:
