@@ -1,4 +1,4 @@
-"""A few tokens: one operator for router and experts, and no losses that nobody can read."""
+"""A few tokens: one operator for router and experts, and no losses without gradients."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Rules of selection that `maxmoe.ops.route` is not called with: by logits, and a score of zero for other groups."""
+"""Rules of selection outside of `maxmoe.ops.route`: by logits, and a score of zero for other groups."""
 
 from typing import Any
 
