@@ -1,4 +1,4 @@
-"""Ranks compare the names of their collectives in all tests of this folder."""
+"""All tests of this folder compare the names of collectives across ranks."""
 
 import pytest
 

@@ -38,7 +38,7 @@ def gradients(model: nn.Module, value: Tensor) -> list[Tensor]:
 
 
 def graph_breaks_and_graphs() -> tuple[Counter[str], int]:
-    """What broke graphs since the last call, functions or other reasons, how often; and how many were compiled."""
+    """Return the graph breaks since the last call, by function or reason, and the number of compiled graphs."""
     breaks: Counter[str] = Counter()
     for reason, count in counters["graph_break"].items():
         function = re.search(r"<function (\S+)|that the function `(\S+)`", reason)
@@ -56,7 +56,7 @@ STRATEGIES: list[tuple[str, Dispatch]] = [
     ("ep-as-dp", "ragged_all_to_all"),
     ("ep-tp", "auto"),
 ]
-# Of one layer, by Dynamo's count: where a function that is called by compiled ones communicates, it tries each of them.
+# Counts of Dynamo for one layer. A function that communicates is counted once per compiled caller that Dynamo tries.
 TRAVELLING = {
     "GuardedModule.__call__": 1,
     "ParameterHooks.gather": 5,

@@ -28,7 +28,7 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
-        return self._rest(self.unit(x), x).sin()  # FSDP2 warns of views that its root returns
+        return self._rest(self.unit(x), x).sin()  # FSDP2 warns of views that the root module returns
 
 
 class Unit(nn.Module):

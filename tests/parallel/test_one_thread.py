@@ -1,4 +1,4 @@
-"""Models on a mesh are called by one thread at a time, or both threads get an error."""
+"""Two threads that call a model on a mesh at the same time both get an error."""
 
 import threading
 from collections.abc import Callable

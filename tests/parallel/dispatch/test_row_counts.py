@@ -1,4 +1,4 @@
-"""The counts of all ranks: their values, where they are, and that a recomputation does not gather them again."""
+"""The counts of all ranks: values, device, and that a recomputation does not gather them again."""
 
 import itertools
 from unittest.mock import patch
@@ -64,7 +64,7 @@ def test_a_recomputation_that_keeps_the_routing_does_not_gather_again() -> None:
 
 
 def test_one_exchange_for_all_chunks_of_a_layer() -> None:
-    """Where tokens travel, and where all ranks hold the same ones."""
+    """Rules that send tokens, and rules by which all ranks hold the same tokens."""
     batch = make_batch(FAMILIES["mixtral"], "of the router")
 
     def check() -> None:
