@@ -45,7 +45,7 @@ class InFloat64(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class Step:
-    """Tokens ``(4, 7, D)`` with a mask, and what a block makes of them; gradients by the names of our parameters."""
+    """Tokens ``(4, 7, D)`` with a mask, and a block's results; gradients by the names of our parameters."""
 
     block: nn.Module
     x: Tensor

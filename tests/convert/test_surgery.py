@@ -1,4 +1,4 @@
-"""prune_experts, merge_experts and duplicate_experts: outputs that stay, and a layer that is one of its config."""
+"""prune_experts, merge_experts and duplicate_experts: unchanged outputs, and a layer that fits its config."""
 
 import copy
 from typing import Any
@@ -90,7 +90,7 @@ def test_copies_come_after_their_originals() -> None:
 
 
 def test_with_one_expert_per_token_a_copy_takes_over_where_noise_says_so() -> None:
-    """Its output is that of the original, so that outputs stay up to the noise."""
+    """The copy has the output of the original, so that outputs change by the noise only."""
     layer = make(top_k=1, score_function="sigmoid", normalization="none")
     x, whole = tokens(layer, 1, 2000), copy.deepcopy(layer)
     duplicate_experts(layer, range(6), noise=1e-6)
@@ -118,7 +118,7 @@ def test_noise_is_on_the_copies() -> None:
 
 @pytest.mark.parametrize("normalization", ["sum", "none"])
 def test_experts_that_compute_nothing_stay(normalization: str) -> None:
-    """Their rows in the router come after those of the others, and are not named by ids."""
+    """Their rows of the router come after the rows of other experts, and ids do not name them."""
     options: dict[str, Any] = {
         "score_function": "sigmoid",
         "normalization": normalization,
@@ -195,7 +195,7 @@ def test_statistics_go_on() -> None:
 
 @pytest.mark.parametrize("format", ["mxfp4", "int4", "fp8_block"])
 def test_quantized_experts(format: str) -> None:
-    """Codes and scales are selected, not quantized again; what would need other values is refused."""
+    """Codes and scales are selected, not requantized; surgery that needs other values is refused."""
     layer = make(torch.float32, hidden_size=48, intermediate_size=40, num_experts=16).requires_grad_(False)
     maxmoe.quantize_experts(layer, format)
     x = tokens(layer, 3)

@@ -1,4 +1,4 @@
-"""Cases of a device check: each one is caught by itself, and what comes of it is written to a JSON file at once.
+"""Cases of a device check: errors are caught per case, and each result is written to a JSON file at once.
 
 The file holds the sections of all steps: `{"machine": {...}, "<step>": {"<group>": {"<case>": {...}}}}`.
 """

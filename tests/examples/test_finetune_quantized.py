@@ -132,7 +132,7 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[], 
 
 
 def test_expanded_experts_have_the_same_losses(text: Path, tmp_path: Path) -> None:
-    """To the bit; a run may be resumed with the other kind."""
+    """Losses are equal to the bit; a run with one kind of experts may be resumed with the other."""
     quantized = trained(text, tmp_path / "quantized")
     assert trained(text, tmp_path / "expanded", "--experts", "bfloat16") == quantized
     run(text, tmp_path / "both", "--steps", "3")

@@ -50,7 +50,7 @@ def test_bfloat16_stays_close_to_float32(text: Path, tmp_path: Path) -> None:
 
 
 def test_muon_beside_adamw(text: Path, tmp_path: Path) -> None:
-    """Both from the same parameters; the first steps already differ."""
+    """Both runs begin with the same parameters and differ from the first steps on."""
     assert run(text, tmp_path / "adamw") == 0
     beside = ("--optimizer", "muon", "--beside", str(tmp_path / "adamw"))
     assert run(text, tmp_path / "muon", *beside, looks_at_pictures=True) == 0

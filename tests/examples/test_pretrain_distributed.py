@@ -33,7 +33,7 @@ run_ranks = partial(run_ranks_in_time, timeout=60, deadline=180)  # pictures and
 
 
 def printed(text: Path, out: Path, *arguments: str) -> str:
-    """What a run prints on this rank, but for the folder."""
+    """The output of a run on this rank, without the folder."""
     with redirect_stdout(io.StringIO()) as stream:
         assert run(text, out, *SHORT, *arguments) == 0
     return stream.getvalue().replace(str(out), "")
@@ -150,7 +150,7 @@ def test_a_killed_rank_ends_the_others(text: Path, tmp_path: Path, monkeypatch: 
     with pytest.raises(RuntimeError) as error:
         run_ranks(run, 2, text, tmp_path / "out", *SHORT)
     message = "rank 1 of 2 failed first:\nit died: exit code -9\n\nranks that failed too: [0]"
-    assert str(error.value).startswith(message)  # none hung
+    assert str(error.value).startswith(message)  # no rank hung
 
 
 def torchrun(text: Path, out: Path, *arguments: str, script: Path = EXAMPLES / "pretrain.py") -> Program:
@@ -197,7 +197,7 @@ sys.exit(pretrain.main())
 def test_torchrun_names_the_rank_that_failed(
     text: Path, tmp_path: Path, mesh: tuple[str, ...], failure: str, other_rank: str, cause: str
 ) -> None:
-    """The checkpoint before goes on, on another mesh and with another strategy."""
+    """A run resumes from the last checkpoint, on another mesh and with another strategy."""
     script, options = tmp_path / "failing.py", [*SHORT, "--save-every", "2"]
     script.write_text(FAILING_STEP.format(failure=failure, examples=str(EXAMPLES)))
     with torchrun(text, tmp_path / "out", *options, *mesh, script=script) as program:

@@ -1,4 +1,4 @@
-"""What a user of `examples/pretrain.py` can do wrong gets one line that names it."""
+"""Mistakes of users of `examples/pretrain.py` get one line that names them."""
 
 import errno
 import json
@@ -57,7 +57,7 @@ def test_a_damaged_checkpoint_is_named(text: Path, tmp_path: Path, name: str) ->
     ids=["steps", "held_out", "training"],
 )
 def test_a_number_of_400_digits_in_a_checkpoint_is_named(text: Path, tmp_path: Path, field: str, value: object) -> None:
-    """No library is asked to convert it: neither where a run resumes nor where its curve is drawn."""
+    """The number is not converted, neither when a run resumes nor when its curve is drawn."""
     run(text, tmp_path / "out")
     folder = tmp_path / "out/checkpoint"
     training = json.loads((folder / "training.json").read_text())

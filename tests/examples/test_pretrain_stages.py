@@ -51,7 +51,7 @@ def test_stages_compute_what_one_process_computes(text: Path, tmp_path: Path, me
 def test_a_run_whose_ranks_die_or_hang_in_a_stage_goes_on_with_other_numbers_of_stages(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All other ranks name the rank; what was saved goes on with 2, 4 and 1 stages, and none."""
+    """All other ranks name the rank; the checkpoint resumes with 2, 4 and 1 stages, and without stages."""
     out, options = tmp_path / "out", (*SHORT, "--steps", "12")
     assert run(text, tmp_path / "whole", *options) == 0
 

@@ -51,7 +51,7 @@ def test_a_pickle_in_the_place_of_a_file_does_nothing(folder: Path, tmp_path: Pa
 
 
 def test_files_of_other_checkpoints_are_not_read(folder: Path, tmp_path: Path) -> None:
-    """Those of `torch.distributed.checkpoint` in its own format, which are pickles."""
+    """Checkpoints in the format of `torch.distributed.checkpoint`, which are pickles."""
     for name in (".metadata", "__0_0.distcp", "training.pt"):
         (folder / name).write_bytes(pickle.dumps(CreateFolder(tmp_path / "created")))
     refused(folder)
@@ -114,7 +114,7 @@ def test_other_tensors_are_named(folder: Path, tensors: dict[str, torch.Tensor],
 
 
 def test_a_tensor_with_a_hole_is_named(folder: Path) -> None:
-    """Parts that reach the end without having everything before it."""
+    """Parts that contain the end of a tensor, but not all of it."""
     sharding = {"model.weight": {"saved_offsets": [2, 0]}, "optimizer.step": {"saved_offsets": []}}
     safetensors.torch.save_file(
         {"model.weight": torch.ones(2, 6), "optimizer.step": torch.tensor(1.0)},

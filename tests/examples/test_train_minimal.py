@@ -14,7 +14,7 @@ SIZES = {"STEPS_PER_LINE": 10, "BATCH": 4, "LENGTH": 16, "WIDTH": 16}
 
 
 def printed(steps: int, is_launched: bool = False) -> str:
-    """What a short run of a narrow model prints on this rank, whose process group is there already."""
+    """The output of a short run of a narrow model on this rank, whose process group exists already."""
     with (
         patch.multiple(train_minimal, STEPS=steps, **SIZES),
         patch.object(train_minimal.dist, "is_torchelastic_launched", lambda: is_launched),

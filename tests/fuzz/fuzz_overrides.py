@@ -71,7 +71,7 @@ TOLERANCE = 1e-11
 
 @dataclass(frozen=True)
 class Table:
-    """A table of rules, the model that runs under it, and why `explain` refuses it."""
+    """A table of rules, the model that runs under it, and the error of `explain` if it refuses the table."""
 
     overrides: list[tuple[str, tuple[str, ...]]]
     rules: LogicalRules
@@ -159,7 +159,7 @@ def check_decoder(name: str, mesh: Mesh, table: Table) -> None:
 
 
 def check_refusal(table: Table, mesh: Mesh) -> None:
-    """`parallelize` says what `explain` has said, and changes nothing."""
+    """`parallelize` raises the error of `explain`, and changes nothing."""
     model = make_model(table.model)
     with pytest.raises(ValueError, match=f"^{re.escape(table.refusal or '')}$"):
         parallelize(model, mesh, table.rules, allow_unused=True, dispatch=table.dispatch)

@@ -4,7 +4,7 @@
     python tests/fuzz/fuzz_rules.py --seed 1 --case 4711
 
 A file is read as PyYAML reads it, or refused with a ValueError of one line that begins with its path, in a moment and
-without much memory. A name without effect is refused, a table without any is not.
+without much memory. A name without effect is refused, an empty table is not.
 """
 
 import sys
@@ -48,7 +48,7 @@ LONG = 2**15  # bytes, which PyYAML reads in a moment
 
 
 def invented(random: Random) -> str:
-    """Make a table, or what looks like one."""
+    """Make a table, or something similar."""
     if random.random() < 0.3:
         return "".join(random.choice(PIECES) for _ in range(random.choice([3, 10, 30])))
     if random.random() < 0.2:
@@ -109,7 +109,7 @@ def read_file(random: Random) -> str:
 
 
 def by_pyyaml(data: bytes) -> list[tuple[str, tuple[str, ...]]]:
-    """Read a good file without our own reader: no key twice, strings and lists of them only."""
+    """Read a good file with PyYAML: no duplicate keys, values are strings and lists of strings."""
     rules = []
     for rule in yaml.safe_load(data.decode()):
         ((name, value),) = rule.items()

@@ -1,4 +1,4 @@
-"""The callbacks of transformers.Trainer and Lightning record what a StatsAccumulator gives in a loop by hand."""
+"""The callbacks of transformers.Trainer and Lightning record the same values as a StatsAccumulator in a plain loop."""
 
 from pathlib import Path
 from typing import Any

@@ -46,7 +46,7 @@ def test_every_declared_layout(path: str, act_fn: Any) -> None:
             assert_equals_eager(declared(act_fn, **flags), routed(torch.float64), 1e-13)
 
 
-# Parameters where they lie
+# Layouts of parameters in memory
 
 
 def test_the_operator_reads_the_parameters_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +68,7 @@ def test_the_operator_reads_the_parameters_themselves(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("experts_class", [MixtralExperts, GptOssExperts])
 def test_gradients_are_written_into_the_layout_of_the_parameters(experts_class: type[nn.Module]) -> None:
-    """Backward makes two tensors of the size of the parameters or above: their gradients."""
+    """The only tensors that the backward allocates in the size of the parameters are their two gradients."""
     experts = small(experts_class)
     experts.config._experts_implementation = "maxmoe"
     out = experts(*routed(torch.float64))
@@ -90,7 +90,7 @@ def test_gradients_are_written_into_the_layout_of_the_parameters(experts_class: 
         assert parameter.grad.stride() == parameter.stride()
 
 
-# What comes in
+# Inputs
 
 
 def test_experts_of_other_ranks_are_left_out() -> None:

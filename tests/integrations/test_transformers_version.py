@@ -1,4 +1,4 @@
-"""The versions of transformers that are taken and refused."""
+"""The versions of transformers that are accepted and refused."""
 
 import re
 from importlib import metadata
