@@ -1,4 +1,4 @@
-"""`examples/strategies.py`: all strategies have the losses and gradients of one process, and the bytes sent are printed."""
+"""`examples/strategies.py`: losses and gradients of all strategies equal one process's; sent bytes are printed."""
 
 import multiprocessing
 import os

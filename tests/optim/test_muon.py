@@ -1,4 +1,4 @@
-"""Muon in one process: against torch.optim.Muon, to the bit where both can, and a definition in float64."""
+"""Muon in one process: against torch.optim.Muon, bit by bit where possible, and a definition in float64."""
 
 from typing import Any
 
@@ -58,7 +58,7 @@ def test_matrices_have_the_bits_of_torch(dtype: torch.dtype, options: dict[str, 
 @pytest.mark.parametrize("shape", [(3, 24, 16), (3, 16, 24), (2, 3, 8, 9)])
 @pytest.mark.parametrize("adjust_lr_fn", ["original", "match_rms_adamw"])
 def test_stacks_are_matrices_one_by_one(shape: tuple[int, ...], input_dim: int, adjust_lr_fn: Any) -> None:
-    """Of torch.optim.Muon, which takes [out, in]: each matrix of a stack [..., in, out] transposed."""
+    """Results of torch.optim.Muon, which takes [out, in]: each matrix of a stack [..., in, out] transposed."""
     (stack,) = trained(
         Muon([{"params": matrices(shape), "input_dim": input_dim}], adjust_lr_fn=adjust_lr_fn, ns_dtype=torch.bfloat16)
     )
@@ -72,7 +72,7 @@ def test_stacks_are_matrices_one_by_one(shape: tuple[int, ...], input_dim: int, 
             single.grad = turned(gradient, input_dim)
         optimizer.step()
     expected = torch.stack([turned(single.detach(), input_dim) for single in singles])
-    # Batched products may round in another order, where the difference is one of bfloat16.
+    # Batched products may sum in another order, which makes a difference of the size of bfloat16's rounding.
     assert_same(stack.detach().flatten(0, -3), expected, tolerance=1e-4)
 
 
@@ -84,7 +84,7 @@ def turned(matrix: Tensor, input_dim: int) -> Tensor:
 @pytest.mark.parametrize("input_dim", [-1, -2])
 @pytest.mark.parametrize("shape", [(2, 24, 16), (2, 16, 24), (12, 10)])
 def test_every_matrix_follows_the_definition(shape: tuple[int, ...], input_dim: int, fused_gate: str | None) -> None:
-    """Gate and up are matrices of their own, with F outputs each; wide and tall, in both orientations."""
+    """Gate and up are separate matrices with F outputs each; wide and tall, in both orientations."""
     group = {"params": matrices(shape, dtype=torch.float64), "input_dim": input_dim, "fused_gate": fused_gate}
     (parameter,) = trained(Muon([group], lr=0.1, ns_dtype=torch.float64))
     (before,) = matrices(shape, dtype=torch.float64)
@@ -129,7 +129,7 @@ def test_the_scale_is_that_of_outputs_over_inputs() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_gradient_is_no_update(dtype: torch.dtype) -> None:
-    """Exactly: of experts without tokens, beside others; their state is there from the first step on."""
+    """Experts without tokens are unchanged to the bit; their state exists from the first step on."""
     (stack,) = matrices((4, 8, 6))
     before, optimizer = (
         stack.detach().clone(),

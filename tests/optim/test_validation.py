@@ -1,4 +1,4 @@
-"""What Muon refuses: groups, parameters, gradients and state dicts, each with a name and both values."""
+"""Groups, parameters, gradients and state dicts that Muon refuses, each with a name and both values."""
 
 import copy
 from typing import Any

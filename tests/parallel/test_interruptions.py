@@ -1,4 +1,4 @@
-"""An exception in a forward or a backward leaves the model as it was, or its next call says what to do."""
+"""After an exception in a forward or backward the model is unchanged, or the error of its next call names the fix."""
 
 import functools
 import itertools

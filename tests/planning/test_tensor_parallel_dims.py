@@ -12,7 +12,7 @@ from maxmoe.sharding import LogicalRules, Mesh
 
 
 class BiasedFeedForward(nn.Module):
-    """A tensor-parallel module whose first parameter has no dim "embed", and whose dims have names of its own."""
+    """A tensor-parallel module whose first parameter has no dim "embed", with custom names of dims."""
 
     def __init__(self) -> None:
         super().__init__()

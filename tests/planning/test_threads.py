@@ -1,4 +1,4 @@
-"""Plans of a model are made while other threads call it or plan it: the plan is of a copy of its modules."""
+"""A model is planned while other threads call or plan it: a plan works on a copy of the modules."""
 
 from collections.abc import Callable
 from typing import Any

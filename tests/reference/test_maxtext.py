@@ -1,6 +1,6 @@
 """MaxText's numbers: the reference, the operators and the layer against the fixtures of tests/golden.
 
-Tolerance 2e-5 of the largest value: both sides are float32 and add up to 40 products in their own order.
+Tolerance 2e-5 of the largest value: both sides are float32 and sum up to 40 products in different orders.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""docs/dispatch.md has the table and the pictures that the code makes, and the pictures show what dispatch does."""
+"""docs/dispatch.md has the table and the pictures that the code makes, and the pictures show the real moves."""
 
 from collections import Counter
 from types import ModuleType
@@ -47,7 +47,7 @@ def test_every_row_is_computed_once_on_the_rank_of_its_expert(pictures: ModuleTy
 
 
 def test_least_loaded_ranks_compute_the_rows_of_others(pictures: ModuleType) -> None:
-    """Every row once, and no rank many more than the mean."""
+    """Every row appears once, and no rank has many more rows than the mean."""
     routing = pictures.uneven_routing().tolist()
     expected = Counter((token, f"e{e}") for token, row in enumerate(routing) for e in row)
     (computed,) = [ranks for text, ranks in pictures.STRATEGIES["least_loaded"]() if "comput" in text]

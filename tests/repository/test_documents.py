@@ -1,4 +1,4 @@
-"""What README.md, CONTRIBUTING.md and docs say: the Python runs, the commands exist, the names are right."""
+"""README.md, CONTRIBUTING.md and docs: the Python runs, the commands exist, the names are right."""
 
 import dataclasses
 import importlib.util
@@ -155,7 +155,7 @@ REPOSITORY = "git+https://github.com/maxmoe/maxmoe"
 
 
 def check_pip(arguments: list[str]) -> None:
-    """What is installed is what pyproject.toml asks for."""
+    """The documented packages are the ones in pyproject.toml."""
     project = (ROOT / "pyproject.toml").read_text()
     for argument in arguments:
         if argument.startswith(".["):

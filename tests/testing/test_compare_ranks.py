@@ -1,4 +1,4 @@
-"""`compare_ranks` with started processes: what it takes, refuses, and says of models that cannot be compared."""
+"""`compare_ranks` with started processes: arguments, errors, and messages for models that cannot be compared."""
 
 import math
 import os
