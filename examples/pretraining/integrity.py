@@ -1,4 +1,4 @@
-"""Checks that a checkpoint must pass before it is used. It may be damaged or come from a stranger."""
+"""Checks that a checkpoint must pass before it is used. It may be damaged or come from an untrusted source."""
 
 import hashlib
 import json

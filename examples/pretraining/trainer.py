@@ -133,11 +133,11 @@ class Trainer:
         split.check_memory(decoder_config(options, balancing), options.optimizer, options.dispatch, options.num_chunks)
         model = build_model(options, balancing)
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        layers = [path for path, module in model.named_modules() if isinstance(module, MoE)]  # of all stages
+        layers = [path for path, module in model.named_modules() if isinstance(module, MoE)]  # layers of all stages
         no_load = torch.zeros(NUM_WINDOWS, options.num_experts, dtype=torch.int64)
         self.history = History.resumed(dict.fromkeys(layers, no_load), [], [])
         self.computation = (Stages if split.has_stages else WholeModel)(model, split, options)
-        self.model = self.computation.model  # the part of it that this rank has
+        self.model = self.computation.model  # this rank's part of the model
         self.optimizer = build_optimizer(self.model, options)
         self.accumulator = StatsAccumulator(self.model)
         self.sequences = TrainingSequences(

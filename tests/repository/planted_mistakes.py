@@ -43,8 +43,10 @@ class Replacement:
     """A text that a mistake replaces in a file.
 
     Args:
-        name: name of the mistake. file: file of the sources. right: text that is in the file once. wrong: text in its
-        place.
+        name: name of the mistake.
+        file: file of the sources.
+        right: text that is in the file once.
+        wrong: text in its place.
     """
 
     name: str

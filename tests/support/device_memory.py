@@ -65,9 +65,10 @@ class DeviceMemory(TorchDispatchMode):
     """Context in which operators compute with `DeviceTensor`.
 
     Attributes:
-        calls: number of calls of each operator of PyTorch. num_computed: number of calls that computed something: all
-        but views and empty tensors. largest: elements of the largest result. peak_bytes: peak memory of the tensors
-        that were made inside of the context.
+        calls: number of calls of each operator of PyTorch.
+        num_computed: number of calls that computed something: all but views and empty tensors.
+        largest: elements of the largest result.
+        peak_bytes: peak memory of the tensors that were made inside of the context.
     """
 
     def __init__(self) -> None:

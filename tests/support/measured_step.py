@@ -28,9 +28,9 @@ class MeasuredStep:
     """Memory and collectives of a step on one rank.
 
     Args:
-        parameters: shape and bytes of this rank's part of each parameter. collectives: times and bytes by kind and
-        axis, without the sums of losses and statistics. kept_bytes: bytes that autograd holds after the forward,
-        without stored parameters.
+        parameters: shape and bytes of this rank's part of each parameter.
+        collectives: times and bytes by kind and axis, without the sums of losses and statistics.
+        kept_bytes: bytes that autograd holds after the forward, without stored parameters.
     """
 
     parameters: dict[str, tuple[tuple[int, ...], int]]

@@ -49,8 +49,8 @@ class Bug(NamedTuple):
         threads: the threads, as owner/repository#number.
         mistake: the mistake in one sentence.
         case: the small model, with the first wrong gradient and its explanation.
-        half: "forward" or "backward" if the report names this half of the step, but not the cause. place: the part of a
-        comparison of several steps that differs.
+        half: "forward" or "backward" if the report names this half of the step, but not the cause.
+        place: the part of a comparison of several steps that differs.
     """
 
     threads: str

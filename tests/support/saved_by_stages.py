@@ -24,8 +24,9 @@ class SavedByStages:
     """Counts of the saved tensors of one rank, at the end of each forward.
 
     Attributes:
-        in_flight: by stage, the largest number of micro-batches with saved tensors. num_bytes: largest number of bytes
-        of all saved tensors, with the outputs that wait for their gradients, without parameters.
+        in_flight: by stage, the largest number of micro-batches with saved tensors.
+        num_bytes: largest number of bytes of all saved tensors, with the outputs that wait for their gradients, without
+            parameters.
     """
 
     def __init__(self, batch: tuple[Tensor, ...]) -> None:
