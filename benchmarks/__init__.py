@@ -5,13 +5,12 @@ r"""Speed and memory of maxmoe against alternatives, and against the bounds of t
     python -m benchmarks.sizes            the grouped product over its sizes, as curves
     python -m benchmarks.layer            the whole MoE layer against the blocks of transformers, and its parts
     python -m benchmarks.adapters         adapters of PEFT on frozen experts against the frozen experts alone
-    python -m benchmarks.memory           what a training step keeps, and its peak
-    python -m benchmarks.scaling          one thread against several
-    python -m benchmarks.ragged           gather, and gather with a sum, against copying the same bytes
-    python -m benchmarks.local            an eighth of the experts against all of them
-    python -m benchmarks.muon             Muon on stacked experts, and its share of a training step
-    python -m benchmarks.route            routing and plan, as a share of the layer
-    python -m benchmarks.devices          the path of devices, run on the CPU, against grouped_mm by hand
+    python -m benchmarks.memory           saved tensors and peak memory of a training step python -m benchmarks.scaling
+    one thread against several python -m benchmarks.ragged           gather, and gather with a sum, against copying the
+    same bytes python -m benchmarks.local            an eighth of the experts against all of them python -m
+    benchmarks.muon             Muon on stacked experts, and its share of a training step python -m benchmarks.route
+    routing and plan, as a share of the layer python -m benchmarks.devices          the path of devices, run on the CPU,
+    against grouped_mm by hand
 
 `python -m benchmarks.device_report` makes tables of what `tests/device/run.sh` has measured on a GPU.
 

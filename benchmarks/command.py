@@ -113,7 +113,7 @@ def main(benchmark: Benchmark, arguments: list[str] | None = None) -> None:
             interrupted = True
     written = save(benchmark, session, description, interrupted)
     if interrupted:
-        print("Interrupted: what follows is what was measured until then.\n")
+        print("Interrupted. Results so far:\n")
     print(benchmark.report(session.results))
     print("\nWritten:", *written)
 

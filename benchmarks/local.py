@@ -78,7 +78,7 @@ def report(results: list[Result]) -> str:
         part = shares(group)
         rows.append(["share", *(f"{share:.3f}" for share in part.values())])
         rows.append(["share / share of rows", *(f"{share / part['rows']:.2f}" for share in part.values())])
-        header = ["maxmoe", "rows", "best ms", "buffers MiB", "peak MiB with what is returned"]
+        header = ["maxmoe", "rows", "best ms", "buffers MiB", "peak MiB with results"]
         parts.append(f"{title(case)}\n{table(header, rows)}")
     return "\n\n".join(filter(None, [*parts, absent_lines(results)]))
 

@@ -66,7 +66,7 @@ def report(results: list[Result]) -> str:
 
 
 def saved(result: Result) -> list[str]:
-    """The columns on what is kept for backward."""
+    """The columns about tensors that are saved for backward."""
     if "saved" not in result.numbers:
         return ["", "", ""]
     shape = result.case.shape

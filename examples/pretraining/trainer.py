@@ -244,7 +244,7 @@ class Trainer:
         try:
             torch.set_rng_state(state["random_state"])
         except RuntimeError as error:
-            raise InputError(f"cannot read the checkpoint {self.checkpoint}: its random_state is none") from error
+            raise InputError(f"cannot read the checkpoint {self.checkpoint}: random_state is invalid") from error
         held_out = [(step, bits) for step, bits in training["held_out"]]
         load = dict(zip(self.history.load.tokens_per_expert, state["load"].unbind(1), strict=True))
         self.history = History.resumed(load, training["training"], held_out)

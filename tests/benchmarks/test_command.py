@@ -1,4 +1,4 @@
-"""Runs of the benchmarks: what they write, wrong contenders, Ctrl-C, options."""
+"""Runs of the benchmarks: files, wrong contenders, Ctrl-C, options."""
 
 import dataclasses
 import json

@@ -71,7 +71,7 @@ def moe_tensors(folder: Path) -> dict[str, Tensor]:
 @each_family
 @pytest.mark.parametrize("stacked", [False, True])
 def test_checkpoint_of_transformers(name: str, stacked: bool, tmp_path: Path) -> None:
-    """Read what a model of transformers saves, and write the same; published keys, and those in memory."""
+    """Read the files of a model of transformers, and write the same; with published keys, and with keys in memory."""
     model = small_models.model_of(name)
     model.save_pretrained(tmp_path, save_original_format=not stacked)
     layers = empty_layers(name)

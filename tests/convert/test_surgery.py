@@ -65,7 +65,7 @@ def test_the_others_keep_their_order() -> None:
 @each_score
 @pytest.mark.parametrize("copies", [2, 3])
 def test_copies_of_all_experts_with_as_many_times_top_k(copies: int, options: dict[str, Any]) -> None:
-    """Outputs and balance loss are the same; merging the copies brings the layer back."""
+    """Outputs and balance loss are the same; merging the copies restores the layer."""
     layer = make(**options)
     x, whole = tokens(layer), copy.deepcopy(layer)
     duplicate_experts(layer, [*range(6)] * (copies - 1), top_k=3 * copies)

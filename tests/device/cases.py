@@ -96,7 +96,7 @@ def rounded(value: float) -> float:
 
 
 def within(limit: float, got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Values:
-    """Compare tensors by the norm of their difference, relative to the norm of what is expected.
+    """Compare tensors by the norm of their difference, relative to the norm of the expected values.
 
     Returns:
         The largest error, the name of its tensor, and whether it is below the limit. NaN is above every limit.

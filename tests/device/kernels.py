@@ -1,4 +1,4 @@
-"""Where the time of the experts goes on a device.
+"""The time of each kernel of the experts on a device.
 
     python -m device.kernels --device cuda --out results.json
 

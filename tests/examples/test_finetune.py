@@ -1,4 +1,4 @@
-"""`examples/finetune_transformers.py`: whole runs, equal losses, and one line for what a user can do wrong."""
+"""`examples/finetune_transformers.py`: whole runs, equal losses, and one line for mistakes of users."""
 
 from argparse import Namespace
 from pathlib import Path

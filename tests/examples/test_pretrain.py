@@ -81,7 +81,7 @@ def test_a_signal_saves_and_the_resumed_run_is_the_uninterrupted_one(
         after_step(patch, 3, lambda: signal.raise_signal(number))
         assert run(text, tmp_path / "halves", "--optimizer", optimizer) == 128 + number
     assert signal.getsignal(number) == before
-    assert "Stopped and saved at step 3. To go on: pretrain.py --resume" in capsys.readouterr().out
+    assert "Stopped and saved at step 3. To continue: pretrain.py --resume" in capsys.readouterr().out
     assert len(saved(tmp_path / "halves")["training"]) == 3
     assert run(text, tmp_path / "halves", "--optimizer", optimizer, "--resume") == 0
     assert "Resumed at step 3 of 8" in capsys.readouterr().out

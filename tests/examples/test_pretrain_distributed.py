@@ -135,7 +135,7 @@ def test_what_fails_on_one_rank_fails_on_all(
 def test_ranks_refuse_a_folder_in_which_another_run_writes(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every rank raises the error; the first run goes on."""
+    """Every rank raises the error; the first run continues."""
     refused: list[list[str]] = []
     out, arguments = tmp_path / "out", [[], ["--resume"]]
     run(text, out, "--steps", "1")
@@ -229,7 +229,7 @@ def test_an_interrupt_saves(text: Path, tmp_path: Path) -> None:
         done = program.wait()
     step = len(saved(tmp_path / "out")["training"])
     assert re.findall("^Stopped.*--out", done.stdout, re.MULTILINE) == [
-        f"Stopped and saved at step {step}. To go on: torchrun --nproc-per-node 2 {EXAMPLES}/pretrain.py "
+        f"Stopped and saved at step {step}. To continue: torchrun --nproc-per-node 2 {EXAMPLES}/pretrain.py "
         f"{' '.join(TINY)} --data {text} --out"
     ]
     assert "examples/pretrain" not in "".join(re.findall(r"^.*line \d+, in.*$", done.stderr, re.MULTILINE))

@@ -1,4 +1,4 @@
-"""`examples/pretrain.py --resume --steps N`: a run that goes on for longer, or ends earlier, than it began."""
+"""`examples/pretrain.py --resume --steps N`: resumed runs with more or fewer steps."""
 
 import signal
 from pathlib import Path

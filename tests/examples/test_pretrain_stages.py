@@ -1,4 +1,4 @@
-"""`examples/pretrain.py` in pipeline stages: the losses of one process, on every mesh on which a run goes on."""
+"""`examples/pretrain.py` in pipeline stages: the losses of one process, also after a resumption on another mesh."""
 
 import io
 import os

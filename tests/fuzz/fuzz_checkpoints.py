@@ -189,7 +189,7 @@ def one_case(random: Random) -> str:
 
 
 def damaged_and_loaded(folder: Path, random: Random) -> str:
-    """Compare what was loaded with what was written."""
+    """Compare the loaded values with the written ones."""
     good = random.choice(written_checkpoints())
     write(folder, good)
     for _ in range(random.choice([1, 1, 1, 2, 4])):

@@ -158,7 +158,7 @@ def draw_tokens(random: Random, layer: MoE, dtype: torch.dtype) -> Tensor:
 
 
 def draw_mask(random: Random, x: Tensor) -> Tensor | None:
-    """Draw which tokens are no padding, and fill the padding with NaN at times."""
+    """Draw a mask of tokens, and sometimes fill the padding with NaN."""
     match random.choice(["no mask", "no mask", "no mask", "scattered", "tail", "all", "none"]):
         case "no mask":
             return None

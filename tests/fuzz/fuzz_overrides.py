@@ -97,7 +97,7 @@ def draw_mesh(random: Random, preset: LogicalRules) -> dict[str, int]:
 
 
 def draw_table(random: Random, preset: LogicalRules, sizes: dict[str, int]) -> Table:
-    """Give one to three names of a preset any axes, those of the mesh more often than others."""
+    """Assign random axes to one to three names of a preset, axes of the mesh more often than others."""
     names = random.sample(sorted(preset.names - {"layers"}), random.choice([1, 1, 2, 3]))
     overrides = []
     for name in names:

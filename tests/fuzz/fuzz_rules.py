@@ -43,7 +43,7 @@ PIECES = [
 MESH_AXES = [*AXES, "x", "", "é", "fsdp "]
 SIZES = ["1", "2", "2", "2", "-1", "0", "1e3", "²", "٣", "9" * 5000, "", "+2", "0x2", " 2", "2_0"]
 SECONDS = 20  # of processor for a file, on a busy machine
-BYTES = 2**28  # of memory for a case, what it imports included
+BYTES = 2**28  # of memory for a case, including imports
 LONG = 2**15  # bytes, which PyYAML reads in a moment
 
 
@@ -114,7 +114,7 @@ def by_pyyaml(data: bytes) -> list[tuple[str, tuple[str, ...]]]:
     for rule in yaml.safe_load(data.decode()):
         ((name, value),) = rule.items()
         entries = [value] if isinstance(value, str) else value or []
-        assert all(isinstance(part, str) and part for part in (name, *entries)), "it is no rule"
+        assert all(isinstance(part, str) and part for part in (name, *entries)), "not a rule"
         rules.append((name, tuple(entries)))
     return rules
 
@@ -130,7 +130,7 @@ def dump_and_load(random: Random) -> str:
         path = Path(folder) / "rules.yml"
         style = {"default_flow_style": random.choice([True, False, None]), "allow_unicode": random.random() < 0.5}
         path.write_text(yaml.dump([dict([rule]) for rule in rules], Dumper=Plain, **style), encoding="utf-8")
-        assert LogicalRules.load(path) == LogicalRules(rules), "it is not what was written"
+        assert LogicalRules.load(path) == LogicalRules(rules), "the loaded rules differ from the written ones"
     return "file written and read"
 
 

@@ -1,4 +1,4 @@
-"""Blocks of families whose experts take no experts implementation: in float64, the values of their own code."""
+"""Blocks of families without experts implementations: the values of the family's code in float64."""
 
 import copy
 from typing import Any

@@ -189,7 +189,7 @@ def test_backward_after_another_forward(use_reentrant: bool) -> None:
 
 
 class Stop(BaseException):
-    """An exception that is no Exception, like KeyboardInterrupt."""
+    """An exception that does not derive from Exception, like KeyboardInterrupt."""
 
 
 @pytest.mark.parametrize("error", [RuntimeError, Stop])

@@ -37,7 +37,7 @@ def logits(model: nn.Module) -> Tensor:
 
 
 def read(folder: Path) -> tuple[dict[str, Tensor], float, dict[str, Any]]:
-    """What a server reads: factors by module, and one scale for all of them."""
+    """The data that a server reads: factors by module, and one scale for all of them."""
     config = json.loads((folder / "adapter_config.json").read_text())
     tensors = load_file(folder / "adapter_model.safetensors")
     prefix = "base_model.model."

@@ -29,7 +29,7 @@ from support.transformers_experts import (
 )
 
 FLAGS = ("is_concatenated", "is_transposed", "has_bias", "has_gate", "has_post_expert_norm")
-# One of each kind: silu; interleaved, transposed, bias; norm after the experts; gates of their own (not in every
+# One of each kind: silu; interleaved, transposed, bias; norm after the experts; custom gates (not in every
 # version); no gate.
 KINDS = ["mixtral", "gpt_oss", "muse_spark", "beam", "inkling2", "nemotron_h"]
 KINDS = [name for name in KINDS if name in families.models()]

@@ -39,7 +39,7 @@ def tokens(*shape: int) -> Tensor:
 
 
 def by_definition(layer: MoE, x: Tensor) -> tuple[Tensor, Tensor, Routing]:
-    """Output and balance loss from what the router returns, one token at a time."""
+    """Output and balance loss from the result of the router, one token at a time."""
     routing = layer.router(x)
     experts = dict(layer.experts.named_parameters())
     rows = []

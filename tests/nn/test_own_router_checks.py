@@ -195,7 +195,7 @@ def test_a_router_that_ignores_a_record_is_refused() -> None:
     layer, mask = MoE(config, router=Deaf(config)).double(), torch.arange(5).expand(2, 5) < 3
     with maxmoe.record_routing(layer) as record:
         layer(tokens(2, 5), mask)
-    with maxmoe.replay_routing(layer, record):  # the same experts, also where there is no padding any more
+    with maxmoe.replay_routing(layer, record):  # the same experts, also without a mask
         layer(tokens(2, 5), mask)
     message = r"router Deaf must route to the experts that it gets in a replay, \[.*\] for token \d+, got \["
     with maxmoe.replay_routing(layer, record), pytest.raises(ValueError, match=message):

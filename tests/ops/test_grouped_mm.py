@@ -34,7 +34,7 @@ def assert_near(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [1, 7, 8, 12, 16])
 def test_every_layout_is_one_grouped_product(width: int, dtype: torch.dtype) -> None:
-    """Inner dims, outer dims and addresses that are no multiples of 16 bytes are copied, and none is refused."""
+    """Operands with sizes or addresses that are not multiples of 16 bytes are copied; no operand is refused."""
     num_rows = int(SIZES.sum()) + 2
     for layout, other in itertools.product(LAYOUTS, LAYOUTS):
         lhs, rhs, rows = (torch.randn(s).to(dtype) for s in [(num_rows, width), (5, width, 9), (num_rows, 9)])

@@ -48,7 +48,7 @@ def graph_breaks_and_graphs() -> tuple[Counter[str], int]:
     return breaks, num_graphs
 
 
-# Dynamo hides this one, about gathered parameters, which are no leaves, from users; but not from a filter that raises.
+# A warning about gathered parameters, which are not leaves. Dynamo hides it, but not from a filter that raises.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning")
 
 STRATEGIES: list[tuple[str, Dispatch]] = [
@@ -109,7 +109,7 @@ def test_a_layer(rules: str, dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("rules", "dispatch"), STRATEGIES)
 def test_a_decoder(rules: str, dispatch: Dispatch) -> None:
-    """The backend that runs the graphs as they are: those of the layer have been through autograd's above."""
+    """Runs the graphs uncompiled, because the test above covers autograd's graphs of the layer."""
 
     def check() -> None:
         mesh, table = Mesh({"expert": 2}), LogicalRules.load(rules)

@@ -73,7 +73,7 @@ class Training:
             actual.fill_(-1.0)
 
     def load(self, folder: Path) -> None:
-        """Load into the tensors of the state dict, which are those of the model and of AdamW."""
+        """Load into the tensors of the state dict, which belong to the model and to AdamW."""
         dcp.load(self.state, checkpoint_id=folder)
 
 

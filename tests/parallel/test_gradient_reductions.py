@@ -1,4 +1,4 @@
-"""How gradients of parameters are summed: scattered first, then the shards, those of a block together."""
+"""Sums of gradients: reduce-scattered first, then the shards are summed, together for each block."""
 
 from collections.abc import Callable
 

@@ -88,7 +88,7 @@ def test_flops_are_what_torch_counts(name: str) -> None:
 
 
 class TensorParallel(nn.Module):
-    """Two layers of which each rank computes a part; they do not declare what they save."""
+    """Two layers of which each rank computes a part, without declarations of their saved tensors."""
 
     declaration = Declaration(
         logical_names={"up.weight": ("mlp", "embed"), "down.weight": ("embed", "mlp")}, tensor_parallel_dims={"mlp": 64}

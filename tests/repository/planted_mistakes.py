@@ -223,7 +223,7 @@ def choose(
 ) -> list[Replacements]:
     """Return the mistakes that --only names, or all without it."""
     if unknown := {*(options.only or ())} - {mistake.name for mistake in table}:
-        parser.error(f"there is no mistake {', '.join(sorted(unknown))}")
+        parser.error(f"unknown mistakes: {', '.join(sorted(unknown))}")
     return [mistake for mistake in table if options.only is None or mistake.name in options.only]
 
 

@@ -23,7 +23,7 @@ from support import programs
 ROOT = Path(__file__).parents[2]
 ISAS = maxmoe.build_info()["supported_isas"]
 PROGRAMS = ("maxmoe_kernels_tests", "maxmoe_cuda_tests", "maxmoe_kernels_benchmarks")
-# The cmake and ninja that pip installed beside this Python come before those of the system.
+# The cmake and ninja that pip installed beside this Python precede the system's.
 PATH = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
 
 

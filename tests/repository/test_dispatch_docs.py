@@ -22,7 +22,7 @@ def test_the_table_is_up_to_date(pictures: ModuleType) -> None:
 def test_bytes_by_hand(pictures: ModuleType) -> None:
     rows = {line.split(" | ")[0]: line for line in pictures.bytes_table(tokens=2**20, num_ranks=2).splitlines()}
     assert "| 16.00 GiB |" in rows["| ring_of_experts"]  # 2 (2 - 1) 2^20 4096 numbers of 2 bytes
-    assert "| 16.00 GiB |" in rows["| ragged_all_to_all"]  # with K = P = 2 as many
+    assert "| 16.00 GiB |" in rows["| ragged_all_to_all"]  # the same number for K = P = 2
     assert "| 1.31 GiB |" in rows["| gather_weights"]  # 3 / 2 of 8 x 4096 x 14336 numbers
 
 

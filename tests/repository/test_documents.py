@@ -41,7 +41,7 @@ SHOWN = [code for code in blocks("python", [GETTING_STARTED]) if is_part(code, M
 RUN_BY_EXAMPLES = blocks("python", [ROOT / "docs" / "how_to" / "own_model.md"])
 
 
-# Examples that need nothing but what the tests install, and have options.
+# Examples that have options and need no packages besides the tests'.
 SCRIPTS = [f"examples/{name}.py" for name in ("balancing", "muon_sharding", "replay_routes", "strategies")]
 
 

@@ -234,7 +234,7 @@ def test_names_say_what_is_compiled_per_instruction_set() -> None:
 
 
 def test_private_names_of_torch_are_in_one_file() -> None:
-    """A new version of torch may remove any of them: cpp/ops/torch_internals.h says what each is for."""
+    """A new version of torch may remove any of them: cpp/ops/torch_internals.h names their purposes."""
     found = {
         relative(path): names
         for path in CPP_FILES

@@ -23,7 +23,7 @@ def site_with_torch(folder: Path, version: str) -> str:
 
 
 def metadata(folder: Path, *, sites: list[str] | None, **variables: str) -> subprocess.CompletedProcess[str]:
-    """The metadata, which pip asks for first."""
+    """The metadata, which pip requests first."""
     environment = {name: value for name, value in os.environ.items() if name != "MAXMOE_TORCH"} | variables
     if sites is not None:
         environment["MAXMOE_TORCH"] = os.pathsep.join(sites)

@@ -57,7 +57,7 @@ def num_bytes(kept: dict[int, Tensor]) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
-# Every preset once, on a mesh of its own axes.
+# Every preset once, on a mesh with the axes of the preset.
 PRESET_LAYOUTS = [layout for layout in layouts(4) if "fsdp_transpose" not in layout.sizes]
 _measured: dict[str, list[MeasuredStep]] = {}
 

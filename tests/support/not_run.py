@@ -11,7 +11,7 @@ LEFT_OUT = "cases beyond the samples of their tests"  # in the output of a proce
 
 
 def explained(reason: str) -> str:
-    """Return a reason with the command that installs what is missing."""
+    """Return a reason with the command that installs the missing package."""
     missing = re.match(r"could not import '.*No module named '(\w+)", reason)
     if missing is None:
         return reason

@@ -263,7 +263,7 @@ def check_compile(call: Call, backend: str) -> None:
 
 
 def check_registrations(call: Call) -> None:
-    """torch.library.opcheck of the operator as the dispatcher sees it, with the arguments that it gets."""
+    """torch.library.opcheck of the registered operator, with the arguments that the dispatcher gets."""
     recorded = []
 
     class Record(torch.overrides.TorchFunctionMode):
@@ -275,8 +275,8 @@ def check_registrations(call: Call) -> None:
     with Record():
         call.trainable()()
     assert recorded, "no operator of torch.ops.maxmoe was called"
-    # Since torch 2.15, opcheck asks copies of the arguments, which are no leaves, for their gradients. Torch hides its
-    # warning from users, but not from a filter that raises.
+    # Since torch 2.15, opcheck reads .grad of copies of the arguments, which are not leaves. Torch hides its warning
+    # from users, but not from a filter that raises.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf Tensor", UserWarning)
         for function, args, kwargs in recorded:

@@ -57,7 +57,7 @@ class MeshRules(NamedTuple):
 
 
 def layouts(*world_sizes: int) -> list[MeshRules]:
-    """Every preset on meshes of its own axes."""
+    """Every preset on meshes with the axes of the preset."""
     return [layout for layout in LAYOUTS if layout.world_size in world_sizes]
 
 

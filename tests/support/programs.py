@@ -79,7 +79,7 @@ class Program:
             time.sleep(0.01)
 
     def wait(self) -> "subprocess.CompletedProcess[str]":
-        """Wait until the program ends; return its exit status and what it wrote."""
+        """Wait until the program ends; return its exit status and its output."""
         try:
             self.process.wait(max(0.0, self.last - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -94,7 +94,7 @@ class Program:
         raise HangError(f"still running after {self.seconds:g} s: {self}\n{self.written()}")
 
     def written(self) -> str:
-        """Return what the processes have written so far."""
+        """Return the output of the processes so far."""
         return f"stdout:\n{_text(self.stdout)}\nstderr:\n{_text(self.stderr)}"
 
     def __str__(self) -> str:

@@ -232,7 +232,7 @@ MISSING = "missing reduction (sum) over all ranks: each rank has only its own gr
 BUGS = {
     "expert gradients times ranks": Bug(
         "pytorch/pytorch#160285, NVIDIA/Megatron-LM#5956",
-        "Gradients of experts are sums over the ranks that sent tokens, and nobody divides them as FSDP does others.",
+        "Gradients of experts are sums over the ranks that sent tokens, and are not divided as FSDP divides others.",
         WRONG["experts summed, the rest averaged"],
     ),
     "scores not summed": Bug(
@@ -242,7 +242,7 @@ BUGS = {
     ),
     "sentinel slots": Bug(
         "huggingface/transformers#48687",
-        "Slots of other ranks' experts run through a local one with weight zero, hidden in the forward alone.",
+        "Slots of other ranks' experts run through a local one with weight zero, which is wrong in the backward only.",
         of_same_tokens(Sentinels, "router.bias", "no single factor"),
         half="backward",
     ),
@@ -275,12 +275,12 @@ BUGS = {
     ),
     "gradients of micro-batches lost": Bug(
         "NVIDIA-NeMo/Automodel#3530",
-        "Gradients of all micro-batches but the last are wiped, and the loss is right.",
+        "The gradients of all micro-batches but the last are lost, although the loss is right.",
         WRONG["gradients of micro-batches lost"],
     ),
     "mean of means": Bug(
         "ml-explore/mlx-lm#1413, huggingface/trl#4719",
-        "Micro-batches with different numbers of tokens count alike.",
+        "Micro-batches with different numbers of tokens have the same weight.",
         Case(
             ddp,
             2,
@@ -294,12 +294,12 @@ BUGS = {
     ),
     "split backward": Bug(
         "pytorch/pytorch#144530",
-        "A zero bubble schedule takes gradients apart, without the hooks by which DDP reduces them.",
+        "A zero bubble schedule computes gradients separately, without the hooks by which DDP reduces them.",
         Case(ddp, step=split_backward, explanation=MISSING.replace("sum", "mean")),
     ),
     "router not reduced": Bug(
         "pytorch/torchtitan#2416",
-        "The router is replicated, and nobody reduces its gradient.",
+        "The router is replicated, and its gradient is not reduced.",
         WRONG["router not reduced"],
     ),
     "bias on every rank": Bug(
@@ -310,7 +310,7 @@ BUGS = {
     ),
     "input gradient not summed": Bug(
         "pytorch/torchtitan#4054",
-        "With tensor-parallel experts, gradients below them lose the sum over the ranks.",
+        "With tensor-parallel experts, gradients of the modules before them are not summed over the ranks.",
         of_tensor_parallel(UnsummedInputGradient, "norm.weight", MISSING),
     ),
     "one factor of an adapter": Bug(
@@ -327,11 +327,11 @@ BUGS = {
         ),
     ),
     "frozen experts": Bug(
-        "unslothai/unsloth#6936", "A wrapper freezes the experts without a word.", WRONG["frozen experts"]
+        "unslothai/unsloth#6936", "A wrapper freezes the experts without a warning.", WRONG["frozen experts"]
     ),
     "clipped by each rank": Bug(
         "NVIDIA-NeMo/Automodel#3816",
-        "Ranks clip to norms of different groups of experts.",
+        "Ranks clip by the norms of different groups of experts.",
         WRONG["clipped by each rank"],
     ),
     "mean of norms": Bug(
@@ -355,7 +355,7 @@ BUGS = {
     ),
     "scale of each rank": Bug(
         "pytorch/pytorch#136009",
-        "The loss is scaled on each rank by a scale of its own, which changes with the overflows of that rank.",
+        "Each rank scales the loss by its own factor, which changes with the overflows of the rank.",
         Case(
             ddp,
             loss=scaled_loss,

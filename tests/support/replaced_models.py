@@ -69,7 +69,7 @@ def enable_checkpointing(model: Any, *, use_reentrant: bool) -> None:
 def assert_same(
     got: dict[str, Tensor], expected: dict[str, Tensor], mask: Tensor | None, relative: float = TOLERANCE
 ) -> None:
-    """Compare values of `step`, logits where there is no padding."""
+    """Compare values of `step`; logits of valid tokens only."""
     # With one parameter per matrix, experts without tokens have no gradient in the code of transformers.
     assert got.keys() >= expected.keys() and not any(got[name].any() for name in got.keys() - expected.keys())
     for name, value in expected.items():

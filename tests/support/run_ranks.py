@@ -46,7 +46,7 @@ def run_ranks(
 
 
 def run_alone(function: Callable[..., Any], *arguments: Any, deadline: float = 120.0) -> Any:
-    """Call a function in a process that is no rank, and return its result."""
+    """Call a function in a process that is not a rank, and return its result."""
     __tracebackhide__ = True
     processes = RankProcesses("fork", deadline=deadline, prepare=partial(prepare, False))
     return call_in_fork(processes.run_alone, function, *arguments, seconds=deadline + LONGER)

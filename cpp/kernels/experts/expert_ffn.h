@@ -39,8 +39,8 @@ struct RoutedRows {
   int64_t top_k;
 };
 
-// What the kernels of expert_ffn read; each says what it leaves unread. Their results are empty unless a caller sets
-// them.
+// The inputs of the kernels of expert_ffn; comments name the ones that a kernel does not read. Results are empty unless
+// a caller sets them.
 template <class T>
 struct ExpertFfnCall {
   ConstMatrixView<T> x;           // [T, D]

@@ -1,4 +1,4 @@
-"""Collectives over rows: each is the transpose of its backward, for any counts, and computing goes on meanwhile."""
+"""Collectives over rows: each is the transpose of its backward, for any counts, and overlaps with computation."""
 
 import gc
 import itertools

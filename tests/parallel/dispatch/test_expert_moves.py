@@ -49,8 +49,8 @@ def max_moves_of_rank(num_ranks: int, experts_per_rank: int) -> int:
 
     A move ends in one of three ways. (1) It takes all rows of an expert that has the most rows of its rank, which has
     more rows than the bound: more than 1 / L of the bound, so that fewer than L such moves fit into a rank. (2) It
-    fills the receiving rank up to the bound, once. (3) It brings the sending rank down to the bound: once for each of
-    the other ranks.
+    fills the receiving rank up to the bound, once. (3) It reduces the sending rank to the bound: once for each of the
+    other ranks.
     """
     return experts_per_rank + num_ranks - 1
 
