@@ -107,7 +107,7 @@ def timing_report(results: list[Result], summary: Callable[[list[Result]], str])
 
 
 def title(case: Case) -> str:
-    """One line for a case."""
+    """The title of a case, in one line."""
     return f"{case.name} ({case.sizes}), {case.dtype_name}, {case.mode}"
 
 

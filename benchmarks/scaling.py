@@ -1,4 +1,4 @@
-"""One thread against --threads of them: experts, transformers' experts, and plain matrix products."""
+"""One thread against --threads threads: experts, transformers' experts, and plain matrix products."""
 
 import torch
 

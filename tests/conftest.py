@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     others = left_out(items)
     config.hook.pytest_deselected(items=others)
-    if hasattr(config, "workeroutput"):  # of pytest-xdist
+    if hasattr(config, "workeroutput"):  # a process of pytest-xdist
         config.workeroutput[LEFT_OUT] = len(others)
     elif plugin := config.pluginmanager.get_plugin("not run"):
         plugin.num_left_out = len(others)

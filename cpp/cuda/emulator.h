@@ -53,7 +53,7 @@ struct Schedule {
   Order order = Order::forward;
   unsigned seed = 1;
   bool copies_late = true;           // asynchronous copies happen in the wait, not at once
-  unsigned max_blocks = 0x7fffffff;  // of a grid
+  unsigned max_blocks = 0x7fffffff;  // blocks per grid
   unsigned multiprocessors = 2;
 };
 inline thread_local Schedule schedule;

@@ -41,7 +41,7 @@ Tensor softcapped(const Tensor& x, double cap) {
 }
 
 Formulas formulas_of(Activation activation) {
-  static constexpr double kSteepness = 1.702;  // of swigluoai: x * sigmoid(1.702 * x)
+  static constexpr double kSteepness = 1.702;  // swigluoai: f(x) = x * sigmoid(1.702 * x)
   using Kind = ActivationKind;
   switch (activation) {
     case Activation::silu:

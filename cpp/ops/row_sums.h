@@ -51,7 +51,7 @@ class RowSums {
   std::optional<Groups> groups_;  // if the CUDA kernel sums them, otherwise:
   int64_t num_sums_ = 0;
   Tensor index_;     // the row of each term
-  Tensor factors_;   // of each term
+  Tensor factors_;   // the factor of each term
   Tensor begins_;    // the first term of each sum
   Tensor is_empty_;  // [number of sums, 1]: sums that are zero; undefined if there is none
 };

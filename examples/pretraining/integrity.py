@@ -13,7 +13,7 @@ from pretraining import InputError
 from pretraining.command import LARGEST_INT
 
 TRAINING, SUMS = "training.json", "SHA256SUMS"
-MAX_TEXT_BYTES = 2**27  # of training.json, SHA256SUMS and the headers of the safetensors together
+MAX_TEXT_BYTES = 2**27  # total size of training.json, SHA256SUMS and the headers of the safetensors
 
 
 def checksums(folder: Path) -> dict[str, str]:

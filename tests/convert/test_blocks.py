@@ -55,7 +55,7 @@ def routing_of(block: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
         scores, _ = block.router(tokens)
         weights, experts = scores.topk(block.top_k)
     if type(block).__name__ == "BeamMoE":
-        weights = weights * block.routed_scaling_factor  # of the sum there
+        weights = weights * block.routed_scaling_factor  # the block scales the sum
     order = experts.argsort(-1)
     return weights.gather(1, order), experts.gather(1, order)
 
@@ -125,7 +125,7 @@ def test_round_trip_is_bitwise(name: str, dtype: torch.dtype) -> None:
 
 
 def test_to_another_block() -> None:
-    """To a second block, on the meta device."""
+    """Conversion to a second block, on the meta device."""
     block = block_of("deepseek_v3")
     expected = copy.deepcopy(block.state_dict())
     other = block_of("deepseek_v3").to("meta")

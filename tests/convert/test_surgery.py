@@ -176,7 +176,7 @@ def test_a_model_has_layers_by_path() -> None:
         prune_experts(model, {"two": [1]})
     plain = nn.Sequential(MoE(config))
     compiled: Any = torch.compile(plain, backend="aot_eager")
-    prune_experts(compiled, {"0": [1]})  # as in the statistics
+    prune_experts(compiled, {"0": [1]})  # the paths of the statistics
     assert plain[0].config.num_experts == 5
     with pytest.raises(ValueError, match="Linear must have layers of type MoE, got none"):
         prune_experts(nn.Linear(2, 2), [1])

@@ -144,7 +144,7 @@ def test_scaling_of_all_matrices_is_that_of_megatron() -> None:
 
 
 def test_the_router_gets_no_gradient_from_copies_in_the_first_step() -> None:
-    """With weights of sum one and equal experts, as the docs say; with noise there is a gradient."""
+    """The weights sum to one and the experts are equal, as the docs say; with noise there is a gradient."""
     for noise, is_trained in ((0.0, False), (0.1, True)):
         layer = upcycled(Dense(), {"noise": noise})
         layer(torch.randn(2, 50, 24)).hidden_states.square().sum().backward()

@@ -175,7 +175,7 @@ class Kill:
 
 
 def test_the_implementations_take_turns() -> None:
-    """Each takes a step in turn; another implementation is first in every round."""
+    """The implementations take steps in turn; another one is first in every round."""
     taken = []
 
     class Recorded(turns.Apart):

@@ -79,7 +79,7 @@ def test_a_layer_without_tokens_keeps_its_bias(rule: dict[str, Any]) -> None:
 
 
 def differing(rule: dict[str, Any], wrap: Callable[[nn.Module], nn.Module]) -> Callable[[], list[str]]:
-    """One rank skips an update; returns the messages of the updates."""
+    """Return the messages of updates, one of which a rank skips."""
 
     def run() -> list[str]:
         model = wrap(model_of(rule))

@@ -40,7 +40,7 @@ def recorded(num_steps: int) -> tuple[LoadHistory, list[dict[str, MoEStats]]]:
 
 
 def by_hand(step: int, layer: str, stats: MoEStats) -> LayerLoad:
-    """The same, with lists."""
+    """The rows of a history, computed with lists."""
     load: list[int] = stats.tokens_per_expert.tolist()
     most, least, mean = max(load), min(load), sum(load) / len(load)
     return LayerLoad(

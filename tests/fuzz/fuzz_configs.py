@@ -39,7 +39,7 @@ VALUES: list[Any] = [
 ]
 ARRAYS = (np.ndarray, torch.Tensor)  # not in files
 SMALL = 64  # sizes that are computed
-BYTES = 2**28  # of memory for a case, including imports
+BYTES = 2**28  # memory for a case, including imports
 
 
 def value_for(random: Random, default: Any) -> Any:

@@ -39,7 +39,7 @@ from maxmoe.sharding import LogicalRules, Mesh  # noqa: E402
 from support.dispatched_layer import Batch, Outcome, check_part, make_layer, take_step  # noqa: E402
 from support.run_ranks import run_ranks  # noqa: E402
 
-STEPS = 10  # of a case
+STEPS = 10  # per case
 DTYPES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.1}
 RULES = {
     **{name: LogicalRules.load(name) for name in ("default", "ep-as-dp", "ep-as-cp", "cp-as-ep", "ep-tp", "pure-fsdp")},
@@ -173,7 +173,7 @@ def remains(layer: MoE, batch: Batch, forward: Callable[..., Any]) -> tuple[int,
     take_step(layer, batch, forward)
     gc.collect()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of modules that gc finds, whose classes are looked up
+        warnings.simplefilter("ignore")  # warnings of modules whose classes are read from gc's objects
         tensors = [found for found in gc.get_objects() if issubclass(type(found), Tensor)]
     return len(dist.distributed_c10d._world.pg_map), len(tensors), sum(map(Tensor.numel, tensors))
 

@@ -49,7 +49,7 @@ from support.parts import assert_same, part_by_definition  # noqa: E402
 from support.run_ranks import run_ranks  # noqa: E402
 
 PRESETS = tuple(path.stem for path in sorted(FOLDER.glob("*.yaml")))
-TABLES = 10  # of a case
+TABLES = 10  # per case
 DISPATCHES = ("auto", "auto", "ring_of_experts", "ragged_all_to_all", "gather_weights")
 LAYERS = {**FAMILIES, "biases": replace(FAMILIES["deepseek_v3"], expert_bias=True, group_score="max", **LOSSES)}
 DECODERS: dict[str, DecoderConfig] = {

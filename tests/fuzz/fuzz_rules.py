@@ -42,8 +42,8 @@ PIECES = [
 ]
 MESH_AXES = [*AXES, "x", "", "é", "fsdp "]
 SIZES = ["1", "2", "2", "2", "-1", "0", "1e3", "²", "٣", "9" * 5000, "", "+2", "0x2", " 2", "2_0"]
-SECONDS = 20  # of processor for a file, on a busy machine
-BYTES = 2**28  # of memory for a case, including imports
+SECONDS = 20  # processor time for a file, on a busy machine
+BYTES = 2**28  # memory for a case, including imports
 LONG = 2**15  # bytes, which PyYAML reads in a moment
 
 
@@ -135,7 +135,7 @@ def dump_and_load(random: Random) -> str:
 
 
 class Plain(yaml.SafeDumper):
-    """Without aliases."""
+    """A dumper without aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

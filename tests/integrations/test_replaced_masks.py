@@ -82,7 +82,7 @@ def test_forms_of_masks(form: str, side: str) -> None:
 
 
 def test_several_masks_by_name() -> None:
-    """As `generate` gives them to models with sliding windows and static caches."""
+    """Masks by name, as `generate` passes them to models with sliding windows and static caches."""
     mask = padding(3, "left")
     assert torch.equal(token_mask({"full_attention": None, "linear_attention": mask}, 3, 7), mask.bool())  # type: ignore[arg-type]
     assert token_mask({"full_attention": None}, 3, 7) is None

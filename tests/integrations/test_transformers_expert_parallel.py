@@ -29,7 +29,7 @@ OURS = {"maxmoe_ring_of_experts": RingOfExpertsEP, "maxmoe_ragged_all_to_all": R
 
 
 def model(preset: str) -> Any:
-    """The same parameters at every call."""
+    """A small model with the same parameters at every call."""
     torch.manual_seed(0)
     built = model_of(preset, num_hidden_layers=2).double()
     for parameter in built.parameters():

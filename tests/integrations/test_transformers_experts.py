@@ -94,7 +94,7 @@ def test_gradients_are_written_into_the_layout_of_the_parameters(experts_class: 
 
 
 def test_experts_of_other_ranks_are_left_out() -> None:
-    """As transformers marks them under expert parallelism: id num_experts or above, weight 0. Their rows may be NaN."""
+    """Experts of other ranks, marked as in transformers by ids >= num_experts and weight 0; their rows may be NaN."""
     experts = small(MixtralExperts)
     experts._is_expert_parallel = True
     hidden_states, index, weights = routed(torch.float64)

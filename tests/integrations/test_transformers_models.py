@@ -125,7 +125,7 @@ def test_ten_steps(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generates_the_same_tokens(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through `from_pretrained`, as users load a model."""
+    """The model is loaded by `from_pretrained`, as users do."""
     build(family, torch.float32).save_pretrained(tmp_path)
     generated = []
     for name in ("eager", "maxmoe"):

@@ -102,7 +102,7 @@ def test_other_experts_beside_loops(preset: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing` is deprecated:FutureWarning")
 def test_recomputed_layers_and_adapters() -> None:
-    """Under the gradient checkpointing of transformers, with a backward after the replay, and inside of PEFT."""
+    """Replay under transformers' gradient checkpointing, with a backward after the replay, and inside of PEFT."""
     peft = pytest.importorskip("peft")
     model = ours("qwen3_moe")
     record = rotated(recorded(model))

@@ -28,7 +28,7 @@ class Gradients(NamedTuple):
 
 
 def outputs_of(module: nn.Module, x: Tensor) -> list[Tensor]:
-    torch.manual_seed(3)  # of random routers
+    torch.manual_seed(3)  # seed of random routers
     return [out for out in module(x)[:2] if out is not None and out.requires_grad]
 
 

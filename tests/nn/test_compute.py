@@ -30,7 +30,7 @@ ONE_EACH: Options = {"hidden_size": 3, "num_experts": 2, "top_k": 1, "normalizat
 
 
 def twin(layer: MoE, **options: Any) -> MoE:
-    """The same parameters under other options."""
+    """A layer with the same parameters and other options."""
     other = make(layer.router.weight.dtype, **{**vars(layer.config), **options})
     other.load_state_dict(layer.state_dict())
     return other

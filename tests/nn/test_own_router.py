@@ -139,7 +139,7 @@ def test_recomputation_and_statistics(name: str, recompute: bool) -> None:
 
 @each_router
 def test_a_recomputation_keeps_the_experts(name: str) -> None:
-    """With keep_routing also a recomputation that does not repeat the bits of its forward."""
+    """keep_routing keeps the experts even if a recomputation does not repeat the bits of its forward."""
     layer, noise = make(name), 1e-9 * tokens(3, 7).flip(0)
     weight = layer.router.weight.detach()
     x = tokens(3, 7) - tokens(3, 7) @ weight.T @ weight.T.pinverse()  # all scores are equal: noise decides
@@ -168,7 +168,7 @@ def test_a_recomputation_keeps_the_experts(name: str) -> None:
 
 
 def test_a_recomputation_computes_the_scores_again() -> None:
-    """With keep_routing, too, because it keeps only the experts."""
+    """keep_routing keeps the experts only, so that the scores are computed again."""
     times = []
     for options in ({}, {"context_fn": maxmoe.keep_routing}):
         with count_operators() as count:

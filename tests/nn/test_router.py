@@ -30,7 +30,7 @@ def correction_bias(layer: MoE) -> Tensor:
 
 @each_dtype
 def test_is_in_float32_or_wider(every_path: str, dtype: torch.dtype) -> None:
-    """As if x and the parameters had been widened first: no product is rounded to 16 bits."""
+    """The result equals that of widened x and parameters: no product is rounded to 16 bits."""
     wide = torch.promote_types(dtype, torch.float32)
     router = make(dtype, router_bias=True, hidden_size=65).router
     x = torch.randn(20, 65).to(dtype)
@@ -110,7 +110,7 @@ def test_update_adds_the_rate_towards_the_mean() -> None:
 
 @pytest.mark.parametrize("dtype", LOW_PRECISION, ids=str)
 def test_counts_are_compared_exactly(dtype: torch.dtype) -> None:
-    """For any dtype of the model and any number of tokens."""
+    """Counts are compared as integers, for any dtype of the model and any number of tokens."""
     for base in (1000, 2**24, 2**40):
         for layer in (make(dtype, **BALANCING), make(torch.float32, **BALANCING).to(dtype)):
             correction_bias(layer).zero_()

@@ -73,7 +73,7 @@ def test_arrays_of_numpy() -> None:
 
 
 def test_generated_routes_are_replayed_from_an_array() -> None:
-    """From generation through an array of concatenated requests to a forward over the sequences."""
+    """Routes of a generation, in an array of concatenated requests, are replayed in a forward over the sequences."""
     model = make_decoder()
     with maxmoe.record_routing(model) as record, torch.no_grad():
         sequences = model.generate(tokens_like(model, 2, 3), 4, temperature=0.0)

@@ -32,7 +32,7 @@ NAN = float("nan")
 
 
 class TestExpertFfn(MixedWeights, OperatorTests):
-    """In 16 bits the preactivations, the activations, their gradients and the rows are rounded on the way."""
+    """In 16 bits the preactivations, the activations, their gradients and the rows are rounded."""
 
     roundings = 8
     shared_in_backward = frozenset({"expert_ffn_backward"})  # test_split_backward.py looks into it

@@ -130,7 +130,7 @@ def marked_block(num_bytes: int, mark: int) -> Tensor:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_no_more_is_mapped_than_was_allocated_at_once(seed: int) -> None:
-    """For any sequence of allocations, also if freed pages are not contiguous; blocks never overlap."""
+    """A random sequence of allocations, also if freed pages are not contiguous; blocks never overlap."""
     chooser = random.Random(seed)
     before = _library.memory_allocated()
     blocks: dict[int, Tensor] = {}

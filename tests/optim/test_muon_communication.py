@@ -30,7 +30,7 @@ def planned(layout: MeshRules) -> tuple[int, int]:
 @pytest.mark.sampled(0)
 @pytest.mark.parametrize("world_size", [4])
 def test_real_ranks_send_what_is_planned(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under every preset, replicas and strided shards among them, in several buckets."""
+    """Every preset, with replicas and strided shards among them, in several buckets."""
     for module in ("optim.distributed_newton_schulz", "optim.muon_communication"):
         monkeypatch.setattr(f"maxmoe.{module}.BUCKET_SIZE", 200)
 

@@ -65,7 +65,7 @@ def stepped(model: nn.Module) -> Muon:
 
 
 def test_state_dicts_go_round(tmp_path: Any) -> None:
-    """Through a file that is read without pickle: the next step has the same bits."""
+    """A state dict is saved to a file and read without pickle: the next step has the same bits."""
     one, other = make(num_shared_experts=1), make(num_shared_experts=1)
     optimizer = stepped(one)
     other.load_state_dict(one.state_dict())

@@ -114,7 +114,7 @@ def test_a_broken_core_is_an_import_error_with_its_path(tmp_path: Path) -> None:
 
 
 def test_the_core_knows_no_python() -> None:
-    """It links neither Python nor torch's library for one Python, so that it works with every version of Python."""
+    """The core links neither Python nor torch's library for one Python, so that it works with every Python."""
     library = (PACKAGE / f"libmaxmoe_torch{MAJOR}_{MINOR}.so").read_bytes()
     assert b"libtorch_cpu.so\0" in library
     assert not re.findall(rb"\0((?:libpython|libtorch_python)[^\0]*|_?Py\w*_\w+)\0", library)

@@ -38,7 +38,7 @@ def test_dir_shows_what_is_public(first_import: dict[str, Any]) -> None:
 
 
 def test_importing_maxmoe_loads_nothing_but_torch_and_maxmoe(first_import: dict[str, Any]) -> None:
-    """It takes less than 0.2 s beyond torch's own time; DTensor, transformers or matplotlib alone would take longer."""
+    """The import takes less than 0.2 s beyond torch's; DTensor, transformers or matplotlib would take longer."""
     assert "maxmoe" in first_import["loaded"] and "maxmoe.parallel" not in first_import["loaded"]
     assert [name for name in first_import["loaded"] if name.split(".")[0] != "maxmoe"] == []
 

@@ -12,5 +12,5 @@ def collectives_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def collectives_are_not_compared(collectives_are_compared: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests that count collectives, or the time in which they run."""
+    """Turn off the comparison, for tests that count collectives or measure their time."""
     monkeypatch.delenv(CHECK_VARIABLE)

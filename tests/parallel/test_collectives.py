@@ -42,7 +42,7 @@ def test_tensor_parallel_parts_take_one_sum_and_gather_no_weight(part: str) -> N
 
 @pytest.mark.usefixtures("collectives_are_not_compared")
 def test_routed_and_shared_experts_take_one_sum() -> None:
-    """In the backward one sum for the tokens and one for the routing weights."""
+    """The backward takes one sum for the tokens and one for the routing weights."""
     config = replace(MOE, shared_expert_gate=False, load_balance_loss_weight=0.0, router_z_loss_weight=0.0)
 
     def count() -> tuple[dict[str, int], dict[str, int]]:

@@ -160,7 +160,7 @@ def test_generation_communicates_for_its_tokens_alone() -> None:
 
 
 def test_one_rank_evaluates_alone_where_ranks_share_no_work() -> None:
-    """On the axis `data`: forwards of a layer and of a model, and generation. Afterwards all ranks train as before."""
+    """Forwards of a layer and of a model, and generation, on the axis `data`. Afterwards all ranks train as before."""
 
     def check(name: str) -> None:
         mesh, rules = Mesh(DATA[0].sizes), DATA[0].rules
@@ -192,7 +192,7 @@ def test_one_rank_evaluates_alone_where_ranks_share_no_work() -> None:
 
 @pytest.mark.parametrize("scope", ["sequence", "batch", "step"])
 def test_losses_and_statistics_without_a_backward_are_those_of_the_tokens_of_this_rank(scope: str) -> None:
-    """With the scope "step" the loss equals the scope "batch", because an evaluation belongs to no step."""
+    """With the scope "step" the loss equals the loss of the scope "batch": an evaluation belongs to no step."""
     x, mask = batch()
     options: dict[str, Any] = {**BALANCE, "router_z_loss_weight": 0.2, "score_function": "sigmoid"}
 
@@ -230,7 +230,7 @@ def test_the_slots_that_the_ranks_drop_add_up() -> None:
     run_cases(check, 2, [DATA, *((MeshRules("ep-as-dp", {"expert": 2}), each) for each in ("ring_of_experts",))])
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")  # of torch, under no_grad
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")  # a warning of torch, under no_grad
 @pytest.mark.parametrize("scope", ["sequence", "batch", "step"])
 def test_a_reentrant_checkpoint_trains_although_its_forward_has_no_gradients(scope: str) -> None:
     """The returned loss is the loss of all ranks; under no_grad a forward is an evaluation as well."""

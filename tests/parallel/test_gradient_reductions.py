@@ -104,7 +104,7 @@ def recomputed_by_reentering(module: nn.Module, x: Tensor) -> Tensor:
     ids=["plainly", "recomputed", "by_reentering"],
 )
 def test_gradients_of_a_block_are_summed_together(call: Callable[..., Tensor], per_block: int) -> None:
-    """In a part that recomputes itself by a nested backward, in the nested backward; the numbers are the same."""
+    """If a part recomputes itself in a nested backward, its gradients are summed there; the numbers are equal."""
     x = torch.randn(4, 4, dtype=torch.float64)
     one = Model(call).double()
     for _ in range(2):

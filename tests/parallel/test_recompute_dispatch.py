@@ -33,7 +33,7 @@ CONFIGS = {
 DISPATCHES = tuple(name for name, strategy in STRATEGIES.items() if strategy is not LocalStrategy)
 FROZEN: tuple[tuple[str, ...], ...] = ((), ("experts",), ("router",), ("x",), ("experts", "x"), ("router", "x"))
 NAMES = (("dispatch",), ("dispatch", "experts"))
-LENGTH = 3  # of every sequence
+LENGTH = 3  # length of every sequence
 
 non_reentrant = partial(checkpoint, use_reentrant=False)
 

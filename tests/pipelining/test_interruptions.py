@@ -85,7 +85,7 @@ def test_stages_that_have_sent_messages_say_what_to_do() -> None:
         calls = []
 
         def stop(*_arguments: Any) -> None:
-            """In the first micro-batch of the last stage, while a message with the second one is on its way."""
+            """Raise in the first micro-batch of the last stage, while a message with the second one is sent."""
             calls.append(1)
             if len(calls) == 2 * NUM_BLOCKS + 1 - dist.get_rank() * 2 * NUM_BLOCKS:
                 raise ArithmeticError

@@ -81,7 +81,7 @@ def test_padding_documents_and_a_rank_without_tokens(schedule: str) -> None:
     mask[4:] = False  # the sequences of the second rank
     targets = targets.masked_fill(~mask, -100)
     documents = torch.arange(LENGTH).ge(3).long().repeat(len(tokens), 1)
-    rows = [[index, index + 4] for index in range(4)]  # of each micro-batch, on both ranks
+    rows = [[index, index + 4] for index in range(4)]  # rows of each micro-batch, on both ranks
     expected = step_of(
         decoder(DEEPSEEK),
         [(tokens[here], targets[here]) for here in rows],
@@ -100,7 +100,7 @@ def test_padding_documents_and_a_rank_without_tokens(schedule: str) -> None:
 
 
 def test_axes_of_data_are_summed_with_a_split_backward() -> None:
-    """In torch, the reduction over data-parallel ranks was once skipped (PyTorch issue 144530)."""
+    """torch once skipped the reduction over data-parallel ranks (PyTorch issue 144530)."""
     expected = step_of_one_process(DEEPSEEK)
 
     def check() -> None:

@@ -41,7 +41,7 @@ def actions_of(timeline: Timeline) -> list[list[Action]]:
 def real_steps(
     schedule: str, num_ranks: int, recompute: tuple[str, ...] = ()
 ) -> list[tuple[Timeline, Timeline, dict[int, int]]]:
-    """By rank, timelines of two steps and the micro-batches in flight of the second one.
+    """Timelines of two steps and the micro-batches in flight of the second one, by rank.
 
     Each stage has one block, because the computations of a stage are not tested here.
     """

@@ -50,7 +50,7 @@ def test_a_plan_beside_forwards(plan: Callable[[nn.Module], object]) -> None:
 
 
 def test_predictions_of_two_threads() -> None:
-    """Each with another recomputation, which is a setting of the modules."""
+    """Each thread predicts with another recomputation, which is a setting of the modules."""
     whole = decoder().float()
 
     def memory(recompute: tuple[str, ...]) -> int:

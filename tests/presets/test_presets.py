@@ -99,7 +99,7 @@ GOLDEN = {
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_numbers_of_maxtext(name: str) -> None:
-    """With the preset, not with the config that golden_fixtures reads from MaxText's options."""
+    """The config is the preset's, not the one that golden_fixtures reads from MaxText's options."""
     fixture, fields = GOLDEN[name]
     arrays, meta = golden_fixtures.load(fixture)
     rule = golden_fixtures.layer_config(arrays, meta)

@@ -153,7 +153,7 @@ def test_averages_of_a_model_with_adapters(options: dict[str, Any]) -> None:
     assert len(quantized) == 6 and all(torch.equal(found[name], model.get_parameter(name)) for name in quantized)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of the compiler
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # a warning of the compiler
 def test_compile() -> None:
     """A single graph, in which stacks are traced as their codes and scales."""
     model = layer()

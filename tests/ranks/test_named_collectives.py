@@ -33,7 +33,7 @@ def test_values() -> None:
 
 @pytest.mark.parametrize("is_compared", [False, True])
 def test_collectives_of_equal_size_in_another_order(monkeypatch: pytest.MonkeyPatch, is_compared: bool) -> None:
-    """Without the environment variable, which turns the comparison on, they exchange wrong values."""
+    """The ranks exchange wrong values unless the environment variable turns the comparison on."""
     if is_compared:
         monkeypatch.setenv(named_collectives.CHECK_VARIABLE, "1")
 

@@ -66,7 +66,7 @@ def sdist_complaints(path: Path, sources: set[str]) -> Iterator[str]:
 
 
 def metadata_complaints(text: str) -> Iterator[str]:
-    """Of what PyPI shows and pip reads."""
+    """Return complaints about the metadata that PyPI shows and pip reads."""
     metadata = HeaderParser().parsestr(text)
     if metadata["Version"] != VERSION:
         yield f"its version is {metadata['Version']}, pyproject.toml has {VERSION}"

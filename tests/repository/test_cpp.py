@@ -42,7 +42,7 @@ def build_step(*command: str) -> None:
 
 @pytest.fixture(scope="module")
 def build_folder() -> Path:
-    """Where the core was built, if it was built here: its kernels are not compiled again."""
+    """The build folder of the core, if it was built here, so that its kernels are not compiled again."""
     options = [f"-DPython_EXECUTABLE={sys.executable}", "-DMAXMOE_BUILD_TESTS=ON", "-DMAXMOE_BUILD_BENCHMARKS=ON"]
     caches = sorted((ROOT / "build").glob("core-????????/CMakeCache.txt"), key=lambda path: path.stat().st_mtime)
     folder = caches[-1].parent if caches else None
@@ -60,7 +60,7 @@ def build_folder() -> Path:
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_kernels(build_folder: Path, isa: str) -> None:
-    """In one process: ctest would start one per test. The tests of Pairs call no kernel of an instruction set."""
+    """Run all tests in one process, not one per test. Tests of Pairs call no kernel of an instruction set."""
     options = ["--gtest_brief=1", *(["--gtest_filter=-Pairs.*"] if isa != "baseline" else [])]
     done = run(str(build_folder / "cpp/tests/maxmoe_kernels_tests"), *options, MAXMOE_ISA=isa)
     if done.returncode != 0 or not re.search(r"PASSED.* [1-9]\d* tests", done.stdout):

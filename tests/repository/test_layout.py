@@ -186,7 +186,7 @@ def test_imports_go_one_way() -> None:
 
 
 def test_no_two_rooms_import_each_other() -> None:
-    """Also within a line of the order."""
+    """Packages in one line of the order do not import each other either."""
     imports = {(own, imported) for _, own, imported in imports_of_rooms()}
     assert not {(one, other) for one, other in imports if one < other and (other, one) in imports}
 

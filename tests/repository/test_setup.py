@@ -85,7 +85,7 @@ def test_an_older_torch_is_said_first_and_stays(tmp_path: Path) -> None:
 
 
 def test_an_older_torch_is_built_for_if_asked(tmp_path: Path) -> None:
-    """For device checks, whose machine may have no other."""
+    """Device checks need it, because their machine may have an older torch only."""
     done = metadata(tmp_path, sites=[site_with_torch(tmp_path / "site", "2.11.0+cu130")], MAXMOE_ANY_TORCH="1")
     assert done.returncode == 0
     assert f"maxmoe is tested with {TORCH_REQUIREMENT}; building for torch 2.11.0+cu130" in done.stderr

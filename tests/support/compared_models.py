@@ -168,7 +168,7 @@ def fsdp2(model: nn.Module) -> nn.Module:
 
 
 def alone(model: nn.Module) -> nn.Module:
-    """Nothing is parallelized: the step reduces the gradients."""
+    """The model is not parallelized; the step reduces the gradients."""
     return model
 
 

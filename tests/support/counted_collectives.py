@@ -15,7 +15,7 @@ from maxmoe.sharding import Mesh
 
 
 class CountedCollectives(TorchDispatchMode):
-    """In it, `counts` gathers times and bytes by kind and axis, "a, b" for a group over both.
+    """Counts calls and bytes in `counts`, by kind and axis, "a, b" for a group over both.
 
     The bytes are sent and received by a rank on a ring: (n - 1) / n of the largest tensor of a gather or scatter, twice
     this number for an all-reduce; in an all-to-all the maximum of the bytes sent to and received from other ranks.

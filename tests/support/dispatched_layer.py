@@ -81,7 +81,7 @@ class Batch:
 
 
 def make_layer(config: MoEConfig, dtype: torch.dtype = torch.float64) -> MoE:
-    """The same random values at every call, in all parameters and buffers."""
+    """A layer with the same random values at every call, in all parameters and buffers."""
     generator = torch.Generator().manual_seed(0)
     layer = MoE(config, dtype=dtype)
     with torch.no_grad():
@@ -95,7 +95,7 @@ def make_layer(config: MoEConfig, dtype: torch.dtype = torch.float64) -> MoE:
 def make_batch(
     config: MoEConfig, load: str, shape: tuple[int, int] = (8, 8), dtype: torch.dtype = torch.float64
 ) -> Batch:
-    """The same random values at every call."""
+    """A batch with the same random values at every call."""
     generator = torch.Generator().manual_seed(1)
     x, cotangent = torch.randn(2, *shape, config.hidden_size, generator=generator, dtype=torch.float64).to(dtype)
     slots = torch.arange(shape[0] * shape[1] * config.top_k).view(*shape, config.top_k)

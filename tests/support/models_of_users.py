@@ -147,7 +147,7 @@ class Vision(nn.Module):
 
 
 class EncoderDecoder(nn.Module):
-    """Two keyword arguments of two dtypes."""
+    """A model with two keyword arguments of different dtypes."""
 
     declaration = Declaration(
         example_inputs=lambda batch, length: {

@@ -127,7 +127,7 @@ class Step:
 
 
 def decoder(config: DecoderConfig = CONFIG) -> Decoder:
-    """The same parameters at every call, large enough to matter."""
+    """A decoder with the same parameters at every call, large enough to matter."""
     generator = torch.Generator().manual_seed(0)
     model = Decoder(config, dtype=torch.float64)
     with torch.no_grad():

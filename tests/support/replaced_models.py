@@ -37,7 +37,7 @@ def padding(batch: int, side: str) -> Tensor:
 
 
 def labels_of(ids: Tensor, mask: Tensor | None) -> Tensor:
-    """Without padding, and without tokens after padding, which it would predict."""
+    """Labels without padding, and without tokens after padding, which padding would predict."""
     if mask is None:
         return ids
     is_after_padding = nn.functional.pad(mask[:, :-1], (1, 0), value=1) == 0

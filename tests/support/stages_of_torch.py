@@ -22,7 +22,7 @@ from torch.distributed.pipelining import (
 
 from support.compared_models import WIDTH, Case, whole_batch
 
-NUM_RANKS, MICRO_BATCHES = 2, 4  # of a pipeline
+NUM_RANKS, MICRO_BATCHES = 2, 4  # per pipeline
 IN_V = ScheduleZBVZeroBubble, ScheduleDualPipeV  # the first rank has the first and the last stage
 Wrap = Callable[[nn.Module, DeviceMesh], nn.Module]
 

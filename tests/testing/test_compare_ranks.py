@@ -47,7 +47,7 @@ def test_it_starts_processes() -> None:
     with pytest.raises(AssertionError, match=r"(?s)^compare_ranks: different\. 2 ranks beside one process, float64"):
         wrong.raise_if_different()
     assert wrong.first_wrong is not None and wrong.first_wrong.name == "last.bias"
-    assert not any("float32" in note for note in wrong.notes), wrong  # where it is compared once more, and wrong too
+    assert not any("float32" in note for note in wrong.notes), wrong  # in float32 it is wrong, too
     with pytest.raises(RankError, match=r"(?s)^rank 1 of 2 failed first:\nTraceback.*KeyError: 'no such layer'"):
         compare_ranks(build, fail_on_rank_1, make_batch, loss)
 

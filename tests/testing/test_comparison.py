@@ -189,7 +189,7 @@ def test_a_loss_and_outputs_that_are_zero_up_to_rounding() -> None:
 
 def test_the_worst_of_several_calls_of_a_model_counts() -> None:
     whole = torch.arange(8.0).view(4, 2)
-    parts = [whole[:2], whole[2:] + torch.eye(2)]  # of two micro-batches
+    parts = [whole[:2], whole[2:] + torch.eye(2)]  # gradients of two micro-batches
     assert compare_output(whole, [[Entries.of(part)] for part in parts]) == (1.0, 0)
 
 

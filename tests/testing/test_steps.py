@@ -28,7 +28,7 @@ from support.compared_models import (
 from support.forked_comparison import compare
 from support.parallel_by_hand import reduced
 
-with warnings.catch_warnings(category=DeprecationWarning, action="ignore"):  # of torch.jit
+with warnings.catch_warnings(category=DeprecationWarning, action="ignore"):  # a warning of torch.jit
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")
@@ -135,7 +135,7 @@ def masks(comparison: Any) -> list[str]:
 
 
 def test_dropout_is_left_out_and_its_masks_are_compared() -> None:
-    """With the same seed, ranks have the same masks (huggingface/transformers#31412)."""
+    """Ranks with the same seed have the same masks (huggingface/transformers#31412)."""
 
     def seeded_by_rank(model: nn.Module) -> nn.Module:
         torch.manual_seed(dist.get_rank())

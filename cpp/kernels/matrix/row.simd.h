@@ -122,7 +122,7 @@ template <class T>
 MAXMOE_INLINE void scale_row_nontemporal(const T* source, Accumulator<T> weight, T* target, int64_t count) {
   constexpr int64_t kWidth = kLanesX2<Accumulator<T>>;
   constexpr int64_t kWhole =
-      kWidth < kCacheLineElements<T> ? kCacheLineElements<T> : kWidth;  // of lines and of vectors
+      kWidth < kCacheLineElements<T> ? kCacheLineElements<T> : kWidth;  // whole lines and whole vectors
   T part[kWhole];
   const int64_t scaled = at_most(count, kWhole);
   const int64_t begin = at_most(elements_to_cache_line(target), count);
@@ -192,7 +192,7 @@ MAXMOE_INLINE void sum_weighted_rows(ConstMatrixView<T> rows, int64_t count, con
 template <class T>
 MAXMOE_INLINE Accumulator<T> dot_rows(const T* a, const T* b, int64_t count) {
   using S = Accumulator<T>;
-  constexpr int kSums = 2;  // of two vectors each: four chains of multiply-adds, to cover their latency
+  constexpr int kSums = 2;  // with two vectors each: four chains of multiply-adds, to cover their latency
   constexpr int64_t kWidth = kLanesX2<S>;
   VectorX2<S> sums[kSums] = {};
   int64_t i = 0;

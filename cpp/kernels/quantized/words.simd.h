@@ -14,7 +14,7 @@ using Floats = Vector<float>;
 // The codes of kLanes columns, which are rows of `m`, a cache line of each at a time.
 class WordReader {
  public:
-  static constexpr int kWords = kCacheLineBytes / 4;  // of a line
+  static constexpr int kWords = kCacheLineBytes / 4;  // words per line
 
   template <class Row>
   MAXMOE_INLINE WordReader(const QuantizedMatrix& m, const Row& row_of_lane) : end_(m.bytes_of(m.columns)) {

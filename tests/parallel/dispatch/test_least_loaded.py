@@ -81,7 +81,7 @@ def hot_batch(config: MoEConfig, load: str) -> Batch:
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 def test_families_and_loads(num_ranks: int) -> None:
-    """From even to all tokens on one expert; and no rank computes more than 1.15 times the mean."""
+    """Loads from even to all tokens on one expert; no rank computes more than 1.15 times the mean."""
     cases, loads = {}, ("even", HOT[1], "all to one expert") if num_ranks == 8 else (*LOADS, *HOT)
     for (family, config), load in itertools.product(FAMILIES.items(), loads):
         batch = hot_batch(config, load)

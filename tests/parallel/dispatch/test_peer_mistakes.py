@@ -72,7 +72,7 @@ def test_expert_gradients_are_not_multiplied_by_the_ranks() -> None:
 
 
 def test_the_router_learns_from_the_outputs_of_experts_elsewhere() -> None:
-    """Without an auxiliary loss, and with each token's experts on other ranks than the token."""
+    """The layer has no auxiliary loss, and each token's experts are on other ranks than the token."""
     expected = take_step(make_layer(CONFIG), BATCH).gradients["router.weight"]
     assert expected.abs().min() > 0
 

@@ -20,7 +20,7 @@ from support.run_ranks import run_ranks
 def test_rows_are_those_of_the_ranks_on_the_device_and_on_the_host() -> None:
     def check() -> list[Tensor]:
         rank = dist.get_rank()
-        whole = torch.arange(6).view(3, 2)[rank].repeat_interleave(2)  # of a stride that is not one
+        whole = torch.arange(6).view(3, 2)[rank].repeat_interleave(2)  # with a stride that is not one
         device, host = all_gather_counts(whole[::2], dist.group.WORLD.group_name)
         assert device.data_ptr() != host.data_ptr() and host.device.type == "cpu"
         return [device, host]

@@ -173,7 +173,7 @@ MAXMOE_INLINE void multiply_and_transpose(SkinnyRows<Element, kRows> a, const Tr
                                           TransposedPart<T, Element, kPanels>& next, ConstMatrixView<T> columns,
                                           int64_t d, ColumnPrefetch& prefetch) {
   using Part = TransposedPart<T, Element, kPanels>;
-  constexpr int kBlocks = Part::kBlocksPerLine * Part::kVectors;  // of a cache line of each column
+  constexpr int kBlocks = Part::kBlocksPerLine * Part::kVectors;  // blocks per cache line of each column
   constexpr int kSteps = static_cast<int>(Part::kDepthOfLine / kDepthPerStep<typename Part::Of>) / kBlocks;
   // Half a block and the accumulators of more than two rows need more than 16 registers.
   constexpr int kStepsHalfway = kRows <= 2 ? kSteps / 2 : 0;
