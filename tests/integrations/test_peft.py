@@ -35,7 +35,7 @@ def adapted(layer: MoE, targets: tuple[str, ...], **options: Any) -> PeftModel:
 
 
 def factors(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
-    """Of every adapted parameter, the two matrices of LoRA."""
+    """The two matrices of LoRA of every adapted parameter."""
     wrappers = [module for module in model.modules() if hasattr(module, "parameter_name")]
     return {
         wrapper.parameter_name: (wrapper.lora_A["default"].weight, wrapper.lora_B["default"].weight)

@@ -115,7 +115,7 @@ SITUATIONS: dict[str, tuple[tuple[int, ...], Options]] = {
 def test_situations(every_path: str, name: str, weights_to: str, situation: str) -> None:
     (shape, options), compute = SITUATIONS[situation], COMPUTE[name]
     features = {"expert_bias": True, "load_balance_loss_weight": 0.3, "router_z_loss_weight": 0.2}
-    if "capacity_factor" in compute:  # more than num_experts is refused
+    if "capacity_factor" in compute:  # a capacity factor above num_experts is refused
         limit = float(options.get("num_experts", SIZES["num_experts"]))
         compute = {**compute, "capacity_factor": min(compute["capacity_factor"], limit)}
     layer = make(apply_weights_to=weights_to, num_shared_experts=1, **features, **options, **compute)

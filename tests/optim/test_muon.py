@@ -1,4 +1,4 @@
-"""Muon in one process: against torch.optim.Muon, to the bit where both can, and a definition in float64."""
+"""Muon in one process: against torch.optim.Muon, bit by bit where possible, and a definition in float64."""
 
 from typing import Any
 
@@ -58,7 +58,7 @@ def test_matrices_have_the_bits_of_torch(dtype: torch.dtype, options: dict[str, 
 @pytest.mark.parametrize("input_dim", [-1, -2])
 @pytest.mark.parametrize("shape", [(2, 24, 16), (2, 16, 24), (2, 3, 8, 10), (12, 10)])
 def test_every_matrix_follows_the_definition(shape: tuple[int, ...], input_dim: int, fused_gate: str | None) -> None:
-    """Gate and up are matrices of their own, with F outputs each; wide and tall, in both orientations."""
+    """Gate and up are separate matrices with F outputs each; wide and tall, in both orientations."""
     group = {"params": matrices(shape, dtype=torch.float64), "input_dim": input_dim, "fused_gate": fused_gate}
     (parameter,) = trained(Muon([group], lr=0.1, ns_dtype=torch.float64))
     (before,) = matrices(shape, dtype=torch.float64)
@@ -87,7 +87,7 @@ def split(stack: Tensor, input_dim: int, fused_gate: str | None) -> list[Tensor]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_gradient_is_no_update(dtype: torch.dtype) -> None:
-    """Exactly: of experts without tokens, beside others; their state is there from the first step on."""
+    """Experts without tokens are unchanged to the bit; their state exists from the first step on."""
     (stack,) = matrices((4, 8, 6))
     before, optimizer = (
         stack.detach().clone(),

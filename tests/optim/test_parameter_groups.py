@@ -1,4 +1,4 @@
-"""Which optimizer a parameter gets: by logical names, by the usual rule, by overrides; and what cannot be known."""
+"""The optimizer of a parameter: by logical names, by the usual rule, by overrides; errors if it is unknown."""
 
 from typing import Any
 
@@ -54,7 +54,7 @@ def test_choices_are_printed_with_their_reasons(monkeypatch: pytest.MonkeyPatch)
 
 
 class NoNames(nn.Module):
-    """An embedding, a block with experts as those of transformers, and a head."""
+    """An embedding, a block with experts as in transformers, and a head."""
 
     def __init__(self, **experts: Any) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ def test_tied_weights_are_embeddings() -> None:
 
 
 class Declared(nn.Module):
-    """Fused gate and up [in, out] with names that say so."""
+    """Fused gate and up [in, out] with logical names."""
 
     def __init__(self, **fields: Any) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ def test_bad_declarations(fields: dict[str, Any], message: str) -> None:
 
 
 def test_more_dims_than_names_explain() -> None:
-    """One error for all of them, and how to choose."""
+    """One error names all of them and the ways to choose an optimizer."""
     model = nn.ModuleDict({"named": Declared(), "conv": nn.Conv1d(2, 3, 5), "linear": nn.Linear(2, 2)})
     message = (
         r"not known which dims are inputs and outputs of named.gate_up of shape \(3, 4, 10\) with the logical names "

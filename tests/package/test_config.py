@@ -1,4 +1,4 @@
-"""MoEConfig: what it accepts, and that each refusal names the argument and both values."""
+"""MoEConfig: accepted values, and errors that name the argument and both values."""
 
 import copy
 import dataclasses
@@ -183,7 +183,7 @@ def test_a_router_without_gradient_is_warned_of_once(normalization: Normalizatio
     with pytest.warns(UserWarning, match=f"^{message}.* set normalization='none'"):
         MoEConfig(**fields, load_balance_loss_weight=0.1)
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")  # what Python does unless told otherwise
+        warnings.simplefilter("default")  # Python's default
         for _ in range(2):
             config = MoEConfig(**fields)
             dataclasses.replace(config, buffer_factor=1.0)

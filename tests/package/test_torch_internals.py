@@ -1,4 +1,4 @@
-"""Each private name of torch does what `maxmoe/_torch/__init__.py` says, in the version of torch that is installed."""
+"""Each private name of torch works as `maxmoe/_torch/__init__.py` says, in the installed version of torch."""
 
 import copy
 import gc

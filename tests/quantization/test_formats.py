@@ -1,4 +1,4 @@
-"""Values of all codes and scales, against definitions that others have published."""
+"""Values of all codes and scales, against published definitions."""
 
 import math
 from statistics import NormalDist

@@ -1,4 +1,4 @@
-"""Quantized weights of modules: what their parameters do in conversions, files, copies and other modules."""
+"""Parameters of quantized weights in conversions, files, copies and other modules."""
 
 import copy
 from pathlib import Path
@@ -105,7 +105,7 @@ def test_safetensors(tmp_path: Path) -> None:
 
 
 def test_files_that_do_not_fit() -> None:
-    """Of a format with the same shapes and dtypes, with scales of another dtype, and with others than finite ones."""
+    """Another format with the same shapes and dtypes, scales of another dtype, and scales that are not finite."""
     module = module_with(stack_of("int8"))
     with pytest.raises(RuntimeError, match=r"(?s)Missing key.*int8_codes.*Unexpected key.*fp8_row_codes"):
         module.load_state_dict(module_with(stack_of("fp8_row")).state_dict())
@@ -138,7 +138,7 @@ def test_one_weight_in_the_place_of_another() -> None:
 
 @each_format
 def test_ddp_and_fsdp2(format: str) -> None:
-    """They send the bytes."""
+    """DDP and FSDP2 send codes and scales as bytes."""
 
     class Experts(nn.Module):
         def __init__(self) -> None:

@@ -33,7 +33,7 @@ def test_equals_the_block_of_transformers(family: str) -> None:
 
 
 def test_balance_loss_is_that_of_transformers() -> None:
-    """theirs sums over the K choices where ours takes their mean."""
+    """The loss of transformers is a sum over the K choices, ours a mean."""
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
     logits = torch.randn(2, 16, 6)

@@ -1,7 +1,7 @@
-"""What decides each collective of the package: equal on all ranks by construction.
+"""The condition of each collective of the package, which is equal on all ranks by construction.
 
-Nothing that one rank's memory, time, garbage collector, hash seed or errors decide may stand here. A new collective is
-entered with its reason; one that cannot give any does not belong into the package.
+A condition must not depend on one rank's memory, time, garbage collector, hash seed or errors. A new collective is
+entered with its condition.
 """
 
 import ast

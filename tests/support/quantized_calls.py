@@ -1,4 +1,4 @@
-"""Calls of operators with quantized stacks, and the same calls with what the stacks stand for."""
+"""Calls of operators with quantized stacks, and the same calls with the dequantized matrices."""
 
 import itertools
 from collections.abc import Iterator
@@ -108,7 +108,7 @@ def with_columns(stack: QuantizedStack, start: int, stop: int) -> QuantizedStack
 
 
 def dequantized(stack: QuantizedStack) -> Tensor:
-    """What the definition of the format says of a stack, in float32 and in the layout of the stack."""
+    """Dequantize a stack by the definition of the format, in float32 and in the layout of the stack."""
     parts = (stack.codes, stack.scales, stack.zeros, stack.format, stack.columns)
     matrices = reference.dequantize(*parts, torch.float32)
     return matrices.mT if stack.is_transposed else matrices
@@ -144,7 +144,7 @@ def described(got: Tensor | None, expected: Tensor | None) -> str:
 
 
 def assert_same_bits(call: Call, dtypes: tuple[torch.dtype, ...], what: str = "") -> None:
-    """The call with quantized stacks has the same outputs and gradients as with what they stand for."""
+    """Check that the call has the same outputs and gradients with quantized stacks and with dequantized matrices."""
     stacks = {name: value for name, value in call.arguments.items() if isinstance(value, QuantizedStack)}
     matrices = {name: dequantized(stack) for name, stack in stacks.items()}
     for dtype in dtypes:

@@ -128,7 +128,7 @@ def fsdp2_micro_batches(model: Any, batch: Any) -> Terms:
 
 
 def every_second(rank: int, num_ranks: int) -> tuple[Tensor, Tensor]:
-    """As a sampler of torch deals the sequences."""
+    """The sequences of a rank, as a sampler of torch distributes them."""
     x, target = whole_batch()
     return x[rank::num_ranks], target[rank::num_ranks]
 

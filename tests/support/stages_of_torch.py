@@ -23,7 +23,7 @@ from torch.distributed.pipelining import (
 
 from support.compared_models import WIDTH, Case, whole_batch
 
-NUM_RANKS, MICRO_BATCHES = 2, 4  # of a pipeline
+NUM_RANKS, MICRO_BATCHES = 2, 4  # per pipeline
 IN_V = ScheduleZBVZeroBubble, ScheduleDualPipeV  # the first rank has the first and the last stage
 Wrap = Callable[[nn.Module, DeviceMesh], nn.Module]
 
@@ -38,7 +38,7 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def sequences(rank: int, num_ranks: int) -> tuple[Tensor, Tensor]:
-    """The ranks of a pipeline have the same sequences."""
+    """The batch of a rank: all ranks of a pipeline have the same sequences."""
     part, parts = rank // NUM_RANKS, max(num_ranks // NUM_RANKS, 1)
     x, target = whole_batch()
     return x.chunk(parts)[part], target.chunk(parts)[part]

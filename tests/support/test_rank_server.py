@@ -1,4 +1,4 @@
-"""The process that ranks are forked from: one thread, and what its forks have of the test."""
+"""The process that ranks are forked from: one thread, and the state of the test in its forks."""
 
 import os
 import sys
@@ -31,7 +31,7 @@ def test_the_server_has_one_thread_and_what_ranks_need() -> None:
 
 
 def test_a_server_with_threads_does_not_fork() -> None:
-    """It says so, and is replaced."""
+    """The server raises an error, and is replaced."""
     sent, _ = sent_functions.dumps(None)
     with pytest.raises(RuntimeError, match=r"(?s)support.starts_a_thread.*must have one thread, got 2"):
         server().call(sent, ["support.starts_a_thread"], 60.0)

@@ -1,4 +1,4 @@
-"""The runner of the multi-rank tests: what it returns, and what it says of ranks that raise, die or hang."""
+"""The runner of the multi-rank tests: its results, and its errors if ranks raise, die or hang."""
 
 import os
 import time
