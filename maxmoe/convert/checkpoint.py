@@ -21,8 +21,9 @@ from maxmoe.nn import MoE
 from maxmoe.nn.checks import check_parts_are_known
 from maxmoe.presets.families import FAMILIES
 from maxmoe.presets.family import Family
-from maxmoe.presets.layouts import Layout, listed
+from maxmoe.presets.layouts import Layout
 from maxmoe.quantization import QuantizedStack, state_with_stacks
+from maxmoe.text_table import listed
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from maxmoe.nn.local_dispatcher import LocalDispatcher, LocalExperts, local_disp
 from maxmoe.nn.losses import BalanceLoss, count_tokens, load_balance_loss, mean_over_tokens, router_z_loss
 from maxmoe.nn.moe import MoE
 from maxmoe.nn.output import MoEOutput, StatefulMoEOutput
-from maxmoe.nn.parts import LatentProjection, ScoredSharedExperts, SharedExperts, ZeroComputationExperts
+from maxmoe.nn.parts import LatentProjection, SharedExperts, ZeroComputationExperts
 from maxmoe.nn.random_numbers import rand_of_tokens
 from maxmoe.nn.replay import record_routing, replay_routing
 from maxmoe.nn.rms_norm import LatentNorm
@@ -52,7 +52,6 @@ __all__ = [
     "Routing",
     "RoutingRecord",
     "SavedTensor",
-    "ScoredSharedExperts",
     "SharedExperts",
     "StatefulMoEOutput",
     "TensorParallelRegion",
