@@ -100,7 +100,7 @@ class RankComparison:
         return next((gradient for gradient in self.gradients if not gradient.equal), None)
 
     def raise_if_different(self) -> None:
-        """Raise an `AssertionError` with the report unless the verdict is "equal"."""
+        """Raise an AssertionError with the report unless the verdict is "equal"."""
         __tracebackhide__ = True  # for pytest
         if not self.equal:
             raise AssertionError(str(self))
