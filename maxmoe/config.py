@@ -158,7 +158,7 @@ class MoEConfig:
         self._check_activation()
         self._check_experts()
         self._check_limits()
-        self._check_quantile_balancing()
+        self._check_balancing()
         self._warn_of_constant_weights()
 
     @property
@@ -238,19 +238,15 @@ class MoEConfig:
             )
 
     def _check_activation(self) -> None:
-        if self.activation in NEED_GATE and not self.gated:
-            raise ValueError(f"activation {self.activation!r} needs gated=True, got gated=False")
+        if self.activation in NEED_GATE:
+            self._require(f"activation={self.activation!r}", gated=True)
         if self.activation_limit is not None:
             check_number("activation_limit", self.activation_limit, above=0)
-            if not self.gated:
-                raise ValueError(f"activation_limit ({self.activation_limit}) needs gated=True, got gated=False")
-            if self.activation == "situ":
-                raise ValueError(
-                    f"activation_limit must be None with activation 'situ', which has softcaps, "
-                    f"got {self.activation_limit}"
-                )
+            self._require(f"activation_limit ({self.activation_limit})", gated=True)
         elif self.activation_limit_target == "output":
             raise ValueError("activation_limit_target='output' needs an activation_limit, got None")
+        if self.activation == "situ":  # which has softcaps
+            self._require("activation='situ'", activation_limit=None)
         for name in ("gate_softcap", "up_softcap"):
             softcap = getattr(self, name)
             if softcap is not None:
@@ -263,35 +259,27 @@ class MoEConfig:
         for name in ("latent_in_norm", "latent_out_norm"):
             if getattr(self, name) and self.latent_size is None:
                 raise ValueError(f"{name}=True needs a latent_size, got None")
-        if self.expert_norm and self.apply_weights_to == "input":
-            raise ValueError("expert_norm=True needs apply_weights_to='output', got 'input'")
-        if self.num_constant_experts and self.apply_weights_to == "input":
-            raise ValueError(
-                f"num_constant_experts ({self.num_constant_experts}) needs apply_weights_to='output', got 'input'"
-            )
-        if self.shared_expert_gate and self.num_shared_experts == 0:
-            raise ValueError("shared_expert_gate=True needs num_shared_experts >= 1, got 0")
+        for name in ("shared_expert_gate", "shared_expert_scores"):
+            if getattr(self, name) and self.num_shared_experts == 0:
+                raise ValueError(f"{name}=True needs num_shared_experts >= 1, got 0")
+        if self.expert_norm:
+            self._require("expert_norm=True", apply_weights_to="output")
+        if self.num_constant_experts:
+            self._require(f"num_constant_experts ({self.num_constant_experts})", apply_weights_to="output")
         if self.shared_expert_scores:
-            self._check_shared_expert_scores()
-
-    def _check_shared_expert_scores(self) -> None:
-        if self.num_shared_experts == 0:
-            raise ValueError("shared_expert_scores=True needs num_shared_experts >= 1, got 0")
-        wanted = {"score_function": "sigmoid", "normalization": "sum", "apply_weights_to": "output"}
-        for name, value in {**wanted, "shared_expert_gate": False}.items():
-            if getattr(self, name) != value:
-                raise ValueError(f"shared_expert_scores=True needs {name}={value!r}, got {getattr(self, name)!r}")
+            self._require(
+                "shared_expert_scores=True",
+                score_function="sigmoid",
+                normalization="sum",
+                apply_weights_to="output",
+                shared_expert_gate=False,
+            )
 
     def _check_limits(self) -> None:
         for name in ("logit_scale", "routed_scaling_factor", "norm_eps", "expert_norm_eps"):
             check_number(name, getattr(self, name), above=0)
         for name in ("load_balance_loss_weight", "router_z_loss_weight", "correction_bias_update_rate"):
             check_number(name, getattr(self, name), at_least=0)
-        if self.correction_bias_update_rate and not self.score_correction_bias:
-            raise ValueError(
-                f"correction_bias_update_rate ({self.correction_bias_update_rate}) needs "
-                f"score_correction_bias=True, got False"
-            )
         for name, implementation in (("capacity_factor", "dense"), ("buffer_factor", "sparse")):
             value = getattr(self, name)
             if value is None:
@@ -299,35 +287,32 @@ class MoEConfig:
             check_number(name, value, above=0)
             if value > self.num_selectable_experts:
                 raise ValueError(f"{name} ({value}) must not exceed {self._selectable}, which leaves out no slot")
-            if self.implementation != implementation:
-                raise ValueError(
-                    f"{name} ({value}) needs implementation={implementation!r}, got {self.implementation!r}"
-                )
+            self._require(f"{name} ({value})", implementation=implementation)
 
-    def _check_quantile_balancing(self) -> None:
+    def _check_balancing(self) -> None:
+        if self.correction_bias_update_rate:
+            rate = f"correction_bias_update_rate ({self.correction_bias_update_rate})"
+            self._require(rate, score_correction_bias=True)
         if self.correction_bias_rule != "quantile":
             return
-        if not self.score_correction_bias:
-            raise ValueError("correction_bias_rule='quantile' needs score_correction_bias=True, got False")
+        rule = "correction_bias_rule='quantile'"
+        self._require(rule, score_correction_bias=True, num_groups=1, selection="scores")
         if self.score_function not in ("sigmoid", "softmax"):
             raise ValueError(
-                "correction_bias_rule='quantile' needs scores in [0, 1], score_function='sigmoid' or 'softmax', "
-                f"got {self.score_function!r}"
+                f"{rule} needs scores in [0, 1], score_function='sigmoid' or 'softmax', got {self.score_function!r}"
             )
-        if self.num_groups != 1:
-            raise ValueError(f"correction_bias_rule='quantile' needs num_groups=1, got {self.num_groups}")
-        if self.selection != "scores":
-            raise ValueError(f"correction_bias_rule='quantile' needs selection='scores', got {self.selection!r}")
         if self.top_k == self.num_selectable_experts:
             raise ValueError(
-                f"correction_bias_rule='quantile' needs top_k ({self.top_k}) below the number of experts "
-                f"({self.num_selectable_experts})"
+                f"{rule} needs top_k ({self.top_k}) below the number of experts ({self.num_selectable_experts})"
             )
         if self.correction_bias_update_rate > 1:
-            raise ValueError(
-                "correction_bias_rule='quantile' needs correction_bias_update_rate <= 1, "
-                f"got {self.correction_bias_update_rate}"
-            )
+            raise ValueError(f"{rule} needs correction_bias_update_rate <= 1, got {self.correction_bias_update_rate}")
+
+    def _require(self, reason: str, **wanted: object) -> None:
+        """Raise unless fields have the wanted values, which `reason` needs."""
+        for name, value in wanted.items():
+            if (got := getattr(self, name)) != value:
+                raise ValueError(f"{reason} needs {name}={value!r}, got {got!r}")
 
     def _warn_of_constant_weights(self) -> None:
         # No warning with one expert, for which there is nothing to route, or with the random router.

@@ -20,8 +20,9 @@ from maxmoe.files import replacing
 from maxmoe.nn import MoE
 from maxmoe.nn.checks import check_parts_are_known
 from maxmoe.presets.families import FAMILIES, Family
-from maxmoe.presets.layouts import Layout, listed
+from maxmoe.presets.layouts import Layout
 from maxmoe.quantization import QuantizedStack, state_with_stacks
+from maxmoe.text_table import listed
 
 
 @torch.no_grad()

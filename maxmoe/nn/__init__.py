@@ -11,7 +11,7 @@ from maxmoe.nn.feed_forward import MoEFeedForward, set_aux_loss_scale
 from maxmoe.nn.local_dispatcher import LocalDispatcher, LocalExperts, local_dispatcher
 from maxmoe.nn.losses import BalanceLoss, count_tokens, load_balance_loss, mean_over_tokens, router_z_loss
 from maxmoe.nn.moe import MoE, MoEOutput
-from maxmoe.nn.parts import LatentProjection, ScoredSharedExperts, SharedExperts, ZeroComputationExperts
+from maxmoe.nn.parts import LatentProjection, SharedExperts, ZeroComputationExperts
 from maxmoe.nn.random_numbers import rand_of_tokens
 from maxmoe.nn.replay import record_routing, replay_routing
 from maxmoe.nn.rms_norm import LatentNorm
@@ -49,7 +49,6 @@ __all__ = [
     "Routing",
     "RoutingRecord",
     "SavedTensor",
-    "ScoredSharedExperts",
     "SharedExperts",
     "TensorParallelRegion",
     "TokenGroup",

@@ -80,7 +80,6 @@ class Experts(nn.Module):
     `maxmoe.quantize_experts` quantizes them; ``implementation="dense"`` computes with ordinary tensors alone.
 
     Args:
-        config: config of the layer.
         activation: function that replaces the activation of the config; see `maxmoe.ops.expert_ffn`.
         **options: device and dtype of the parameters.
     """

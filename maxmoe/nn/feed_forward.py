@@ -44,15 +44,8 @@ class MoEFeedForward(MoE):
         A layer in the place of one block does not know the padding of the model, adds an auxiliary loss that the model
         lacks, and has parameters that transformers cannot save: `replace_moe_blocks` replaces all blocks of a model.
 
-        Args:
-            block: sparse block of a family in `maxmoe.presets`, such as `MixtralSparseMoeBlock`.
-
-        Returns:
-            Layer with the dtypes, device and `requires_grad` of the block.
-
         Raises:
-            ValueError: for a block of another family or kind, and for one that returns a tuple, as in gpt-oss and
-                Llama 4; no tensor is moved then.
+            ValueError: also for a block that returns a tuple, as in gpt-oss and Llama 4; no tensor is moved then.
         """
         if family_of_block(block).returns_scores:
             raise ValueError(
@@ -69,15 +62,7 @@ class MoEFeedForward(MoE):
         return layer
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
-        """Route the tokens and compute their experts.
-
-        Args:
-            x: ``(..., S, D)``, as in `MoE.forward`.
-            token_mask: ``(..., S)``, bool, False for padding; None for no padding.
-
-        Returns:
-            Output with the shape and dtype of `MoEOutput.hidden_states`.
-        """
+        """Return the hidden states of `MoE.forward` with the same arguments."""
         hidden_states, routing, dropped = self.hidden_states_and_routing(x, token_mask)
         is_recorded = self.losses.are_recorded
         if not (torch.is_grad_enabled() or is_recorded):

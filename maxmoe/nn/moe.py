@@ -13,7 +13,7 @@ from maxmoe._torch import register_namedtuple, reshaped
 from maxmoe.adapters import without_adapters
 from maxmoe.config import MoEConfig
 from maxmoe.convert.blocks import check_block, config_of_block, give_weights, take_weights
-from maxmoe.convert.upcycling import Projection, Scaling, Upcycling
+from maxmoe.convert.upcycling import Projection, Scaling, upcycled
 from maxmoe.declaration import TOKEN_DIMS, Declaration, SavedTensor
 from maxmoe.expert_load.metrics_accumulator import MetricsAccumulator
 from maxmoe.expert_load.stats import MoEStats
@@ -22,8 +22,8 @@ from maxmoe.nn.dispatcher import ExpertRunner, LayerInputs
 from maxmoe.nn.experts import Experts
 from maxmoe.nn.local_dispatcher import local_dispatcher
 from maxmoe.nn.losses import LOCAL, BalanceLoss, RoutingLosses, load_balance_loss
-from maxmoe.nn.parts import LatentProjection, ScoredSharedExperts, SharedExperts, ZeroComputationExperts
-from maxmoe.nn.replay import HookedModule, given_experts, observe
+from maxmoe.nn.parts import LatentProjection, SharedExperts, ZeroComputationExperts
+from maxmoe.nn.replay import given_experts, observe
 from maxmoe.nn.routed_experts import fits_one_operator, in_one_operator
 from maxmoe.nn.router import Router, is_custom_router
 from maxmoe.nn.routing import Routing, checked_routing
@@ -52,7 +52,7 @@ class MoEOutput(NamedTuple):
 register_namedtuple(MoEOutput, "maxmoe.MoEOutput")
 
 
-class MoE(HookedModule):
+class MoE(nn.Module):
     """A Mixture-of-Experts feed-forward layer.
 
     hidden_states[t] = sum_k weights[t, k] * expert[experts[t, k]](x[t]) + shared_experts(x[t])
@@ -78,7 +78,6 @@ class MoE(HookedModule):
             activation of the config in routed and shared experts. Autograd differentiates it and saves more tensors.
         balance_loss: function with the arguments of `maxmoe.nn.load_balance_loss` that replaces it.
         device: device of the parameters, which may be "meta".
-        dtype: dtype of the parameters.
 
     Raises:
         TypeError: if the config is not a `MoEConfig`, or the router not a module.
@@ -89,6 +88,7 @@ class MoE(HookedModule):
     recompute: frozenset[str] = frozenset()  # see `maxmoe.set_recompute`
 
     token_group = TokenGroupAttribute()
+    routing_hooks: tuple[Any, ...] = ()  # set by `record_routing` and `replay_routing`
 
     def __init__(
         self,
@@ -108,16 +108,18 @@ class MoE(HookedModule):
         self.config = config
         self.router: nn.Module = Router(config, **options) if router is None else router
         self.experts = Experts(config, activation=activation, **options)
-        has_shared, shared = config.num_shared_experts > 0, SharedExperts
-        if config.shared_expert_scores:
-            shared = ScoredSharedExperts
-        self.shared_experts = shared(config, activation=activation, **options) if has_shared else None
+        has_shared = config.num_shared_experts > 0
+        self.shared_experts = SharedExperts(config, activation=activation, **options) if has_shared else None
         is_latent = config.latent_size is not None
         self.latent_in = LatentProjection(config, "in", **options) if is_latent else None
         self.latent_out = LatentProjection(config, "out", **options) if is_latent else None
         has_more = config.has_zero_computation_outputs
         self.zero_computation_experts = ZeroComputationExperts(config, **options) if has_more else None
         self.set_up_training(load_balance_loss if balance_loss is None else balance_loss)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies and pickles have no hooks, because a context holds for the module that it got.
+        return {name: value for name, value in self.__dict__.items() if name != "routing_hooks"}
 
     def set_up_training(self, balance_loss: BalanceLoss) -> None:
         """Set all that is not a module or a parameter."""
@@ -169,11 +171,7 @@ class MoE(HookedModule):
         (reinitialized).
         """
         projections = {"gate_proj": gate_proj, "up_proj": up_proj, "down_proj": down_proj}
-        upcycling = Upcycling.of(config, projections, scaling, noise, reinitialized)
-        up = upcycling.matrices["up_proj"]
-        layer = cls(config, device=up.device, dtype=up.dtype)
-        upcycling.initialize(layer)
-        return layer
+        return upcycled(cls, config, projections, scaling=scaling, noise=noise, reinitialized=reinitialized)
 
     @classmethod
     def from_transformers(cls, block: nn.Module) -> Self:

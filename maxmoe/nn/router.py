@@ -25,7 +25,6 @@ class Router(ConvertedModule):
     logits = logit_scale * (x @ weight^T + bias)
 
     Args:
-        config: config of the layer.
         **options: device and dtype of the parameters; `score_correction_bias` is float32 or wider.
     """
 
@@ -183,11 +182,7 @@ class Router(ConvertedModule):
 
         bias += rate * (balanced_bias(histogram, bias, top_k) - bias), for finite biases
 
-        Args:
-            histogram: ``(E, 1000)``, float64, sum of `required_bias_histogram` over the micro-batches of an optimizer
-                step and over the ranks. Without tokens, the bias is unchanged.
-
-        Source: Kimi K3 technical report, section 2.3.3 and appendix D.
+        `histogram` is the sum of `required_bias_histogram` over the micro-batches of a step and over the ranks.
         """
         bias = self.wide_correction_bias
         balanced = balanced_bias(histogram, bias, self.config.top_k)

@@ -105,14 +105,7 @@ class Routing(NamedTuple):
         return routing if token_mask is None else routing.without_padding(token_mask)
 
     def without_padding(self, token_mask: Tensor) -> "Routing":
-        """Remove padding, so that it is not routed and contributes to no loss.
-
-        Args:
-            token_mask: ``(T,)``, bool, False for padding.
-
-        Returns:
-            Routing in which padding has the expert ids -1, and weights, probabilities and losses of 0.
-        """
+        """Give tokens for which `token_mask` ``(T,)`` is False the expert ids -1, and weights and losses of 0."""
         is_padding = ~token_mask.unsqueeze(1)
         losses = self.token_losses
         return self._replace(

@@ -271,5 +271,5 @@ def group_repeated(
     for (prefix, suffix, _), members in groups.items():  # type: ignore[misc]
         numbers = [int(number) for number, _ in members if number]
         count = f" x{len(members)}" if len(members) > 1 else ""
-        result.append((f"{prefix}{ranges(numbers, ',')}{suffix}{count}", [item for _, item in members]))
+        result.append((f"{prefix}{ranges(numbers)}{suffix}{count}", [item for _, item in members]))
     return result

@@ -20,7 +20,7 @@ from support.operator_calls import assert_near
 from support.run_ranks import run_ranks
 from support.small_models import MODELS, REPLACED_ONLY, block_of, import_models
 
-# Families whose routers or experts differ from those of DeepSeek-V3, with 8 experts, which 4 ranks divide.
+# Families whose routers or experts differ from DeepSeek-V3's, with 8 experts, which are divisible by 4 ranks.
 ON_RANKS: dict[str, dict[str, Any]] = {
     "kolibri1": {"num_experts": 8, "norm_topk_prob": True},
     "axk2": {},
@@ -45,7 +45,7 @@ class InFloat64(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class Step:
-    """Tokens ``(4, 7, D)`` with a mask, and what a block makes of them; gradients by the names of our parameters."""
+    """Tokens ``(4, 7, D)`` with a mask, and a block's results; gradients by the names of our parameters."""
 
     block: nn.Module
     x: Tensor

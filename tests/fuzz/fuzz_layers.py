@@ -3,9 +3,9 @@
     python tests/fuzz/fuzz_layers.py --seconds 3600 --seed 1
     python tests/fuzz/fuzz_layers.py --seed 1 --case 4711
 
-Outputs, losses, statistics and all gradients must be those of `maxmoe.reference`, up to rounding: some eps of the
-largest value, and what the specification itself changes by when its arguments are rounded otherwise. Where that is
-another routing, nothing is compared.
+Outputs, losses, statistics and all gradients must equal `maxmoe.reference` up to rounding: some eps of the largest
+value, plus the change of the reference when its arguments are rounded differently. If this changes the routing, nothing
+is compared.
 """
 
 import math
@@ -158,7 +158,7 @@ def draw_tokens(random: Random, layer: MoE, dtype: torch.dtype) -> Tensor:
 
 
 def draw_mask(random: Random, x: Tensor) -> Tensor | None:
-    """Draw which tokens are no padding, and fill the padding with NaN at times."""
+    """Draw a mask of tokens, and sometimes fill the padding with NaN."""
     match random.choice(["no mask", "no mask", "no mask", "scattered", "tail", "all", "none"]):
         case "no mask":
             return None
@@ -175,7 +175,7 @@ def draw_mask(random: Random, x: Tensor) -> Tensor | None:
 
 def run_layer(layer: MoE, x: Tensor, token_mask: Tensor | None) -> Result:
     x = x.detach().requires_grad_()
-    # The noise of the random router becomes the logits: then it is the learned one.
+    # The noise of the random router is replaced by the logits, which makes it the learned router.
     noise = patch("maxmoe.nn.router.rand_of_tokens", lambda logits, _tokens: logits.detach())
     with noise, patch("torch.special.ndtri", Tensor.detach):
         hidden_states, aux_loss, stats = layer(x, token_mask)
@@ -216,7 +216,7 @@ def run_reference(layer: MoE, x: Tensor, mask: Tensor | None, got: Result, noise
 
 
 def pairs(got: Result, expected: Result) -> dict[str, tuple[Tensor | None, Tensor | None]]:
-    """What must be near, by name."""
+    """Pairs of tensors that must be close, by name."""
     names = ("hidden_states", "aux_loss", "router_entropy")
     values: dict[str, Any] = dict(zip(names, zip(got.outputs, expected.outputs, strict=True), strict=False))
     gradients = {f"gradient of {name}": (grad, expected.gradients[name]) for name, grad in got.gradients.items()}
@@ -224,7 +224,7 @@ def pairs(got: Result, expected: Result) -> dict[str, tuple[Tensor | None, Tenso
 
 
 def one_case(random: Random) -> str:
-    """Compare one layer, and say what came of it."""
+    """Compare one layer, and return the outcome."""
     torch.manual_seed(random.getrandbits(60))
     torch.set_num_threads(random.choice([1, 1, 2]))
     dtype = random.choice(DTYPES)
@@ -235,7 +235,7 @@ def one_case(random: Random) -> str:
         got = run_layer(layer, x, mask)
     eps = torch.finfo(dtype).eps
     expected = run_reference(layer, x, mask, got)
-    # A preactivation next to the limit or to 0 of a relu, where the gradient jumps, gets there by one of two opposites.
+    # Noise of both signs, because a preactivation may be near the limit or the 0 of a relu, where the gradient jumps.
     others = [run_reference(layer, x, mask, got, *noise) for noise in [(4 * eps, 0), (-4 * eps, 0), (4 * eps, 1)]]
     if any(not torch.equal(one, two) for other in others for one, two in zip(*integers(expected, other), strict=True)):
         return "another routing is as good"
@@ -250,12 +250,12 @@ def one_case(random: Random) -> str:
 
 
 def compare(layer: MoE, got: Result, expected: Result, others: list[Result]) -> None:
-    """Compare what is near."""
+    """Compare the pairs."""
     dtype = got.outputs[0].dtype
     eps, wide_eps = torch.finfo(dtype).eps, torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     frozen = {f"gradient of {name}" for name, value in layer.named_parameters() if not value.requires_grad}
     changed = [pairs(other, expected) for other in others]
-    # Terms of this size cancel: in the gradient of weights that are scaled to sum one, and of a loss that is balanced.
+    # Terms of this size cancel in the gradient of weights that are scaled to sum one, and of a balanced loss.
     terms = max(largest(value) for value in [expected.outputs[1], *expected.gradients.values()])
     for name, (value, exact) in pairs(got, expected).items():
         where = f"{layer.config} {dtype} {tuple(got.outputs[0].shape)}: {name}"

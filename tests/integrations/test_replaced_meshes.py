@@ -116,7 +116,7 @@ def test_experts_without_an_interface_are_lent(preset: str) -> None:
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .FSDPSwitchTransformersBlock. returned a view")
 @pytest.mark.parametrize("preset", REPLICATED)
 def test_experts_that_cannot_be_sharded_are_replicated(preset: str) -> None:
-    """The stack of LongCat-Flash has unused matrices after the experts, others have two modules or no stack."""
+    """LongCat-Flash's stack has unused matrices after the experts, other families have two modules or no stack."""
 
     def check() -> None:
         whole = replaced(preset)
@@ -133,7 +133,7 @@ def test_experts_that_cannot_be_sharded_are_replicated(preset: str) -> None:
 
 
 def test_experts_that_the_ranks_do_not_divide_are_refused() -> None:
-    """Also where they are one matrix whose rows the ranks divide."""
+    """Also for experts in one matrix whose number of rows is divisible by the ranks."""
 
     def check() -> None:
         model = small_model("dbrx", ffn_config={"moe_num_experts": 5})

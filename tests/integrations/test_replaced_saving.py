@@ -146,7 +146,7 @@ def test_trainer_loads_the_best_model(tmp_path: Path) -> None:
 
 
 def test_losses_of_trainer_are_those_of_eager(tmp_path: Path) -> None:
-    """With the balance loss that transformers adds."""
+    """The losses include the balance loss that transformers adds."""
     pytest.importorskip("accelerate")
     options = {"router_aux_loss_coef": 0.5, "output_router_logits": True}
     eager = trained(small_model("qwen3_moe", **options).float(), tmp_path / "eager")

@@ -1,4 +1,4 @@
-"""Parameters that become DTensors where the rules put them."""
+"""Parameters that become DTensors with the shardings of the rules."""
 
 import warnings
 from collections.abc import Callable
@@ -60,7 +60,7 @@ class LargestAllocation(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if DTensor in types:
-            return NotImplemented  # what it does with its parts comes here again
+            return NotImplemented  # its operators on local tensors are dispatched here again
         result = function(*args, **(kwargs or {}))
         for tensor in torch.utils._pytree.tree_leaves(result):
             if type(tensor) is Tensor and tensor.device.type == "cpu":

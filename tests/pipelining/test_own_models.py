@@ -1,4 +1,4 @@
-"""Forwards that number their blocks, compute outside of the parts, share modules or modify hidden states in place."""
+"""Forwards that number blocks, compute outside of stages, share modules or modify hidden states in place."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +24,7 @@ def loss(output: Tensor, targets: Tensor) -> Tensor:
 
 
 class Model(nn.Module):
-    """Four blocks; `step` is what the forward does with a block."""
+    """Four blocks; the forward calls `step` for each block."""
 
     def __init__(self, step: Callable[..., Tensor] | None = None, parts: PipelineParts = PARTS) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ MODELS: dict[str, Callable[[], Model]] = {
 def test_equals_one_process() -> None:
     def check(name: str) -> None:
         whole = wholes[name]
-        # The norm is of the last two blocks, which are on one stage with these schedules.
+        # The last two blocks, which are on one stage with these schedules, share the norm.
         schedules = {"1f1b": [1, 3], "zbv": None, "interleaved_1f1b": None}
         if name == "a norm of two blocks":
             schedules = {"1f1b": [1, 3], "gpipe": [2, 2]}
@@ -132,7 +132,7 @@ def test_equals_one_process() -> None:
 
 
 def test_a_parameter_of_two_blocks_with_a_split_backward() -> None:
-    """torch would go through the graph of the shared norm twice."""
+    """torch would run the backward of the shared norm twice."""
     model = with_shared_norm()
     for part in X.tensor_split(4):
         loss(model(part), part).backward()

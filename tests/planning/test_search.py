@@ -185,7 +185,7 @@ def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
 
 
 def test_the_reason_why_no_plan_can_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What any mesh refuses is raised as it is; what all meshes refuse, with their numbers."""
+    """An error of any mesh is raised unchanged; if all meshes are refused, the error has their numbers."""
     dense = Decoder(replace(CONFIG, moe=replace(MOE, implementation="dense")), device="meta")
     with pytest.raises(ValueError, match=r"^the tensors that implementation='dense' saves are not known$"):
         search(dense, 2, DEVICE, **STEP)

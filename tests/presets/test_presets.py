@@ -1,4 +1,4 @@
-"""Presets: the published configs, what transformers makes of them, and MaxText's numbers for the same families."""
+"""Presets: the published configs, the blocks of transformers, and MaxText's numbers for the same families."""
 
 import dataclasses
 import re
@@ -26,7 +26,7 @@ def test_every_preset_is_tested() -> None:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_preset_is_the_published_config(name: str) -> None:
-    # Where the weight in the config is not what the model was trained with, see the preset.
+    # Presets explain weights that differ from the config, because the model was trained with others.
     trained_with = {"olmoe": 0.01, "gpt_oss": 0.0}
     config = presets.from_transformers(public_config(name))
     if name in trained_with:
@@ -75,7 +75,7 @@ def test_multimodal_config() -> None:
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "gpt_oss"])
 def test_balance_loss_is_that_of_transformers(name: str) -> None:
-    """For one layer; the other families have no such loss, or not of the softmax."""
+    """The loss of one layer; other families have no balance loss, or not of the softmax."""
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
     theirs = small_models.config_of(name, router_aux_loss_coef=0.25)
@@ -99,7 +99,7 @@ GOLDEN = {
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_numbers_of_maxtext(name: str) -> None:
-    """The preset, and not the rule that golden_fixtures reads from MaxText's options."""
+    """The config is the preset's, not the one that golden_fixtures reads from MaxText's options."""
     fixture, fields = GOLDEN[name]
     arrays, meta = golden_fixtures.load(fixture)
     rule = golden_fixtures.layer_config(arrays, meta)

@@ -1,4 +1,4 @@
-"""What README.md, CONTRIBUTING.md and docs say: the Python runs, the commands exist, the names are right."""
+"""README.md, CONTRIBUTING.md and docs: the Python runs, the commands exist, the names are right."""
 
 import dataclasses
 import importlib.util
@@ -41,7 +41,7 @@ SHOWN = [code for code in blocks("python", [GETTING_STARTED]) if is_part(code, M
 RUN_BY_EXAMPLES = blocks("python", [ROOT / "docs" / "how_to" / "own_model.md"])
 
 
-# Examples that need nothing but what the tests install, and have options.
+# Examples that have options and need no packages besides the tests'.
 SCRIPTS = [f"examples/{name}.py" for name in ("balancing", "muon_sharding", "replay_routes", "strategies")]
 
 
@@ -155,7 +155,7 @@ REPOSITORY = "git+https://github.com/maxmoe/maxmoe"
 
 
 def check_pip(arguments: list[str]) -> None:
-    """What is installed is what pyproject.toml asks for."""
+    """The documented packages are the ones in pyproject.toml."""
     project = (ROOT / "pyproject.toml").read_text()
     for argument in arguments:
         if argument.startswith(".["):

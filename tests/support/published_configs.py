@@ -1,4 +1,4 @@
-"""The config.json of the published models: all that has to do with their Mixture-of-Experts layers."""
+"""The config.json of the published models: the fields of their Mixture-of-Experts layers."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -239,7 +239,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
     "dbrx": {
         "model_type": "dbrx",
-        "hidden_size": 6144,  # there d_model
+        "hidden_size": 6144,  # d_model in the file
         "ffn_config": SimpleNamespace(
             ffn_hidden_size=10752,
             ffn_act_fn={"name": "silu"},
@@ -270,14 +270,14 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
     "switch_transformers": {
         "model_type": "switch_transformers",
-        "hidden_size": 2080,  # there d_model
+        "hidden_size": 2080,  # d_model in the file
         "d_ff": 6144,
         "num_experts": 2048,
         "expert_capacity": 64,
         "dense_act_fn": "relu",
         "router_aux_loss_coef": 0.001,
         "router_z_loss_coef": 0.001,
-        "router_jitter_noise": 0.0,  # 0.01 there, and dropout of 0.1, which are for training alone
+        "router_jitter_noise": 0.0,  # 0.01 in the file, and dropout of 0.1, which are for training alone
         "dropout_rate": 0.0,
     },
 }

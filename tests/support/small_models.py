@@ -191,10 +191,10 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
     },
 }
 
-# Models whose files have other names for weights outside of the sparse blocks, which `from_pretrained` alone converts.
+# Models whose files name weights outside of the sparse blocks differently; only `from_pretrained` converts them.
 RENAMED_ELSEWHERE = {"axk2", "kolibri1", "mistral_large4", "nemotron_h"}
 
-REPLACED_ONLY = ("jetmoe", "switch_transformers")  # whose blocks compute more than a layer does
+REPLACED_ONLY = ("jetmoe", "switch_transformers")  # their blocks compute more than a layer does
 CONVERTED_MODELS = [name for name in MODELS if name not in REPLACED_ONLY]
 # Models whose experts can have another implementation, and whose saved files have no unused matrix.
 STANDARD_MODELS = [name for name in CONVERTED_MODELS if name not in ("longcat_flash", "dbrx")]
@@ -209,7 +209,7 @@ def config_of(preset: str, **overrides: Any) -> Any:
     for name in ("layer_types", "mlp_layer_types"):  # one for each layer
         if name in sizes:
             options[name] = sizes[name][:1] * options["num_hidden_layers"]
-    if preset == "longcat_flash":  # of two attentions each
+    if preset == "longcat_flash":  # two attentions per layer
         options["num_layers"] = options.pop("num_hidden_layers")
     if preset == "dbrx":
         options["attn_config"] = {
@@ -235,7 +235,7 @@ def config_of(preset: str, **overrides: Any) -> Any:
 
 
 def import_models(*presets: str) -> list[ModuleType]:
-    """Import their modules: for a module of tests to call, so that not every rank does."""
+    """Import the modules of the models. Called by a module of tests, so that not every rank imports them."""
     folders = [(MODELS | SAME_LAYERS)[preset][0] for preset in presets]
     return [importlib.import_module(f"transformers.models.{folder}.modeling_{folder}") for folder in folders]
 
@@ -259,14 +259,14 @@ def model_of(preset: str, **overrides: Any) -> nn.Module:
 
 
 def with_config(block: Any, model: Any) -> Any:
-    """A block that has the config of its model if its own parts have none."""
+    """Give a block the config of its model if none of its modules has one."""
     if not any(hasattr(module, "config") for module in block.modules()):
         block.config = model.config
     return block
 
 
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The sparse blocks of a model, by the name of the decoder's block they are in."""
+    """The sparse blocks of a model, by the name of the decoder block that contains them."""
     return {
         name.rpartition(".")[0]: module
         for name, module in model.named_modules()

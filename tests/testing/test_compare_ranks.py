@@ -1,4 +1,4 @@
-"""`compare_ranks` with started processes: what it takes, refuses, and says of models that cannot be compared."""
+"""`compare_ranks` with started processes: arguments, errors, and messages for models that cannot be compared."""
 
 import math
 import os
@@ -47,7 +47,7 @@ def test_it_starts_processes() -> None:
     with pytest.raises(AssertionError, match=r"(?s)^compare_ranks: different\. 2 ranks beside one process, float64"):
         wrong.raise_if_different()
     assert wrong.first_wrong is not None and wrong.first_wrong.name == "last.bias"
-    assert not any("float32" in note for note in wrong.notes), wrong  # where it is compared once more, and wrong too
+    assert not any("float32" in note for note in wrong.notes), wrong  # in float32 it is wrong, too
     with pytest.raises(RankError, match=r"(?s)^rank 1 of 2 failed first:\nTraceback.*KeyError: 'no such layer'"):
         compare_ranks(build, fail_on_rank_1, make_batch, loss)
 

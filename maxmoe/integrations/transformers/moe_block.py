@@ -19,7 +19,7 @@ from maxmoe.nn import Experts, MoE, MoEFeedForward, Router, Routing, ZeroComputa
 from maxmoe.nn.dispatcher import LayerInputs, sum_of
 from maxmoe.nn.module_path import module_path
 from maxmoe.nn.router import select_experts
-from maxmoe.ops import RaggedPlan, ragged_sort, ragged_unsort
+from maxmoe.ops import RaggedPlan, ragged_sort, ragged_unsort, route
 from maxmoe.presets.families import Family
 from maxmoe.presets.layouts import Entry
 
@@ -138,8 +138,9 @@ class TransformersMoE(MoEFeedForward):
             check_replayable(self.config, module_path(self))
         logits, weights, experts, shared_weights = outputs
         wide = torch.promote_types(logits.dtype, torch.float32)
-        routing = select_experts(replace(self.config, shared_expert_scores=False), logits.to(wide), None, None, experts)
-        routing = routing._replace(weights=weights.to(wide), shared_weights=shared_weights, is_unpadded=True)
+        logits, score_function = logits.to(wide), self.config.score_function
+        _, experts, probabilities = route(logits, self.config.top_k, score_function=score_function, experts=experts)
+        routing = Routing(logits, probabilities, weights.to(wide), experts, shared_weights=shared_weights)
         return routing if token_mask is None else routing.without_padding(token_mask)
 
     def _expert_function(self, x: Tensor, weights: Tensor | None, plan: RaggedPlan, *foreign: Any) -> Tensor:

@@ -50,7 +50,7 @@ class RoutingBlock:
 
     @property
     def routing_hooks(self) -> tuple[Any, ...]:
-        """Observers of the routing, as `HookedModule` has them."""
+        """Observers of the routing, as `maxmoe.MoE` has them."""
         return self._hooks
 
     @routing_hooks.setter
