@@ -55,7 +55,7 @@ class RankComparer:
         is_equal = all(item.equal for item in (*loss, *outputs, *gradients))
         not_finite = [item.name for item in (*loss, *gradients) if not math.isfinite(item.one_process)]
         verdict: Verdict = "not finite" if not_finite else "equal" if is_equal else "different"
-        culprits: tuple[str, ...] = (f"Infinite or NaN in one process: {listed(not_finite, 5)}.",) if not_finite else ()
+        culprits: tuple[str, ...] = (f"Infinite or NaN in one process: {listed(not_finite)}.",) if not_finite else ()
         run, notes = (len(self.ranks), self.dtype, self.tolerance), tuple(dict.fromkeys(self.notes))
         step = self.training.steps
         return RankComparison(verdict, *run, loss, outputs, gradients, culprits, notes, step, self.noun)
@@ -141,7 +141,7 @@ class RankComparer:
             (f"Shards with equal values, each matched to the place with the closest {self.noun}", self.ambiguous),
         ):
             if names:
-                self.notes.append(f"{title}: {listed(names, 5)}.")
+                self.notes.append(f"{title}: {listed(names)}.")
         if len(zero) < len(trained) and not any(item.ranks for item in found.values()):
             self.notes.append(
                 "No parameter has a gradient on any rank: step must run the backward, and no zero_grad after it."
