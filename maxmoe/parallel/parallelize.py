@@ -108,7 +108,7 @@ def parallelize(
         plan = make_plan(
             module, mesh, rules, dispatch=dispatch, num_chunks=num_chunks, strict=strict, allow_unused=allow_unused
         )
-        for warning in plan_warnings(plan, rules):
+        for warning in plan_warnings(plan, rules) if mesh.rank == 0 else ():  # the plan is equal on all ranks
             warnings.warn(warning, stacklevel=2)
         set_recompute(module, recompute)
         name = type(module).__name__  # FSDP2 replaces the class

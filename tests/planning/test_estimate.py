@@ -146,6 +146,11 @@ def states_of(optimizer: torch.optim.Optimizer) -> int:
     return sum(value.nbytes for value in states if isinstance(value, Tensor) and value.dim())
 
 
+def test_an_optimizer_that_is_not_counted_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^optimizer must be one of adamw, muon, got 'sgd'$"):
+        estimated(CONFIG, MeshRules("pure-fsdp", {}), optimizer="sgd")
+
+
 def test_the_state_of_adamw_is_that_of_torch() -> None:
     model = decoder()
     for parameter in model.parameters():

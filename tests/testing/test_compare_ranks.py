@@ -75,9 +75,9 @@ def of_a_notebook(model: nn.Module, batch: Any) -> None: ...
 @pytest.mark.parametrize(
     ("argument", "values", "message"),
     [
-        ("num_ranks", (1, True, 2.5, "2"), "an integer of at least 2"),
-        ("steps", (0, False, 1.5, "2"), "an integer of at least 1"),
-        ("timeout", (0, -1.0, math.inf, "3"), "a positive number of seconds"),
+        ("num_ranks", (1, True, 2.5, "2"), "an int >= 2"),
+        ("steps", (0, False, 1.5, "2"), "a positive int"),
+        ("timeout", (0, -1.0, math.inf, "3"), "a finite float > 0.0"),
         ("tolerance", (0.0, 1.0, math.nan, "0.1"), "a number above 0 and below 1 or None"),
         ("dtype", (torch.int64, "float64"), "torch.float64, torch.float32, torch.float16, torch.bfloat16 or None"),
     ],
