@@ -21,6 +21,9 @@ struct Format {
 
 constexpr int64_t kWholeRow = 0;
 constexpr int64_t kAnyGroup = -1;
+constexpr int64_t kSmallestGroup = 32;
+static_assert(kSmallestGroup >= kMinColumnsPerScale);
+
 constexpr Format kFormats[] = {
     {"mxfp4", Codes::e2m1, 1, 32},          {"nf4", Codes::nf4, 1, 64},
     {"int4", Codes::int4, 1, kAnyGroup},    {"int8", Codes::int8, 1, kWholeRow},
@@ -33,6 +36,16 @@ const Format* find_format(std::string_view name) {
   return found == std::end(kFormats) ? nullptr : found;
 }
 
+// "a, b or c"
+std::string format_names() {
+  std::string names;
+  for (const Format& format : kFormats) {
+    if (!names.empty()) names += &format == std::end(kFormats) - 1 ? " or " : ", ";
+    names += format.name;
+  }
+  return names;
+}
+
 // Without an overflow for any size: `columns` may be any number.
 int64_t blocks_of(int64_t size, int64_t block) {
   return size / block + (size % block > 0 ? 1 : 0);
@@ -42,7 +55,7 @@ int64_t blocks_of(int64_t size, int64_t block) {
 // numbers of columns have failed an earlier check.
 int64_t columns_per_scale(const Format& format, int64_t columns, int64_t scales_per_row) {
   if (format.columns_per_scale > 0) return format.columns_per_scale;
-  int64_t block = kMinColumnsPerScale;
+  int64_t block = kSmallestGroup;
   while (blocks_of(columns, block) > scales_per_row) block *= 2;
   return block;
 }
@@ -130,8 +143,7 @@ void check_weights(const char* op, const char* name, const char* shape, const We
     return;
   }
   const Format* format = find_format(*w.format);
-  MAXMOE_CHECK(format != nullptr, op, prefix, "format must be mxfp4, nf4, int4, int8, fp8_row or fp8_block, got ",
-               *w.format);
+  MAXMOE_CHECK(format != nullptr, op, prefix, "format must be ", format_names(), ", got ", *w.format);
   Argument(op, name, *w.tensor).has_dims(3, "[L, rows, bytes]");
   MAXMOE_CHECK(w.tensor->scalar_type() == at::kByte, op, argument, " must be uint8 with the format ", *w.format,
                ", got ", w.tensor->scalar_type());

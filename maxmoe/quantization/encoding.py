@@ -88,18 +88,16 @@ def _scales(largest: Tensor, format: Format, dtype: torch.dtype) -> tuple[Tensor
         _, exponents = torch.frexp(largest)  # magnitude in [0.5, 1) * 2^exponent; E2M1 reaches up to 6 = 1.5 * 2^2
         exponents = (exponents - 1 - 2).clamp(-127, 127).masked_fill(largest == 0, -127)
         return (exponents + 127).to(torch.uint8), torch.ldexp(torch.ones_like(largest), exponents)
-    reach = 7.5 if format.name == "int4" else 127.0 if format.values is None else format.values[-1]
     smallest = torch.finfo(dtype).tiny * torch.finfo(dtype).eps  # subnormal; a scale of zero would divide by zero
-    scales = (largest / reach).clamp(smallest, torch.finfo(dtype).max).to(dtype)
+    scales = (largest / format.reach).clamp(smallest, torch.finfo(dtype).max).to(dtype)
     return scales, scales.double()
 
 
 def _codes(values: Tensor, format: Format) -> Tensor:
     """Return the codes of values that have been divided by their scale."""
-    if format.values is None:
-        half = 2 ** (format.bits - 1)
-        integers = values.round().clamp(-half if format.bits == 4 else 1 - half, half - 1)
-        return (integers + half).to(torch.uint8) if format.bits == 4 else integers.to(torch.int8).view(torch.uint8)
+    if isinstance(format.values, range):
+        integers = values.round().clamp(format.values[0], format.values[-1]) + format.offset
+        return integers.to(torch.int16).bitwise_and(2**format.bits - 1).to(torch.uint8)
     if format.signed_values:
         return _nearest(values, format.values)
     sign = values.signbit().to(torch.uint8) << (format.bits - 1)

@@ -55,9 +55,9 @@ class Format:
     Args:
         name: name of the format.
         bits: bits per code, 4 or 8.
-        values: values of the codes in ascending order, for a floating-point format those without sign; None for
-            integers.
+        values: values of the codes in ascending order; for a floating-point format the values without sign.
         signed_values: whether `values` are of all codes, so that no bit of the code is a sign.
+        offset: what is added to an integer to get its code; 0 for two's complement.
         rows_per_scale: rows of a block.
         columns_per_scale: columns of a block; None for the whole row, and for a group size, which follows from the
             shape of the scales.
@@ -68,13 +68,19 @@ class Format:
 
     name: str
     bits: int
-    values: tuple[float, ...] | None = None
+    values: tuple[float, ...] | range
     signed_values: bool = False
+    offset: int = 0
     rows_per_scale: int = 1
     columns_per_scale: int | None = None
     has_groups: bool = False
     scale_dtypes: tuple[torch.dtype, ...] = _FLOATS
     low_nibble_first: bool = True
+
+    @property
+    def reach(self) -> float:
+        """The quantized value that the largest magnitude of a block becomes; for integers half the range."""
+        return (self.values[-1] - self.values[0]) / 2 if isinstance(self.values, range) else self.values[-1]
 
     def bytes_per_row(self, columns: int) -> int:
         """Return the number of bytes of a row of codes."""
@@ -140,8 +146,8 @@ FORMATS = {
         ),
         Format(name="fp8_block", bits=8, values=_E4M3, rows_per_scale=128, columns_per_scale=128),
         Format(name="fp8_row", bits=8, values=_E4M3),
-        Format(name="int4", bits=4, has_groups=True),
-        Format(name="int8", bits=8),
+        Format(name="int4", bits=4, values=range(-8, 8), offset=8, has_groups=True),
+        Format(name="int8", bits=8, values=range(-127, 128)),
         Format(name="nf4", bits=4, values=_NF4, signed_values=True, columns_per_scale=64, low_nibble_first=False),
     )
 }

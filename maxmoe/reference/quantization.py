@@ -12,6 +12,7 @@ _NF4 = [
     *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 ]
+_FOUR_BITS = ("mxfp4", "int4", "nf4")
 
 
 def code_value(code: int, format: str) -> float:
@@ -63,7 +64,7 @@ def dequantize(
         ]
         return torch.stack(parts) if parts else codes.new_empty((0, codes.shape[1], columns), dtype=dtype)
     rows = codes.shape[0]
-    if format in ("mxfp4", "int4", "nf4"):
+    if format in _FOUR_BITS:
         low, high = codes & 15, codes >> 4
         pair = (high, low) if format == "nf4" else (low, high)
         codes = torch.stack(pair, dim=-1).flatten(1)[:, :columns]
@@ -73,9 +74,6 @@ def dequantize(
         values = values - (8 if zeros is None else _spread(zeros.float(), format, rows, columns))
     factors = scales.float() if format != "mxfp4" else torch.pow(2.0, scales.double() - 127).float()
     return (values * _spread(factors, format, rows, columns)).to(dtype)
-
-
-_FOUR_BITS = ("mxfp4", "int4", "nf4")
 
 
 def _spread(blocks: Tensor, format: str, rows: int, columns: int) -> Tensor:

@@ -165,12 +165,24 @@ bool multiplies_words([[maybe_unused]] const QuantizedMatrix& m) {
 template <class T>
 bool multiply_words_of_panel([[maybe_unused]] const FloatProduct& p, [[maybe_unused]] int64_t column) {
 #if defined(__AVX2__)
-  if (p.codes.codes == Codes::e2m1) return multiply_codes<T, Codes::e2m1>(p, column);
-  if (p.codes.codes == Codes::int8) return multiply_codes<T, Codes::int8>(p, column);
-  if constexpr (std::is_same_v<T, float>) {
-    if (p.codes.codes == Codes::int4) return multiply_codes<T, Codes::int4>(p, column);
-    if (p.codes.codes == Codes::nf4) return multiply_codes<T, Codes::nf4>(p, column);
-    return multiply_codes<T, Codes::e4m3>(p, column);
+  const auto multiply_floats = [&]<Codes codes>() {
+    if constexpr (std::is_same_v<T, float>) {
+      return multiply_codes<T, codes>(p, column);
+    } else {
+      return false;
+    }
+  };
+  switch (p.codes.codes) {  // no default, so that new codes without a case are a warning
+    case Codes::e2m1:
+      return multiply_codes<T, Codes::e2m1>(p, column);
+    case Codes::int8:
+      return multiply_codes<T, Codes::int8>(p, column);
+    case Codes::int4:
+      return multiply_floats.template operator()<Codes::int4>();
+    case Codes::nf4:
+      return multiply_floats.template operator()<Codes::nf4>();
+    case Codes::e4m3:
+      return multiply_floats.template operator()<Codes::e4m3>();
   }
 #endif
   return false;
