@@ -132,29 +132,23 @@ def start_collective(rows: Tensor, collective: RowCollective) -> Future[Tensor]:
     `_Start.backward` waits for it.
     """
     handles = _Handles(collective)
-    placeholder = _start(rows, handles)
-    return lambda: _wait(placeholder, handles)
+    placeholder = _apply(_Start, rows, handles)
+    return lambda: _apply(_Wait, placeholder, handles)
 
 
 @not_compiled
-def _start(rows: Tensor, handles: "_Handles") -> Tensor:
-    placeholder: Tensor = _Start.apply(rows, handles)  # type: ignore[no-untyped-call]
-    return placeholder
-
-
-@not_compiled
-def _wait(placeholder: Tensor, handles: "_Handles") -> Tensor:
-    result: Tensor = _Wait.apply(placeholder, handles)  # type: ignore[no-untyped-call]
+def _apply(function: Any, rows: Tensor, handles: "_Handles") -> Tensor:
+    result: Tensor = function.apply(rows, handles)
     return result
 
 
+@dataclass
 class _Handles:
     """The handles of a collective in the forward and of its adjoint in the backward, while they run."""
 
-    def __init__(self, collective: RowCollective) -> None:
-        self.collective = collective
-        self.forward: CollectiveHandle | None = None
-        self.backward: CollectiveHandle | None = None
+    collective: RowCollective
+    forward: CollectiveHandle | None = None
+    backward: CollectiveHandle | None = None
 
 
 class _Start(torch.autograd.Function):

@@ -29,17 +29,20 @@ class ResidualPart(NamedTuple):
 
     Args:
         axes: mesh axes that shard the stream.
-        partial_axes: axes over which the gradient of the reader's input is a partial sum; none without a writer.
         hidden_size: D, hidden size of the stream.
         reader: path of the module that reads the stream; None where the stream begins.
         writer: path of the module that adds to the stream; None where the stream ends.
     """
 
     axes: tuple[str, ...]
-    partial_axes: tuple[str, ...]
     hidden_size: int
     reader: str | None
     writer: str | None
+
+    @property
+    def partial_axes(self) -> tuple[str, ...]:
+        """Axes over which the gradient of the reader's input is a partial sum; none without a writer."""
+        return () if self.writer is None else self.axes
 
 
 def make_plan(
@@ -193,22 +196,21 @@ class _Planner:
         names = dict.fromkeys(map(tensor_parallel_activation, dims))
         if "activation_embed" in self.rules.names and any(declaration.residual_stream for declaration in declarations):
             names["activation_embed"] = None
-        parts = {name: part_axes(name, self.rules, self.tokens).of_tokens for name in names}
-        return {name: axes for name, axes in parts.items() if axes}
+        parts = {name: part_axes(name, self.rules, self.tokens) for name in names}
+        return {name: of_tokens for name, (_, of_tokens) in parts.items() if of_tokens}
 
     def _residual_parts(self) -> Iterator[ResidualPart]:
         for path, module in self.modules.items():
             stream = declaration_of(module).residual_stream
             if stream is None or "activation_embed" not in self.rules.names:
                 continue
-            axes = part_axes("activation_embed", self.rules, self.tokens).computed
+            axes, _ = part_axes("activation_embed", self.rules, self.tokens)
             ((axes,), _) = resolve(PartitionSpec(axes), self.mesh.sizes, (stream.hidden_size,))
             for children in stream.parts if axes else ():
                 reader, writer = (child and f"{path}.{child}".lstrip(".") for child in children)
                 # A reader or writer that another stage has reads or writes the stream there.
                 if not any(isinstance(self.modules.get(child or ""), Absent) for child in (reader, writer)):
-                    partial = () if writer is None else axes
-                    yield ResidualPart(axes, partial, stream.hidden_size, reader, writer)
+                    yield ResidualPart(axes, stream.hidden_size, reader, writer)
 
     def _plan_dispatch(self, path: str, layer: MoE, dispatch: Dispatch) -> DispatchPlan:
         experts = layer.routed_experts
@@ -292,25 +294,16 @@ class _Planner:
             )
 
 
-class PartAxes(NamedTuple):
-    """The mesh axes that the rules give to a dim of activations.
+def part_axes(name: str, rules: LogicalRules, tokens: ShardedTokens) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the axes of a dim of activations over which ranks compute parts of it, and those that shard the tokens.
 
-    Attributes:
-        computed: axes along which all ranks hold the same tokens, so that each may compute a part of the dim.
-        of_tokens: axes that shard the tokens as well. Ranks along them hold different tokens, whose partial outputs
-            cannot be summed, so the dim is not sharded over these axes, and weights are gathered over them.
+    Ranks along axes that shard the tokens hold different tokens, whose partial outputs cannot be summed, so the dim is
+    not sharded over them, and weights are gathered over them.
     """
-
-    computed: tuple[str, ...]
-    of_tokens: tuple[str, ...]
-
-
-def part_axes(name: str, rules: LogicalRules, tokens: ShardedTokens) -> PartAxes:
-    """Decide over which axes ranks compute parts of a dim of activations, by its name; tokens have precedence."""
     others = EXPERT_TOKEN_DIMS if name.endswith("_moe") else TOKEN_DIMS
     *_, axes = activation_spec((*others, name), tokens.mesh, rules)
     computed = tuple(axis for axis in axes if axis not in tokens.axes)
-    return PartAxes(computed, tuple(axis for axis in axes if axis in tokens.axes))
+    return computed, tuple(axis for axis in axes if axis in tokens.axes)
 
 
 def tensor_parallel_axes(
@@ -331,7 +324,7 @@ def tensor_parallel_axes(
         # Scales follow the codes, or else `_check_blocks` raises.
         and (parameter.stack_part is None or parameter.stack_part.part == "codes")
     ]
-    candidates = [part_axes(tensor_parallel_activation(name), rules, tokens).computed for name in dims]
+    candidates = [part_axes(tensor_parallel_activation(name), rules, tokens)[0] for name in dims]
     chosen: list[str] = []
     for axis in specs[0] if specs else ():  # in the order of the weights, which are sharded in this order
         is_common = all(axis in axes for axes in (*specs, *candidates))

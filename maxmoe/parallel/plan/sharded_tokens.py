@@ -12,7 +12,7 @@ from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding, PartitionSpec
 from maxmoe.sharding.not_compiled import not_compiled
 from maxmoe.sharding.redistribute import Redistribution, redistribute_local
-from maxmoe.sharding.rules import LogicalRules, logical_to_mesh_axes
+from maxmoe.sharding.rules import LogicalRules, mesh_axes
 
 
 def token_sharding(mesh: Mesh, rules: LogicalRules | str = "default") -> NamedSharding:
@@ -53,8 +53,7 @@ def token_group(mesh: Mesh, rules: LogicalRules | str = "default") -> TokenGroup
 
 def activation_spec(names: tuple[str, ...], mesh: Mesh, rules: LogicalRules) -> PartitionSpec:
     """Return the partition spec of an activation, with axes larger than one; a name without a rule has no axes."""
-    spec = logical_to_mesh_axes([name if name in rules.names else None for name in names], rules)
-    return PartitionSpec(*(tuple(axis for axis in axes if mesh.size(axis) > 1) for axes in spec))
+    return PartitionSpec(*(tuple(axis for axis in axes if mesh.size(axis) > 1) for axes in mesh_axes(names, rules)))
 
 
 @dataclass(frozen=True)
