@@ -126,11 +126,7 @@ def plan_pipeline(
     dispatch: Dispatch,
     num_chunks: int,
 ) -> PipelinePlan:
-    """Plan each stage of a model as `maxmoe.pipeline` does.
-
-    Raises:
-        ValueError: as `maxmoe.pipeline`, except for what depends on processes.
-    """
+    """Plan each stage of a model as `maxmoe.pipeline` does."""
     num_ranks = mesh.size(STAGE_AXIS)
     kind = schedule_kind(options.schedule)
     count = check_schedule(options.schedule, num_ranks, options.stages_per_rank, options.num_micro_batches)

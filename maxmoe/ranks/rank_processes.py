@@ -28,12 +28,11 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from maxmoe.ranks.failures import RankError
+from maxmoe.ranks.failures import RankError, is_lost_connection
 
-# Parts of the messages of a rank whose peer is gone or did not come.
-SYMPTOMS = ("Connection closed by peer", "Connection reset by peer", "Timed out", "timed out", "monitoredBarrier")
 GRACE = 5.0  # seconds that ranks have to notice the failure of another one
-PRELOADED = ["maxmoe.ranks.preloaded"]  # imported once, in the process that forks the others
+# Imported once, in the process that forks the others: besides torch, what DTensor and FSDP2 import at their first use.
+PRELOADED = ["maxmoe.ranks.rank_processes", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor"]
 
 
 @dataclass(frozen=True)
@@ -144,8 +143,9 @@ def _main(
                 dist.barrier()
             (box / f"{number}.result").write_bytes(pickle.dumps(result))
         code = 0
-    except BaseException:
-        (box / f"{number}.error").write_text(f"{time.time()}\n{traceback.format_exc()}")
+    except BaseException as error:
+        failure = is_lost_connection(error), time.time(), traceback.format_exc()
+        (box / f"{number}.error").write_bytes(pickle.dumps(failure))
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -200,14 +200,13 @@ def _raise_first_failure(box: Path, names: list[str], exit_codes: list[int | Non
         error = box / f"{number}.error"
         if number in hung or (box / f"{number}.result").exists():
             continue
-        when, text = 0.0, f"it died: exit code {code}"
+        has_lost, when, text = False, 0.0, f"it died: exit code {code}"
         if not (box / f"{number}.stack").exists():
             text += ", before its first line, see its output. A script must start processes under "
             text += 'if __name__ == "__main__"'
         if error.exists():
-            first_line, _, text = error.read_text().partition("\n")
-            when = float(first_line)
-        failures.append((any(symptom in text for symptom in SYMPTOMS), when, number, text.rstrip()))
+            has_lost, when, text = pickle.loads(error.read_bytes())
+        failures.append((has_lost, when, number, text.rstrip()))
     if not failures and not hung:
         return
     failures.sort()

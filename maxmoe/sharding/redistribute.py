@@ -16,11 +16,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Replicate
 
-from maxmoe._torch import has_other_owner
+from maxmoe._torch import has_other_owner, never_compiled
 from maxmoe.ranks.named_collectives import all_gather, all_reduce, reduce_scatter
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding, PartitionSpec
-from maxmoe.sharding.not_compiled import not_compiled
 
 
 def redistribute(tensor: Tensor, sharding: NamedSharding) -> DTensor:
@@ -160,7 +159,7 @@ def embed_sharding(mesh: Mesh, num_dims: int, axes: tuple[str, ...]) -> NamedSha
     return NamedSharding(mesh, PartitionSpec(*(None,) * (num_dims - 1), axes))
 
 
-@not_compiled
+@never_compiled
 def redistribute_local(local: Tensor, redistribution: Redistribution, what: str) -> Tensor:
     """Redistribute a tensor, given this rank's shard and a name; return this rank's shard of the result."""
     result: Tensor = _RedistributeLocal.apply(local, redistribution, what)  # type: ignore[no-untyped-call]

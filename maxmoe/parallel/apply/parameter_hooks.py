@@ -31,12 +31,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from maxmoe._torch import base_of_view, parameter_in_place, put_in_place, tree_leaves, version_of
+from maxmoe._torch import base_of_view, never_compiled, parameter_in_place, put_in_place, tree_leaves, version_of
 from maxmoe._torch.fsdp import make_root
 from maxmoe.parallel.plan.plan import ModulePlan, ParameterPlan
 from maxmoe.recompute.freed_storage import FreedStorage
 from maxmoe.recompute.selective import is_checkpointed
-from maxmoe.sharding.not_compiled import not_compiled
 from maxmoe.sharding.redistribute import Redistribution, redistribute_parameters
 
 
@@ -58,12 +57,7 @@ class Place(NamedTuple):
 
 
 class ParameterHooks:
-    """Keeps the parameters of one FSDP unit gathered during its forward and its backward.
-
-    Args:
-        unit: plan of the unit, or of a block that reduces gradients.
-        fsdp_blocks: modules to which FSDP2 is applied, by their path.
-    """
+    """Keeps the parameters of one FSDP unit, or of a block that reduces gradients, gathered in forward and backward."""
 
     num_gathers = 0  # of all units of this process
 
@@ -83,7 +77,7 @@ class ParameterHooks:
         found = ((plan.name, parameter_in_place(owner, name)) for owner, name, plan in self._places)
         self._stored = {name: parameter for name, parameter in found if parameter is not None}
 
-    @not_compiled
+    @never_compiled
     def gather(self, _unit: nn.Module, _arguments: tuple[Any, ...]) -> None:
         """Forward pre-hook: replace the DTensor parameters by gathered plain tensors."""
         if self._fsdp_root is not None:
@@ -113,7 +107,7 @@ class ParameterHooks:
         for place, _ in call.replaced:
             put_in_place(place.owner, place.name, gathered[place.plan.name])
 
-    @not_compiled
+    @never_compiled
     def free(self, _unit: nn.Module, _arguments: tuple[Any, ...], output: Any) -> None:
         """Forward hook: put the DTensors back, free the gathered tensors, and refill them in the backward."""
         if not _RUNNING or _RUNNING[-1].hooks is not self:  # another hook has raised before `gather`

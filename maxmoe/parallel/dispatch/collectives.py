@@ -23,10 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from maxmoe._torch import process_group_named
+from maxmoe._torch import never_compiled, process_group_named
 from maxmoe.nn.dispatcher import Future
 from maxmoe.ranks.named_collectives import all_gather, all_to_all, reduce_scatter
-from maxmoe.sharding.not_compiled import not_compiled
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,7 @@ def start_collective(rows: Tensor, collective: RowCollective) -> Future[Tensor]:
     return lambda: _apply(_Wait, placeholder, handles)
 
 
-@not_compiled
+@never_compiled
 def _apply(function: Any, rows: Tensor, handles: "_Handles") -> Tensor:
     result: Tensor = function.apply(rows, handles)
     return result

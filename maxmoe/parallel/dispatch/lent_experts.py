@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from maxmoe._torch import never_compiled
 from maxmoe.nn.dispatcher import Future
 from maxmoe.nn.experts import ExpertWeights
 from maxmoe.ops import RaggedPlan
 from maxmoe.parallel.dispatch.collectives import ragged_all_to_all
 from maxmoe.recompute.freed_storage import Recomputation, Rematerialized, Wait
-from maxmoe.sharding.not_compiled import not_compiled
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class LentExperts:
         return start
 
 
-@not_compiled
+@never_compiled
 def _select(tensor: Tensor, experts: list[int]) -> Tensor:
     chosen: Tensor = _Select.apply(tensor, experts)  # type: ignore[no-untyped-call]
     return chosen

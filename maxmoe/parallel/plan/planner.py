@@ -56,15 +56,10 @@ def make_plan(
     allow_unused: bool = False,
     splits_backward: bool = False,
 ) -> Plan:
-    """Plan the parameters, collectives and dispatch of all modules of a model.
+    """Plan the parameters, collectives and dispatch of all modules of a model; arguments and errors as `parallelize`.
 
-    Arguments as for `parallelize`. With `splits_backward`, a pipeline computes the gradients of inputs first, and of
-    weights later. torch then takes apart the graph of each parameter, so that gradients are not reduced together.
-
-    Raises:
-        ValueError: as `parameter_shardings`; if an axis of the experts does not divide their number; for sequences that
-            are sharded or chunked although a layer needs them whole, an invalid num_chunks, and trained parameters of
-            several dtypes in one group of FSDP2.
+    With `splits_backward`, a pipeline computes the gradients of inputs first, and of weights later. torch then takes
+    apart the graph of each parameter, so that gradients are not reduced together.
     """
     if dispatch not in (known := ("auto", *STRATEGIES)):
         raise ValueError(f"dispatch must be one of {', '.join(map(repr, known))}, got {dispatch!r}")
@@ -179,14 +174,10 @@ class _Planner:
                 stream_size=next((part.hidden_size for part in (read, written) if part is not None), None),
                 dispatch=self.dispatch_plans.get(module),
             )
-        for path in [path for path, module in self.modules.items() if module in self.blocks]:
-            reduced = {
-                f"{unit}.{name}".removeprefix(f"{path}."): parameter
-                for unit, plan in plans.items()
-                for name, parameter in plan.parameters.items()
-                if parameter.reduced_by == path != unit
-            }
-            plans[path] = replace(plans[path], reduced=reduced)
+        for unit, plan in plans.items():
+            for name, parameter in plan.parameters.items():
+                if (block := parameter.reduced_by) not in (None, unit):
+                    plans[block].reduced[f"{unit}.{name}".removeprefix(f"{block}.")] = parameter
         return plans
 
     def axes_of_tokens(self) -> dict[str, tuple[str, ...]]:

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from maxmoe._torch import never_compiled
 from maxmoe.declaration import TOKEN_DIMS
 from maxmoe.ranks.token_group import TokenGroup, numbers_of_tokens
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding, PartitionSpec
-from maxmoe.sharding.not_compiled import not_compiled
 from maxmoe.sharding.redistribute import Redistribution, redistribute_local
 from maxmoe.sharding.rules import LogicalRules, mesh_axes
 
@@ -83,12 +83,12 @@ class ShardedTokens:
         """Sum over the axes that shard the batch, in one all-reduce per axis."""
         return self._all_reduce(summands, self.batch_axes) if self.batch_axes else summands
 
-    @not_compiled
+    @never_compiled
     def first_position(self, length: int) -> int:
         """Compute the position of this rank's first token from its coordinates on the mesh."""
         return self._part(length, self.length_axes).start
 
-    @not_compiled
+    @never_compiled
     def numbers(self, num_sequences: int, length: int, device: torch.device) -> Tensor:
         """Compute the numbers from this rank's coordinates, for the same number of sequences on all ranks."""
         of_stage, part = self.mesh.stage * 2**24, self._part(num_sequences, self.batch_axes)
@@ -100,7 +100,7 @@ class ShardedTokens:
         (part,) = NamedSharding(self.mesh, PartitionSpec(axes)).slices((count * self.mesh.size(*axes),))
         return range(part.start, part.stop)
 
-    @not_compiled
+    @never_compiled
     def all_gather_sequence(self, part: Tensor, dim: int) -> Tensor:
         """All-gather over the axes that shard the sequences; reduce-scatter the gradient in the backward."""
         return redistribute_local(part, self.sequence_redistribution(part.dim(), dim), "a sharded sequence")
@@ -114,7 +114,7 @@ class ShardedTokens:
         sharded = NamedSharding(self.mesh, spec)
         return Redistribution((sharded, gathered), (partial, sharded))
 
-    @not_compiled
+    @never_compiled
     def _all_reduce(self, summands: tuple[Tensor | int, ...], axes: tuple[str, ...]) -> tuple[Any, ...]:
         # Summands are packed into one float64 tensor for one collective; integers are exact below 2^53.
         tensors = [torch.as_tensor(summand, device=self.mesh.device_mesh.device_type) for summand in summands]

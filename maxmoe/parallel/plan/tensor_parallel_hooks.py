@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from maxmoe._torch import tree_map
+from maxmoe._torch import never_compiled, tree_map
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
-from maxmoe.sharding.not_compiled import not_compiled
 from maxmoe.sharding.planned_collective import PlannedCollective, planned_redistribution
 from maxmoe.sharding.redistribute import Redistribution, embed_sharding, redistribute_local
 
@@ -38,7 +37,7 @@ class TensorParallelHooks:
     embed_axes: tuple[str, ...] = ()
     has_grad_input: bool = True
 
-    @not_compiled
+    @never_compiled
     def enter(self, _module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Forward pre-hook: the gradients of all floating-point inputs are reduced in the backward."""
         return tree_map(self._mark_input, (arguments, options))
@@ -48,7 +47,7 @@ class TensorParallelHooks:
             return value
         return redistribute_local(value, self._inputs(value.dim()), "the input of a tensor-parallel module")
 
-    @not_compiled
+    @never_compiled
     def leave(self, module: nn.Module, _arguments: tuple[Any, ...], output: Any) -> Tensor:
         """Forward hook: reduce the outputs."""
         if not isinstance(output, Tensor):
@@ -88,7 +87,7 @@ class ResidualReaderHook:
     embed_axes: tuple[str, ...]
     partial_axes: tuple[str, ...]
 
-    @not_compiled
+    @never_compiled
     def enter(self, _module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """Forward pre-hook: all-gather the first argument."""
         stream = redistribute_local(arguments[0], self._stream(arguments[0].dim()), "the residual stream")
