@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from maxmoe._torch import never_compiled
 from maxmoe.nn.dispatcher import Future
 from maxmoe.nn.experts import ExpertWeights
 from maxmoe.ops import RaggedPlan
@@ -57,7 +56,7 @@ class LentExperts:
         return outputs + foreign
 
     def _send(self, tensor: Tensor) -> Future[Tensor]:
-        chosen = _select(tensor, [expert for experts in self.lent for expert in experts])
+        chosen: Tensor = _Select.apply(tensor, [expert for experts in self.lent for expert in experts])  # type: ignore[no-untyped-call]
         return ragged_all_to_all(chosen, [len(experts) for experts in self.lent], self.receive, self.group)
 
     def _send_again(self, tensor: Tensor) -> Callable[[Wait], Wait]:
@@ -71,12 +70,6 @@ class LentExperts:
             return wait
 
         return start
-
-
-@never_compiled
-def _select(tensor: Tensor, experts: list[int]) -> Tensor:
-    chosen: Tensor = _Select.apply(tensor, experts)  # type: ignore[no-untyped-call]
-    return chosen
 
 
 class _Select(torch.autograd.Function):
