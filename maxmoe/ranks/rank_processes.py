@@ -60,27 +60,23 @@ class RankProcesses:
                 of those that hung.
         """
         __tracebackhide__ = True  # for pytest
-        names = [f"rank {rank} of {num_ranks}" for rank in range(num_ranks)]
-        return self._run(names, function, arguments, has_group=True)
+        return self._run(num_ranks, function, arguments)
 
     def run_alone(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function in one process, where `torch.distributed` is not initialized, and return its result."""
         __tracebackhide__ = True
-        return self._run(["one process"], function, arguments, has_group=False)[0]
+        return self._run(None, function, arguments)[0]
 
-    def _run(self, names: list[str], function: Callable[..., Any], arguments: Any, *, has_group: bool) -> list[Any]:
+    def _run(self, num_ranks: int | None, function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Any]:
+        """Call a function on every rank, or in one process without `torch.distributed` if `num_ranks` is None."""
         __tracebackhide__ = True
         sys.stdout.flush()
         sys.stderr.flush()
+        numbers = range(num_ranks or 1)
         with tempfile.TemporaryDirectory() as folder:
-            box, context = Path(folder), self._context()
-            group = (len(names), self.timeout) if has_group else None
-            processes: list[BaseProcess] = [
-                context.Process(  # type: ignore[attr-defined]
-                    target=_main, args=(box, number, group, dict(os.environ), self.prepare, function, arguments)
-                )
-                for number in range(len(names))
-            ]
+            box, make = Path(folder), self._context().Process  # type: ignore[attr-defined]
+            settings = box, self, num_ranks, dict(os.environ), function, arguments
+            processes: list[BaseProcess] = [make(target=_main, args=(number, *settings)) for number in numbers]
             try:
                 for process in processes:
                     process.start()
@@ -91,8 +87,9 @@ class RankProcesses:
                     if process.pid is not None:
                         process.kill()
                         process.join()
+            names = ["one process" if num_ranks is None else f"rank {number} of {num_ranks}" for number in numbers]
             _raise_first_failure(box, names, [process.exitcode for process in processes], hung)
-            return [pickle.loads((box / f"{number}.result").read_bytes()) for number in range(len(names))]
+            return [pickle.loads((box / f"{number}.result").read_bytes()) for number in numbers]
 
     def _context(self) -> BaseContext:
         methods = multiprocessing.get_all_start_methods()
@@ -114,11 +111,11 @@ def require_one_thread() -> None:
 
 
 def _main(
-    box: Path,
     number: int,
-    group: tuple[int, float] | None,
+    box: Path,
+    processes: RankProcesses,
+    num_ranks: int | None,
     environment: Mapping[str, str],
-    prepare: Callable[[], object] | None,
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> NoReturn:
@@ -134,12 +131,12 @@ def _main(
             if hasattr(signal, "SIGUSR1"):
                 faulthandler.register(signal.SIGUSR1, stack)
             os.environ.update(environment)
-            if prepare is not None:
-                prepare()
-            if group is not None:
-                _init_process_group(box, number, *group)
+            if processes.prepare is not None:
+                processes.prepare()
+            if num_ranks is not None:
+                _init_process_group(box, number, num_ranks, processes.timeout)
             result = function(*arguments)
-            if group is not None:
+            if num_ranks is not None:
                 dist.barrier()
             (box / f"{number}.result").write_bytes(pickle.dumps(result))
         code = 0

@@ -50,10 +50,8 @@ class Place(NamedTuple):
         """Gather the parameter again, which FSDP2 has replaced by its sharded or unsharded state in between."""
         parameter = parameter_in_place(self.owner, self.name)
         assert isinstance(parameter, DTensor)
-        (tensor,) = redistribute_parameters(
-            [parameter], [self.plan.gathering], [f"{self.plan.name}, again"], jointly=False
-        )
-        return tensor
+        again = (parameter, self.plan.gathering, f"{self.plan.name}, again")
+        return redistribute_parameters([again], jointly=False)[0]
 
 
 class ParameterHooks:
@@ -93,9 +91,8 @@ class ParameterHooks:
             if isinstance(parameter, DTensor):  # else gathered by a unit whose forward calls this one
                 call.replaced.append((place, parameter))
                 found.setdefault(place.plan.name, (parameter, place))
-        parameters = [parameter for parameter, _ in found.values()]
-        gatherings = [_gathering_now(parameter, place.plan) for parameter, place in found.values()]
-        tensors = redistribute_parameters(parameters, gatherings, [*found], jointly=self._reduces_jointly)
+        named = [(parameter, _gathering_now(parameter, place.plan), name) for name, (parameter, place) in found.items()]
+        tensors = redistribute_parameters(named, jointly=self._reduces_jointly)
         gathered = dict(zip(found, tensors, strict=True))
         if _has_later_backward():
             for name, (_, place) in found.items():
@@ -233,9 +230,7 @@ class GatheredParameter(NamedTuple):
     @torch.no_grad()
     def refill(self) -> None:
         """Gather the parameter again, and fill the storage if tensors still share it on this rank."""
-        values = self.gather()
-        if self.storage.is_needed:
-            self.storage.fill(values)
+        self.storage.fill(self.gather())
 
 
 def _has_later_backward() -> bool:

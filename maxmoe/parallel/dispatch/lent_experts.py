@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,7 +52,8 @@ class LentExperts:
         received = [arrive() for arrive in arriving]
         foreign = experts(own.with_tensors(received), self.plan)
         # Their storages are freed here. Before the backward of the foreign experts, all weights are sent again.
-        again = [Recomputation(*pair) for pair in zip(received, map(self._send_again, tensors), strict=True)]
+        pairs = zip(received, tensors, strict=True)
+        again = [Recomputation(arrived, partial(self._send_again, tensor)) for arrived, tensor in pairs]
         Rematerialized(tensors[0], again, foreign)
         return outputs + foreign
 
@@ -59,17 +61,14 @@ class LentExperts:
         chosen: Tensor = _Select.apply(tensor, [expert for experts in self.lent for expert in experts])  # type: ignore[no-untyped-call]
         return ragged_all_to_all(chosen, [len(experts) for experts in self.lent], self.receive, self.group)
 
-    def _send_again(self, tensor: Tensor) -> Callable[[Wait], Wait]:
-        def start(previous: Wait) -> Wait:
-            arrive = self._send(tensor)
+    def _send_again(self, tensor: Tensor, previous: Wait) -> Wait:
+        arrive = self._send(tensor)
 
-            def wait() -> Tensor:
-                previous()
-                return arrive()
+        def wait() -> Tensor:
+            previous()
+            return arrive()
 
-            return wait
-
-        return start
+        return wait
 
 
 class _Select(torch.autograd.Function):

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from torch import nn
 
 from maxmoe.adapters import wrappers_of
+from maxmoe.checks.fields import check_int
 from maxmoe.declaration import EXPERT_TOKEN_DIMS, TOKEN_DIMS, Absent, declaration_of
 from maxmoe.nn import MoE, SharedExperts
 from maxmoe.parallel.plan.dispatch_plan import STRATEGIES, Dispatch, DispatchPlan, plan_dispatch
@@ -104,8 +105,7 @@ def _check_whole_sequences(plan: Plan) -> None:
 
 
 def _check_chunks(plan: Plan, num_chunks: int) -> None:
-    if not isinstance(num_chunks, int) or num_chunks < 1:
-        raise ValueError(f"num_chunks must be a positive int, got {num_chunks!r}")
+    check_int("num_chunks", num_chunks, at_least=1)
     for path, (_, dispatch_plan) in plan.layers.items():
         if num_chunks > 1 and dispatch_plan.config.capacity_factor is not None:
             raise ValueError(
