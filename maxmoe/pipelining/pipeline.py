@@ -241,9 +241,6 @@ class Pipeline:
 
         All ranks must call it, also those whose stages have no trained parameters.
 
-        Args:
-            max_norm: largest norm of all gradients together.
-
         Returns:
             ``()``, float64, norm before clipping, equal on all ranks.
 

@@ -38,7 +38,6 @@ class StagePlan:
     """Plan of one stage.
 
     Args:
-        index: number of the stage.
         rank: rank along the axis `stage` that has the stage.
         parts: names of its parts of the model, such as "embedding, blocks.0-3".
         plan: plan of its module on the mesh within a stage.
@@ -62,7 +61,6 @@ class PipelinePlan:
     """Plan of a pipeline.
 
     Args:
-        options: how the model is cut and run.
         stages: plans of the stages, in order.
         order: actions of each rank along the axis `stage`.
         timeline: their times, in forwards of a stage with the mean work. Messages and collectives take no time.

@@ -22,8 +22,6 @@ class ExpertLayout:
     """Mesh axes over which the experts of a layer are sharded.
 
     Args:
-        config: configuration of the layer.
-        mesh: mesh of the layer, planned or not.
         expert_axes: axes over which the experts are sharded, the major axis first.
         token_axes: subset of `expert_axes` over which tokens are communicated. Along the other axes, all ranks hold the
             same tokens.

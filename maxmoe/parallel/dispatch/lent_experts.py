@@ -34,7 +34,6 @@ class LentExperts:
         plan: rows that the foreign experts compute.
         lent: experts of this rank that each rank computes, numbered from 0.
         receive: number of experts that each rank lends to this one.
-        group: the ranks.
     """
 
     plan: RaggedPlan

@@ -26,7 +26,6 @@ class PartialSums(TensorParallelRegion):
     The outputs are summed by an all-reduce, or by a reduce-scatter if the residual stream is sharded.
 
     Args:
-        mesh: mesh of the layer.
         axes: axes along which the ranks hold the same tokens and compute parts of the layer.
         dropped_axes: subset of `axes` along which the ranks drop different slots.
         embed_axes: axes that shard the hidden dim of the residual stream. The layer takes whole hidden states, returns

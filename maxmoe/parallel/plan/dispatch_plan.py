@@ -41,7 +41,6 @@ class DispatchPlan(ExpertLayout):
 
     Args:
         strategy: dispatch strategy, given or chosen. Without `expert_axes`, all experts are computed on every rank.
-        reason: reason for the strategy.
         tensor_parallel_axes: mesh axes over which each expert is computed in parts.
         embed_axes: mesh axes that shard the residual stream to which the layer adds its output.
         shared_is_partial: whether the shared experts are computed in parts over the same axes as the routed experts.

@@ -136,21 +136,16 @@ class _Planner:
             for unit, names in self.units.items()
         }
         self.residual_parts = tuple(self._residual_parts())
-        layers = {path: layer for path, layer in self.modules.items() if isinstance(layer, MoE)}
-        # The module of the routed experts of each layer, and the adapters around it.
-        experts = {
-            layer: [layer.routed_experts, *(wrapper for _, wrapper in wrappers_of(layer.experts))]
-            for layer in layers.values()
-        }
-        # The plan of each layer, also under these modules.
+        # The plan of each layer, also under the module of its routed experts and the adapters around it.
         self.dispatch_plans: dict[nn.Module, DispatchPlan] = {}
-        for path, layer in layers.items():
-            plan = self._plan_dispatch(path, layer, dispatch)
-            self.dispatch_plans |= dict.fromkeys([layer, *experts[layer]], plan)
         # Tensor-parallel modules whose partial outputs the enclosing layer reduces.
-        self.reduced_by_layer = {module for modules in experts.values() for module in modules} | {
-            layer.shared_experts for layer in layers.values() if self.dispatch_plans[layer].shared_is_partial
-        }
+        self.reduced_by_layer: set[nn.Module | None] = set()
+        for path, layer in self.modules.items():
+            if isinstance(layer, MoE):
+                plan = self._plan_dispatch(path, layer, dispatch)
+                experts = [layer.routed_experts, *(wrapper for _, wrapper in wrappers_of(layer.experts))]
+                self.dispatch_plans |= dict.fromkeys([layer, *experts], plan)
+                self.reduced_by_layer.update(experts, [layer.shared_experts] if plan.shared_is_partial else [])
         self.blocks, self.shared_by_blocks = set(blocks(model)), shared_by_blocks(model)
 
     def module_plans(self) -> dict[str, ModulePlan]:

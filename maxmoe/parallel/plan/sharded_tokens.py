@@ -36,17 +36,10 @@ def token_sharding(mesh: Mesh, rules: LogicalRules | str = "default") -> NamedSh
 
 
 def token_group(mesh: Mesh, rules: LogicalRules | str = "default") -> TokenGroup:
-    """Return the token group of a mesh, for `mean_over_tokens`.
-
-    Args:
-        mesh: mesh on which the module runs.
-        rules: rules that map logical names to mesh axes, or the name of a preset.
+    """Return the token group of a mesh, for `mean_over_tokens`; arguments as for `token_sharding`.
 
     Returns:
         Reductions over the ranks that share the tokens of a batch; ranks with the same tokens are counted once.
-
-    Raises:
-        ValueError: for an unknown preset.
     """
     return ShardedTokens(mesh, *token_sharding(mesh, rules).spec)
 
@@ -61,8 +54,6 @@ class ShardedTokens:
     """The `maxmoe.nn.TokenGroup` of tokens that are sharded over mesh axes.
 
     Args:
-        mesh: mesh on which the tokens are sharded.
-        batch_axes: mesh axes that shard the batch.
         length_axes: mesh axes that shard the sequences, the major axis first.
     """
 

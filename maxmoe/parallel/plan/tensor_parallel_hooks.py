@@ -24,7 +24,6 @@ class TensorParallelHooks:
     """Collectives on the input and on the output of one module.
 
     Args:
-        mesh: mesh on which the module runs.
         axes: tensor-parallel axes of the module; none for a module that every rank computes whole.
         embed_axes: axes that shard the residual stream to which the module adds its output. Outputs are
             reduce-scattered over them. The gradient of the input stays partial over them, because the hook of the
@@ -77,7 +76,6 @@ class ResidualReaderHook:
     """Forward pre-hook that all-gathers a sharded residual stream before a module that reads it.
 
     Args:
-        mesh: mesh on which the module runs.
         embed_axes: axes that shard the stream.
         partial_axes: axes over which the gradient of the gathered stream is a partial sum: the axes of the stream if a
             writer follows, none if every rank continues with the same values.
