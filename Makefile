@@ -72,7 +72,7 @@ sanitize: $(VENV)/test
 	cmake -S . -B build/sanitize -GNinja -DMAXMOE_BUILD_OPERATORS=OFF -DMAXMOE_BUILD_TESTS=ON -DMAXMOE_DEVELOPER=ON \
 	  -DMAXMOE_SANITIZE=address,undefined -DMAXMOE_ISAS=runnable -DPython_EXECUTABLE="$(abspath $(BIN))/python"
 	cmake --build build/sanitize
-	ctest --test-dir build/sanitize --no-tests=error --output-on-failure
+	ctest --test-dir build/sanitize --parallel "$$(getconf _NPROCESSORS_ONLN)" --no-tests=error --output-on-failure
 
 # The kernels' GoogleTest suite for aarch64, cross-compiled and run under an emulator, so that the sources stay portable.
 test-aarch64: $(VENV)/test
