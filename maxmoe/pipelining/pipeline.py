@@ -125,8 +125,7 @@ def pipeline(
     settings = {
         "schedule": schedule,
         "num_micro_batches": num_micro_batches,
-        "blocks_per_stage": blocks_per_stage,
-        "stages_per_rank": stages_per_rank,
+        "blocks_per_stage and stages_per_rank": (blocks_per_stage, stages_per_rank),
         "aux_loss_scale": aux_loss_scale,
         "dispatch": dispatch,
         "num_chunks": num_chunks,
