@@ -2,7 +2,7 @@
 # make test    sets up everything in .venv and runs all tests                 (ARGS="-n 0 -k gmm": of pytest)
 #
 # TORCH=2.15.0 sets up another torch, in .venv-torch2.15.0, for both commands.
-# For those who change the code: make lint, format, docs, sanitize, test-aarch64, cuda, benchmark, wheel,
+# For developers: make lint, format, docs, sanitize, test-aarch64, cuda, benchmark, wheel,
 # try-wheel, clean (CONTRIBUTING.md).
 
 SHELL := /bin/bash
@@ -13,7 +13,8 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 ARGS ?=
-# The releases of torch of pyproject.toml. The first one has the environment .venv, every other one its own.
+# The releases of torch in pyproject.toml. The environment of the first one is .venv, of every other one
+# .venv-torch<release>.
 TORCHES := $(shell sed -n 's/^torch = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d '",')
 TORCH ?= $(firstword $(TORCHES))
 # The environment with a release of torch.
@@ -23,7 +24,7 @@ BIN := $(VENV)/bin
 
 # The list of pyproject.toml.
 BUILD_REQUIRES := $(shell sed -n '/^requires = \[/,/^\]/s/^ *\("[^"]*"\),$$/\1/p' pyproject.toml)
-# PyPI's torch for Linux brings CUDA, some gigabytes. Without an NVIDIA GPU the small one is taken from here.
+# PyPI's torch for Linux depends on CUDA, some gigabytes. Without an NVIDIA GPU the CPU build comes from this index.
 TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
 REACHABLE = import sys, urllib.request as u; u.urlopen(sys.argv[1], timeout=10)
 PIP_TORCH = $(if $(TORCH_INDEX),$(shell $(BIN)/python -c '$(REACHABLE)' "$(TORCH_INDEX)" 2>/dev/null \
@@ -40,7 +41,8 @@ setup: $(VENV)/examples
 train: $(VENV)/examples
 	@$(BIN)/python examples/pretrain.py $(ARGS)
 
-# A file stays in one process, for its fixtures. In the order given: otherwise files with few, long tests would come last.
+# A file stays in one process, for its fixtures. Files keep their order: otherwise files with few, long tests would run
+# last.
 IN_TWO_PROCESSES := -n 2 --dist loadfile --no-loadscope-reorder
 test: $(VENV)/test
 	@# With the variable set, as in many containers, every process would compile package and tests again.
@@ -61,12 +63,14 @@ format: $(VENV)/dev
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CPP)
 
-# The site, from docs/ and the docstrings: build/docs/index.html. A warning is an error, a reference to nothing among them.
+# The site, from docs/ and the docstrings: build/docs/index.html. A warning is an error, including unresolved
+# references.
 docs: $(VENV)/docs
 	@$(BIN)/python -m sphinx --nitpicky --fail-on-warning --keep-going --fresh-env --quiet docs build/docs
 	echo "build/docs/index.html"
 
-# The kernels' GoogleTest suite under the address and undefined-behaviour sanitizers, for what this machine can run.
+# The kernels' GoogleTest suite under the address and undefined-behaviour sanitizers, for the instruction sets of this
+# machine.
 sanitize: $(VENV)/test
 	@export PATH="$(abspath $(BIN)):$$PATH"
 	cmake -S . -B build/sanitize -GNinja -DMAXMOE_BUILD_OPERATORS=OFF -DMAXMOE_BUILD_TESTS=ON -DMAXMOE_DEVELOPER=ON \
@@ -86,9 +90,9 @@ test-aarch64: $(VENV)/test
 	cmake --build build/aarch64
 	ctest --test-dir build/aarch64 --no-tests=error --output-on-failure
 
-# build/cuda/libmaxmoe_cuda.so: the CUDA kernels for compute capability 8.0 and 9.0 and, as PTX, for later ones. Compiled by
-# the nvcc of PyPI in an environment of its own; no GPU is needed. What the compiler says of registers and stacks, and the
-# machine code, are checked.
+# build/cuda/libmaxmoe_cuda.so: the CUDA kernels for compute capability 8.0 and 9.0 and, as PTX, for later ones.
+# Compiled by the nvcc of PyPI in a separate environment; no GPU is needed. The compiler's report of registers and
+# stacks, and the machine code, are checked.
 CUDA_PACKAGES := nvidia-cuda-nvcc==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-runtime==13.0.96 \
   nvidia-cuda-cccl==13.0.85 nvidia-cuda-cuobjdump==13.5.37 nvidia-cuda-nvdisasm==13.5.37
 CUDA_HOME = $(firstword $(wildcard $(abspath .venv-cuda)/lib/python*/site-packages/nvidia/cu13))
@@ -106,9 +110,9 @@ build/cuda/%.o: cpp/cuda/%.cu .venv-cuda/packages $(wildcard cpp/cuda/*.h) $(fil
 	echo "nvcc $<"
 	nvcc $(NVCC_FLAGS) -Xptxas -v -c $< -o $@ 2>$(@:.o=.log) || { cat $(@:.o=.log); exit 1; }
 
-# build/cuda/maxmoe_cuda_tests: the tests of cpp/cuda/tests for a machine with an NVIDIA GPU, on which they are run as
-# CUDA_LAUNCH_BLOCKING=1 maxmoe_cuda_tests --gtest_filter=-*Error*. An assertion of the device ends its use: the tests of
-# errors are left out.
+# build/cuda/maxmoe_cuda_tests: the tests of cpp/cuda/tests for a machine with an NVIDIA GPU, run by
+# CUDA_LAUNCH_BLOCKING=1 maxmoe_cuda_tests --gtest_filter=-*Error*. Tests of errors are left out, because a failed
+# assertion makes the device unusable for the process.
 CUDA_TESTS := $(patsubst cpp/cuda/tests/%.cpp,build/cuda/%.o,$(filter-out %_emulator.cpp,$(wildcard cpp/cuda/tests/*.cpp)))
 cuda-tests: $(CUDA_OBJECTS) $(CUDA_TESTS) build/cuda/managed_memory.o
 	@$(CXX) $^ -L"$(CUDA_HOME)/lib" -lgtest_main -lgtest -static-libstdc++ -static-libgcc -lcudart_static -ldl -lrt -lpthread \
@@ -135,10 +139,11 @@ benchmark: $(VENV)/test
 	cmake --build build/benchmarks
 	build/benchmarks/cpp/benchmarks/maxmoe_kernels_benchmarks $(ARGS)
 
-# dist/: sdist and manylinux wheel, looked into; one wheel for every Python and every torch of TORCHES. Repaired and tried as
-# cibuildwheel would, with its commands from pyproject.toml. What setuptools left of an earlier build would get in.
+# dist/: sdist and manylinux wheel, checked; one wheel for every Python and every torch of TORCHES. Repaired and tried
+# with the commands of cibuildwheel in pyproject.toml. Files of an earlier build are removed, because setuptools would
+# include them.
 CIBUILDWHEEL = $(shell sed -n 's/^$(1) = "\(.*\)"$$/\1/p' pyproject.toml)
-# Environments of their own, one for each torch.
+# Separate environments, one for each torch.
 PYTHON_MINOR := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 WHEEL_TORCHES = $(TORCHES:%=build/python$(PYTHON_MINOR)-torch%)
 # The headers of an environment of `make test`, if there is one, because the operators are already compiled for it.
@@ -175,7 +180,7 @@ wheel: $(VENV)/dev $(WHEEL_TORCHES:%=%/requirements)
 try-wheel: $(WHEEL_TORCHES:%=%/requirements)
 	@$(try_wheel)
 
-# For the wheel: an environment with a release of torch and what tries the wheel.
+# For the wheel: an environment with a release of torch and pytest.
 build/python$(PYTHON_MINOR)-torch%/requirements: pyproject.toml
 	@echo "== torch $*"
 	$(PYTHON) -m venv $(@D)
@@ -185,8 +190,8 @@ build/python$(PYTHON_MINOR)-torch%/requirements: pyproject.toml
 clean:
 	rm -rf .venv .venv-torch* .venv-cuda build dist *.egg-info maxmoe/*.so
 
-# The package, built in place, and what one use of it needs: examples, test, docs or dev. The environments share the build
-# of the kernels (setup.py). They are built for this machine alone, until tests need all instruction sets; with them come the
+# The package, built in place, and the dependencies of one use: examples, test, docs or dev. The environments share the
+# build of the kernels (setup.py). They are built for this machine alone, until tests need all instruction sets and the
 # programs that tests/repository/test_cpp.py runs.
 ISAS = $(if $(filter test dev,$(@F) $(notdir $(wildcard .venv*/test .venv*/dev))),all,native)
 CPP_TESTS = $(if $(filter test,$(@F)),-DMAXMOE_BUILD_TESTS=ON -DMAXMOE_BUILD_BENCHMARKS=ON)
@@ -194,7 +199,7 @@ $(VENV)/examples $(VENV)/test $(VENV)/docs $(VENV)/dev: $(VENV)/requirements $(C
 	@echo "== the C++ core"
 	export CMAKE_ARGS="-DMAXMOE_ISAS=$(ISAS) $(CPP_TESTS) $${CMAKE_ARGS:-}"
 	$(BIN)/python setup.py --quiet build_ext
-	echo "== maxmoe and what '$(@F)' needs"
+	echo "== maxmoe and the dependencies of '$(@F)'"
 	$(BIN)/pip install --quiet --no-build-isolation -e '.[$(@F)]'
 	touch $@
 
@@ -203,7 +208,7 @@ $(VENV)/requirements: $(VENV)/python pyproject.toml
 	$(BIN)/pip install $(PIP_TORCH) torch==$(TORCH) $(BUILD_REQUIRES)
 	touch $@
 
-# What pip cannot install comes from apt, for root on Debian and Ubuntu; everybody else is told what to install.
+# Packages that pip cannot install are installed by apt, for root on Debian and Ubuntu; otherwise a message names them.
 $(VENV)/python:
 	@missing() {
 	  command -v c++ >/dev/null || echo g++

@@ -2,8 +2,7 @@
 
 The adapters have rank 8 and stand beside gate, up and down. A step computes the output and the gradients of x, of the
 routing weights and of the adapters, which change before every step. Ratios are medians over rounds: in each of them,
-all contenders take a step in turn. Peak: resident memory above the state before a step, each contender in a process of
-its own.
+all contenders take a step in turn. Peak: resident memory above the state before a step, with one process per contender.
 """
 
 import statistics
@@ -21,7 +20,7 @@ OURS, FROZEN, *OTHERS = [contender.name for contender in adapter_contenders()]
 
 
 def measure(session: Session, case: Case) -> None:
-    """All contenders in one case: their times, then their memory."""
+    """Measure all contenders in one case: their times, then their memory."""
     before = len(session.results)
     runners = session.admit(case, problem_of(case), adapter_contenders(), TOLERANCE[case.dtype])
     session.time(case, runners)
@@ -32,7 +31,7 @@ def measure(session: Session, case: Case) -> None:
 
 
 def summary(results: list[Result]) -> str:
-    """What adapters cost beside frozen experts, and what PEFT's sum of weights and adapters costs beside ours."""
+    """The cost of adapters beside frozen experts, and of PEFT's sum of weights and adapters relative to ours."""
     rows = []
     for case, group in by_case(results).items():
         of = {result.contender: result for result in group}

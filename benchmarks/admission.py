@@ -1,4 +1,4 @@
-"""Who takes part in a case: contenders that can, that fit into memory, and that compute what the first one computes."""
+"""Which contenders are timed in a case: installed ones that fit into memory and have the results of the first one."""
 
 import copy
 import time
@@ -12,23 +12,23 @@ from benchmarks.contender import Contender, Mode, disagreement, runner, runner_b
 from benchmarks.problem import Problem
 from benchmarks.timing import Runner
 
-# Rows of D + 2F numbers, all R of them, that a call needs at once; an upper bound for those that save the most.
+# Number of tensors of R rows of D + 2F numbers that a call needs at once; an upper bound over all contenders.
 TENSORS_OF_ROWS = 4
-# Of the memory that is free; the allocator and the system need the rest.
+# Usable share of the free memory; the allocator and the system need the rest.
 USABLE = 0.95
-# Random combinations of columns that stand for a matrix in the comparison.
+# Number of random combinations of columns that replace a matrix in the comparison.
 NUM_COMBINATIONS = 4
 
 
 class Admission:
-    """Contenders of a case become runners.
+    """Turns the contenders of a case into runners.
 
-    Each holds its weights for the whole case where all of them fit into memory together; else each is prepared when
-    its turn begins and freed when it ends.
+    If the weights of all contenders fit into memory together, each holds its weights for the whole case; otherwise each
+    is prepared when its turn begins and freed when it ends.
 
     Args:
-        problem: what they compute.
-        mode: what of it.
+        problem: inputs of the contenders.
+        mode: forward, or forward and backward.
         tolerance: the largest relative error against the first one.
     """
 
@@ -38,7 +38,7 @@ class Admission:
         self.expected: dict[str, Tensor] | None = None
 
     def obstacle(self, contender: Contender) -> str | None:
-        """Why it cannot take part, None if it can."""
+        """Why a contender cannot be timed, None if it can."""
         reason = contender.available(self.problem, self.mode)
         needed = self._held(contender) + self._working_memory(contender)
         if reason is None and needed > self.free:
@@ -47,7 +47,7 @@ class Admission:
         return reason
 
     def runners(self, contenders: Sequence[Contender]) -> tuple[list[Runner], dict[str, str]]:
-        """Runners of those without an obstacle; why the others cannot take part, by name."""
+        """Runners of the contenders that can be timed; reasons why the others cannot, by name."""
         reasons = {contender.name: self.obstacle(contender) for contender in contenders}
         able = [contender for contender in contenders if reasons[contender.name] is None]
         fit_together = sum(map(self._held, able)) + max(map(self._working_memory, able), default=0) <= self.free
@@ -65,7 +65,7 @@ class Admission:
         return runners, {name: reason for name, reason in reasons.items() if reason is not None}
 
     def _check(self, prepared: Contender) -> tuple[float | None, str | None]:
-        """Seconds of the first call, and what is wrong with its results."""
+        """Seconds of the first call, and the error of its results, if any."""
         if prepared.kind not in ("maxmoe", "alternative"):
             return None, None
         start = time.perf_counter()
@@ -79,7 +79,7 @@ class Admission:
         return contender.weight_copies * self.problem.weight_bytes
 
     def _working_memory(self, contender: Contender) -> int:
-        """Of one call: gradients, and what has the size of all rows."""
+        """Memory of one call: gradients, and tensors of the size of all rows."""
         _, D, F, _, _ = self.problem.shape
         of_rows = self.problem.shape.num_rows * (D + 2 * F) * self.problem.x.element_size()
         copies = contender.gradient_copies if self.mode == "forward+backward" else 0
@@ -89,8 +89,8 @@ class Admission:
 def combinations(results: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same results with random combinations of the columns of each matrix in a stack of them.
 
-    An error of the matrix is an error of the same relative size there, and the gradients of all experts of two
-    contenders need not be in memory at the same time.
+    An error of a matrix gives an error of the same relative size, and the gradients of two contenders need not be in
+    memory at the same time.
     """
     generator = torch.Generator().manual_seed(0)
 

@@ -27,7 +27,7 @@ from maxmoe.sharding import Mesh
 ROWS = (4, 16, 64, 256, 1024)
 CHANNELS = (8, 16, 32, 64)
 WIDTH, DEPTH, EXPERTS = 512, 512, 4
-BATCH, HEADS, LENGTH = 16, 8, 128  # of attention
+BATCH, HEADS, LENGTH = 16, 8, 128  # sizes of attention
 SMALL, LARGE = 2**10, 2**21  # bytes of the messages that show latency and bandwidth
 REPEATS = 7
 
@@ -85,7 +85,7 @@ def calibrate(name: str, *, num_ranks: int = 2) -> Device:
         cores=len(os.sched_getaffinity(0)),
         block_overhead=found["layer"],
     )
-    # Beside the collectives of a block, whose number the planner knows.
+    # The overhead does not include the collectives of a block, which the planner counts.
     waiting = _seconds_per_block(partial(_predicted_seconds, replace(device, block_overhead=0.0)))
     return replace(device, sharded_block_overhead=max(0.0, found["sharded blocks"] - waiting))
 
@@ -107,7 +107,7 @@ def seconds(function: Callable[[], object], repeats: int = REPEATS) -> float:
 
 
 def seconds_in_turn(functions: Mapping[int, Callable[[], object]]) -> dict[int, float]:
-    """Return the shortest time of a call of each function, called in turn, so that other load meets all of them."""
+    """Return the shortest time of a call of each function, called in turn, so that other load slows all of them."""
     times: dict[int, list[float]] = {key: [] for key in functions}
     for _ in range(REPEATS + 1):
         for key, function in functions.items():

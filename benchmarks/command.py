@@ -1,4 +1,4 @@
-"""What all benchmarks have in common: options, progress, Ctrl-C, the table, results.json and the picture."""
+"""The common parts of all benchmarks: options, progress, Ctrl-C, the table, results.json and the picture."""
 
 import argparse
 import json
@@ -24,14 +24,14 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TOLERANCE}
 
 @dataclass
 class Session:
-    """A run while it goes on: the options, and what is measured so far."""
+    """A running benchmark: the options, and the results so far."""
 
     options: argparse.Namespace
     bar: tqdm
     results: list[Result] = field(default_factory=list)
 
     def time(self, case: Case, runners: list[Runner], numbers: Mapping[str, float] | None = None) -> None:
-        """Time them in turn."""
+        """Time runners in turn."""
         results = [Result(case, each.name, each.kind, each.seconds, numbers=dict(numbers or {})) for each in runners]
         self.results.extend(results)
         try:
@@ -42,7 +42,7 @@ class Session:
                 result.rounds = each.rounds
 
     def admit(self, case: Case, problem: Problem, contenders: Sequence[Contender], tolerance: float) -> list[Runner]:
-        """Runners of those that can take part; say why the others cannot."""
+        """Return runners of the contenders that can be timed; record why the others cannot."""
         runners, reasons = Admission(problem, mode_of(case), tolerance).runners(contenders)
         for contender in contenders:
             if reason := reasons.get(contender.name):
@@ -52,20 +52,20 @@ class Session:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One command.
+    """A benchmark and its command.
 
     Attributes:
-        name: of the command.
-        description: for --help.
-        shapes: those it runs unless told otherwise, by name; it knows all others of their kind by their names.
-        modes: what is done with each.
+        name: name of the command.
+        description: text for --help.
+        shapes: default shapes, by name; --shapes accepts the names of all shapes of this kind.
+        modes: modes that are measured for each shape.
         measure: adds the results of a case to the session.
-        report: the text on screen.
-        panels: of the picture.
-        is_timed: whether there are rounds.
+        report: returns the printed text.
+        panels: returns the panels of the picture.
+        is_timed: whether calls are timed, in rounds.
         chooses_bounds: whether there is an option for the bounds.
-        threads: unless told otherwise.
-        points: the shapes that stand on the curve of one that is given, in each mode.
+        threads: default number of threads.
+        points: returns the shapes on the curve of a given shape, in each mode.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Benchmark:
     points: Callable[[AnyShape, str], Sequence[AnyShape]] = lambda shape, mode: [shape]
 
     def cases(self, options: argparse.Namespace) -> list[Case]:
-        """All combinations."""
+        """All combinations of shape, dtype and mode."""
         shapes = options.shapes.items()
         return [
             Case(name, point, dtype, mode)
@@ -113,13 +113,13 @@ def main(benchmark: Benchmark, arguments: list[str] | None = None) -> None:
             interrupted = True
     written = save(benchmark, session, description, interrupted)
     if interrupted:
-        print("Interrupted: what follows is what was measured until then.\n")
+        print("Interrupted. Results so far:\n")
     print(benchmark.report(session.results))
     print("\nWritten:", *written)
 
 
 def save(benchmark: Benchmark, session: Session, description: dict[str, object], interrupted: bool) -> list[Path]:
-    """Write what was measured, to results.json and, if there is anything to draw, a picture."""
+    """Write the results to results.json, and a picture if there are panels."""
     options = session.options
     shown = {name: str(value) for name, value in vars(options).items()}
     rules = {"seconds_per_contender": timing.SECONDS_PER_CONTENDER, "min_rounds": timing.MIN_ROUNDS}
@@ -129,7 +129,7 @@ def save(benchmark: Benchmark, session: Session, description: dict[str, object],
         "interrupted": interrupted,
         "machine": description,
         "options": shown,
-        # A slow contender sits out the rounds past its share of time, but none of the first.
+        # A slow contender skips rounds beyond its share of time, but none of the first rounds.
         "timing": rules if benchmark.is_timed else {},
         "results": [result.as_json() for result in session.results],
     }
@@ -183,7 +183,7 @@ def parse_options(benchmark: Benchmark, arguments: list[str] | None) -> argparse
 
 
 def choices(text: str, known: Collection[str]) -> list[str]:
-    """Some of the known names, from a text like float32,bfloat16."""
+    """Parse a list of known names, such as float32,bfloat16."""
     names = text.split(",")
     if unknown := set(names).difference(known):
         raise argparse.ArgumentTypeError(f"{unknown.pop()!r} should be one of {', '.join(known)}")
@@ -191,7 +191,7 @@ def choices(text: str, known: Collection[str]) -> list[str]:
 
 
 def sizes(text: str, kind: type[AnyShape]) -> AnyShape:
-    """Sizes from a text like 2048x512."""
+    """Parse sizes, such as 2048x512."""
     numbers = [positive(number) for number in text.split("x")]
     if len(numbers) != len(kind._fields):
         raise argparse.ArgumentTypeError(f"{text!r} should be {len(kind._fields)} sizes: {', '.join(kind._fields)}")
@@ -199,7 +199,7 @@ def sizes(text: str, kind: type[AnyShape]) -> AnyShape:
 
 
 def positive(text: str) -> int:
-    """A number from 1."""
+    """Parse a positive integer."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} should be a number, at least 1")
     return int(text)

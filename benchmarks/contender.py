@@ -1,4 +1,4 @@
-"""What every contender can do, and the check that it computes the right thing."""
+"""The interface of contenders, and the check of their results."""
 
 import copy
 from collections.abc import Sequence
@@ -13,26 +13,26 @@ from benchmarks.timing import Runner
 
 Mode = Literal["forward+backward", "forward", "forward, weights changed"]
 
-# The largest relative error |a - b| / |b| between two that compute the same thing, each in its own order of sums.
+# The largest relative error |a - b| / |b| between two contenders, which sum in different orders.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-3}
 
 
 def mode_of(case: Case) -> Mode:
-    """What the contenders do in a case of experts."""
+    """The modes of a case of experts."""
     return next(mode for mode in get_args(Mode) if mode == case.mode)
 
 
 class Contender:
-    """One way to compute a problem.
+    """An implementation that computes a problem.
 
-    The benchmark calls `available`, then `prepare` once, then `forward` or `step` again and again.
+    The benchmark calls `available`, then `prepare` once, then `forward` or `step` repeatedly.
 
     Attributes:
-        name: in tables and figures.
+        name: name in tables and figures.
         kind: "maxmoe", "alternative", "part" of a layer, or "bound".
-        settle_seconds: to wait after its turn, for threads that go on spinning.
-        weight_copies: how often it holds the weights, beside the weights of the problem.
-        gradient_copies: how often it needs the size of the weights for their gradients while it computes these.
+        settle_seconds: pause after its turn, for threads that spin on.
+        weight_copies: number of copies of the weights that it holds, beside the weights of the problem.
+        gradient_copies: peak memory for the gradients of the weights, in sizes of the weights.
     """
 
     name: str
@@ -42,11 +42,11 @@ class Contender:
     gradient_copies = 1
 
     def available(self, problem: Problem, mode: Mode) -> str | None:
-        """Why it cannot take part, None if it can."""
+        """Why it cannot be timed, None if it can."""
         return None
 
     def prepare(self, problem: Problem) -> None:
-        """Put the weights into its own layout, or take the problem's."""
+        """Convert the weights to its layout, or take the problem's."""
         raise NotImplementedError
 
     def parameters(self) -> Sequence[Tensor]:
@@ -54,10 +54,10 @@ class Contender:
         raise NotImplementedError
 
     def repack(self) -> None:
-        """Whatever it needs after its weights have changed; timed."""
+        """Update its state after a change of the weights; timed."""
 
     def forward(self) -> Tensor:
-        """The output ``(T, D)``, without anything for a backward pass."""
+        """The output ``(T, D)``, without saving tensors for a backward pass."""
         raise NotImplementedError
 
     def step(self) -> tuple[Tensor, Sequence[Tensor]]:
@@ -87,12 +87,12 @@ class AutogradContender(Contender):
         raise NotImplementedError
 
     def set_leaves(self, problem: Problem, **leaves: Tensor) -> None:
-        """Remember what wants a gradient: x, the weights of the routing, the parameters; the memory is shared."""
+        """Set the leaves: x, the weights of the routing, the parameters; the memory is shared."""
         self.leaves = {name: leaf.detach().requires_grad_() for name, leaf in leaves.items()}
         self.cotangent = problem.cotangent
 
     def parameters(self) -> Sequence[Tensor]:
-        """Every leaf but the inputs."""
+        """All leaves except the inputs."""
         return [leaf for name, leaf in self.leaves.items() if name not in ("x", "weights")]
 
     def forward(self) -> Tensor:
@@ -106,15 +106,15 @@ class AutogradContender(Contender):
         return output, torch.autograd.grad(output, list(self.leaves.values()), self.cotangent)
 
     def in_layout_of_problem(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
-        """The leaves bear the names of the problem, unless a subclass says otherwise."""
+        """Gradients of the leaves, by the names of the problem."""
         return dict(zip(self.leaves, gradients, strict=True))
 
 
 def runner(contender: Contender, mode: Mode) -> Runner:
-    """The contender as something to be timed.
+    """Return a runner that times the contender.
 
-    In training the optimizer changes the weights before every step, so they are changed here too: nobody may live
-    off what it remembers of them. The change itself is not timed, what it makes necessary is.
+    In training the optimizer changes the weights before every step, so they are changed here, too: results that a
+    contender caches from the weights become invalid. The change is not timed, but `repack` is.
     """
     trains, changes = mode == "forward+backward", mode != "forward"
 
@@ -133,9 +133,9 @@ def runner(contender: Contender, mode: Mode) -> Runner:
 
 
 def runner_by_turns(contender: Contender, problem: Problem, mode: Mode) -> Runner:
-    """The same for a contender that is prepared when its turn begins and freed when it ends; neither is timed.
+    """Return a runner of a contender that is prepared when its turn begins and freed when it ends; neither is timed.
 
-    Nor is the first call of a turn: it writes memory that the system must map first, which later steps find mapped.
+    The first call of a turn is not timed either, because the system has to map its memory.
     """
     turn: list[Runner] = []
 
@@ -163,13 +163,13 @@ def runner_by_turns(contender: Contender, problem: Problem, mode: Mode) -> Runne
 
 @torch.no_grad()
 def change_in_place(parameters: Sequence[Tensor]) -> None:
-    """Write to every value, as an optimizer does; the values stay."""
+    """Write every value, as an optimizer does, without changing it."""
     for parameter in parameters:
         parameter.mul_(1)
 
 
 def disagreement(results: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> str | None:
-    """What differs by more than the tolerance, None if nothing does."""
+    """Describe a difference above the tolerance; None if there is none."""
     for name, value in expected.items():
         theirs, ours = results[name].detach().double(), value.detach().double()
         error = float((theirs - ours).norm() / ours.norm().clamp_min(1e-30))

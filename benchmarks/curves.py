@@ -8,15 +8,15 @@ from benchmarks.results import Case, Result, by_case, table
 
 
 class Axes(NamedTuple):
-    """What is shown over what.
+    """The axes of curves.
 
     Attributes:
-        x_label: of the size that varies.
-        x: that size in a case.
-        y_label: of what was measured.
-        y: its number in a result.
+        x_label: label of the size that varies.
+        x: returns the size of a case.
+        y_label: label of the measured number.
+        y: returns the number in a result.
         y_scale: "log" or "linear".
-        ratios: more columns of the table, by name, from the results of one case.
+        ratios: additional columns of the table, by name, computed from the results of one case.
     """
 
     x_label: str
@@ -28,7 +28,7 @@ class Axes(NamedTuple):
 
 
 def points(results: Iterable[Result]) -> dict[str, list[list[Result]]]:
-    """The results of every case, by the title of the panel that the case belongs to."""
+    """The results of every case, by the title of its panel."""
     groups: dict[tuple[str, str, str], list[list[Result]]] = {}
     for case, group in by_case(results).items():
         groups.setdefault((case.name, case.dtype_name, case.mode), []).append(group)
@@ -36,7 +36,7 @@ def points(results: Iterable[Result]) -> dict[str, list[list[Result]]]:
 
 
 def panel_title(cases: list[Case]) -> str:
-    """One line for cases that differ in their sizes; only those sizes that all share."""
+    """A title for cases of different sizes: the sizes that all of them share."""
     sizes = [case.sizes.split(", ") for case in cases]
     shared = [size for size in sizes[0] if all(size in others for others in sizes)]
     return f"{cases[0].name} ({', '.join(shared)}), {cases[0].dtype_name}, {cases[0].mode}"

@@ -26,8 +26,8 @@ SUMMED = (
     "quantized experts",
 )
 OURS, OURS_FUSED = "ours", "ours, gate and up in one"
-# By names of CUDA kernels, the first that fits. Our sum over the slots of a token is in float32, the rest of the
-# elementwise passes is in bfloat16.
+# Kinds by patterns of CUDA kernel names; the first match counts. The sum over the slots of a token is in float32, all
+# other elementwise passes are in bfloat16.
 KINDS = {
     "products": r"cutlass|gemm",
     "gather, scatter": r"gather_kernel<16|indexFunc|index_elementwise|scatter_add",
@@ -36,11 +36,11 @@ KINDS = {
     "activation, weights, copies": r"elementwise_kernel<(4|8|128)|CatArray|reduce_kernel<512, 1, .*BFloat16",
 }
 REST = "sort, plan, checks"
-INTEGERS = r"<long|long>|<bool|clamp_scalar|_scatter_gather"  # elementwise, but of the plan
+INTEGERS = r"<long|long>|<bool|clamp_scalar|_scatter_gather"  # elementwise kernels of the plan
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Return the sections of a run; `prototype` is a file of its own."""
+    """Return the sections of a run; `prototype` has a separate file."""
     sections: dict[str, Any] = json.loads((folder / "results.json").read_text())
     prototype = folder / "prototype.json"
     return sections | ({"prototype": json.loads(prototype.read_text())} if prototype.exists() else {})
@@ -54,7 +54,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def machine_line(sections: dict[str, Any]) -> str:
-    """Return what the numbers were measured on."""
+    """Return the machine of the measurements."""
     facts = sections["machine"]
     amx = " with AMX" if "amx_bf16" in facts["cpu_flags"] else ""
     return (
@@ -69,7 +69,7 @@ def number(value: float) -> str:
 
 
 def state(values: Values) -> str:
-    """Return what came of a case without an error."""
+    """Return the result of a case without an error."""
     if "not_run" in values:
         return f"not run: {values['not_run'].partition('. ')[0]}"
     return "passed" if values.get("ok", True) else "failed"
@@ -124,7 +124,7 @@ def training_table(sections: dict[str, Any]) -> str:
 
 
 def timed(sections: dict[str, Any], key: str) -> Iterator[tuple[str, Values, Values, dict[str, Values]]]:
-    """Yield layer and mode, ours, the best by hand and all contenders, where ours and by hand have been measured."""
+    """Yield layer, mode, maxmoe, the best by hand and all contenders, if maxmoe and by hand have been measured."""
     for group, contenders in sections["speed"].items():
         measured = {name: values for name, values in contenders.items() if key in values}
         by_hand = [values for name, values in measured.items() if name.startswith("grouped_mm")]
@@ -163,7 +163,7 @@ def kind_of(kernel: str) -> str:
 
 
 def kernels_table(sections: dict[str, Any]) -> str:
-    """Return the time of kernels by what they do."""
+    """Return the time of kernels by kind."""
     rows = []
     for group, contenders in sections["kernels"].items():
         for contender, values in contenders.items():
@@ -215,7 +215,7 @@ def tables(sections: dict[str, Any]) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print the tables of the folder that is named."""
+    """Print the tables of a folder."""
     sections = read(Path(arguments[0]))
     print(machine_line(sections), *tables(sections), sep="\n\n")
 

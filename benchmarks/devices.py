@@ -1,7 +1,7 @@
 """The path of devices, run on the CPU: the experts through ATen against torch.nn.functional.grouped_mm by hand.
 
-Both give the products to the same operator of PyTorch, so that what is compared is all the rest: plan, gather,
-activation, weights, sum and their gradients. It says nothing of how fast a GPU is.
+Both compute the products by the same operator of PyTorch, so that the difference is in the rest: plan, gather,
+activation, weights, sum and their gradients. The times do not predict the speed of a GPU.
 """
 
 from benchmarks.alternatives.maxmoe_experts import MaxmoeExperts
@@ -16,7 +16,7 @@ from benchmarks.shapes import A, B
 
 
 def measure(session: Session, case: Case) -> None:
-    """Ours in both layouts, the same by hand, and our kernels."""
+    """Time maxmoe in both layouts, grouped_mm by hand, and the CPU kernels."""
     everybody = [MaxmoeExperts(), MaxmoeThroughAten(), MaxmoeApartThroughAten(), TorchGroupedMM()]
     session.time(case, session.admit(case, problem_of(case), everybody, TOLERANCE[case.dtype]))
 

@@ -5,14 +5,14 @@ Forward only: weights unchanged since the last call, and changed before every ca
 row-major weights, and weights as published models store them.
 
 --bound flops: the same number of multiplications and additions as plain matrix products; where torch has no fast
-product for a 16-bit dtype, the bound in float32 beside it says what the machine can do. Left out for decoding, whose
-few rows read many weights: products of one matrix are no bound for them.
---bound bandwidth: the weights of the chosen experts read once with `torch.sum`; with a backward pass, which needs them
-after the output is complete, read twice, and the gradients of all weights written once with `fill_`. Rows are left out.
-The summary compares with each, and with the larger of the two.
+product for a 16-bit dtype, the bound in float32 beside it shows the speed of the machine. Left out for decoding, whose
+few rows read many weights, so that products with one matrix do not bound them.
+--bound bandwidth: the weights of the selected experts read once with `torch.sum`; with a backward pass, which needs
+them after the output is complete, read twice, and the gradients of all weights written once with `fill_`. Rows are left
+out. The summary compares with each, and with the larger of the two.
 
-Where the weights of all contenders do not fit into memory together, each gets its own when its turn begins and frees
-them when it ends; the turns are the same. Neither is timed, nor is the first call of such a turn.
+If the weights of all contenders do not fit into memory together, each contender allocates them when its turn begins and
+frees them when it ends, in the same order of turns. Neither is timed, nor is the first call of such a turn.
 """
 
 from benchmarks.alternatives import bounds, contenders
@@ -27,7 +27,7 @@ MODES: list[Mode] = ["forward+backward", "forward", "forward, weights changed"]
 
 
 def measure(session: Session, case: Case) -> None:
-    """All contenders in one case."""
+    """Time all contenders in one case."""
     names = [name for name in session.options.bound if name != "flops" or case.name not in FORWARD_ONLY]
     everybody = [*contenders(), *bounds(names, case.dtype)]
     session.time(case, session.admit(case, problem_of(case), everybody, TOLERANCE[case.dtype]))

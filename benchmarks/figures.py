@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 from benchmarks.results import Case, Result, baseline_of, by_case
 
 COLORS = {"maxmoe": "#1b6ca8", "part": "#7fb2d6", "alternative": "#9aa5b1", "bound": "#b5541c"}
-# Several curves of one kind need a color each.
+# Colors of several curves of one kind.
 SHADES = {
     "maxmoe": ["#1b6ca8", "#2fa4b5", "#6a4fa3"],
     "alternative": ["#4d5661", "#9aa5b1"],
@@ -21,13 +21,13 @@ SHADES = {
 }
 CURVES_HEIGHT = 17.0
 
-# Bars end at this multiple of what they are compared with, and bounds this far below the lowest curve of the others:
-# those beyond would flatten the rest.
+# Bars are cut at this multiple of their reference, and bounds at this factor below the lowest other curve: longer ones
+# would flatten the rest.
 LONGEST = 5.0
 
 
 class Bar(NamedTuple):
-    """A name, a length, and whose it is: a key of COLORS."""
+    """A name, a length, and a kind: a key of COLORS."""
 
     name: str
     value: float
@@ -43,7 +43,7 @@ class Panel(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """A name, whose it is: a key of SHADES, and its points."""
+    """A name, a kind (a key of SHADES), and points."""
 
     name: str
     kind: str
@@ -86,8 +86,8 @@ def draw(path: Path, heading: str, panels: Sequence[Panel | Curves]) -> None:
     """Draw the panels, at most two beside each other.
 
     Args:
-        path: of the PNG.
-        heading: above them.
+        path: path of the PNG.
+        heading: text above the panels.
         panels: at least one.
     """
     columns = min(len(panels), 2)
@@ -106,7 +106,7 @@ def draw(path: Path, heading: str, panels: Sequence[Panel | Curves]) -> None:
                 _draw_bars(axes, panel, number)
         for axes in row[len(panels_of_row) :]:
             axes.remove()
-    # A run on a full disk then fails on a plain file.
+    # Drawn in memory, so that a full disk raises a plain OSError.
     stream = io.BytesIO()
     figure.savefig(stream, format="png", dpi=110)
     path.write_bytes(stream.getvalue())
@@ -173,7 +173,7 @@ def _draw_curves(axes: Axes, panel: Curves) -> None:
 
 
 def _name_ends(axes: Axes, ends: list[tuple[str, str, Line2D]]) -> None:
-    """Write the name of each curve at its right end, or above the one that is in the way."""
+    """Write the name of each curve at its right end, or above an overlapping name."""
     to_axes = axes.transData + axes.transAxes.inverted()
     heights = [min(max(float(to_axes.transform(line.get_xydata()[-1])[1]), 0), 1) for _, _, line in ends]
     lowest = -1.0

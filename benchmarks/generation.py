@@ -1,4 +1,4 @@
-"""Greedy generation: `Decoder.generate` beside transformers' `generate` with the weights of the same Mixtral.
+"""Greedy generation: `Decoder.generate` beside transformers' `generate`, with the weights of one Mixtral model.
 
     python -m benchmarks.generation
 
@@ -88,7 +88,7 @@ def main() -> None:
     model = decoder()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(3 if parameter.ndim > 1 else 1)  # so that the greedy tokens are clear
+            parameter.mul_(3 if parameter.ndim > 1 else 1)  # so that greedy tokens have no near ties
     prompt = torch.randint(SIZES["vocab_size"], (1, options.prompt))
     ways: dict[str, Callable[[], Tensor]] = {
         "Decoder.generate": lambda: model.generate(prompt, options.num_tokens, temperature=0)

@@ -1,9 +1,9 @@
 """The whole layer: `maxmoe.MoE` against the blocks of transformers, with the same weights and tokens.
 
 Training: output and the gradients of x, router, gate, up and down; the weights change before every step. Forward
-only: weights unchanged. In 16 bits the routers of transformers round their logits to that dtype, ours does not: some
-tokens see other experts, and the results are compared in float32 only. The experts alone, with the routing given, are
-timed beside the layer: the rest of its time is spent on router, losses and statistics.
+only: weights unchanged. In 16 bits the routers of transformers round their logits, the router of maxmoe does not: some
+tokens select other experts, so that results are compared in float32 only. The experts alone, with the routing given,
+are timed beside the layer: the rest of its time is spent on router, losses and statistics.
 """
 
 import math
@@ -28,14 +28,14 @@ from benchmarks.shapes import TRAINING
 
 
 def measure(session: Session, case: Case) -> None:
-    """All contenders in one case."""
+    """Time all contenders in one case."""
     tolerance = TOLERANCE[case.dtype] if case.dtype in (torch.float32, torch.float64) else math.inf
     everybody = [*layer_contenders(), ExpertsAlone()]
     session.time(case, session.admit(case, problem_of(case), everybody, tolerance))
 
 
 def summary_of_parts(results: list[Result]) -> str:
-    """The share of the layer's time that its experts take, and what is left for the rest."""
+    """The share of the layer's time in its experts, and the remaining time."""
     rows = []
     for case, (layer, experts) in best_times(results, [MaxmoeLayer.name, ExpertsAlone.name]):
         shares = [f"{experts / layer:.2f}", f"{1 - experts / layer:.1%}"]

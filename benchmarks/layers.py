@@ -48,7 +48,7 @@ class TransformersBlock(AutogradContender):
 
     Args:
         family: "Qwen3Moe" or "Mixtral".
-        implementation: of the experts, "grouped_mm" or "eager".
+        implementation: experts implementation, "grouped_mm" or "eager".
     """
 
     def __init__(self, family: str, implementation: str) -> None:
@@ -93,13 +93,13 @@ class TransformersBlock(AutogradContender):
 
 
 class ExpertsAlone(MaxmoeExperts):
-    """What the layer spends on its experts: `maxmoe.ops.ragged_plan` and `expert_ffn`, the routing given."""
+    """The experts of the layer: `maxmoe.ops.ragged_plan` and `expert_ffn` with given routing."""
 
     name = "maxmoe, experts alone"
     kind = "part"
 
 
 def layer_contenders() -> list[AutogradContender]:
-    """A new object of each that computes the layer, maxmoe first."""
+    """Return a new object of each contender for the layer, maxmoe first."""
     blocks = [TransformersBlock(family, way) for family in ("Qwen3Moe", "Mixtral") for way in ("grouped_mm", "eager")]
     return [MaxmoeLayer(), *blocks]

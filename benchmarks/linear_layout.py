@@ -1,4 +1,4 @@
-"""The layout of `torch.nn.functional.linear`, with gate and up in one matrix, as transformers and vLLM have it."""
+"""The layout of `torch.nn.functional.linear`, with gate and up in one matrix, as in transformers and vLLM."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ class LinearLayout:
     """The weights of a problem in that layout.
 
     Attributes:
-        gate_up: ``(E, 2F, D)``, in it gate first.
+        gate_up: ``(E, 2F, D)``, gate first.
         down: ``(E, D, F)``.
     """
 
@@ -21,7 +21,7 @@ class LinearLayout:
 
 
 def to_linear_layout(problem: Problem) -> LinearLayout:
-    """The weights; all that hold the result of the same problem at the same time share one copy."""
+    """Return the weights; contenders that hold them for the same problem at the same time share one copy."""
     layout = problem.copies.get("linear")
     if not isinstance(layout, LinearLayout):
         E, D, F = problem.gate.shape
@@ -34,6 +34,6 @@ def to_linear_layout(problem: Problem) -> LinearLayout:
 
 
 def from_linear_layout(gate_up: Tensor, down: Tensor) -> dict[str, Tensor]:
-    """The way back, by the names and in the shapes of `Problem`."""
+    """Convert back, to the names and shapes of `Problem`."""
     gate, up = gate_up.transpose(1, 2).chunk(2, 2)
     return {"gate": gate, "up": up, "down": down.transpose(1, 2)}

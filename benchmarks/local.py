@@ -1,8 +1,8 @@
-"""Some experts of many: time and memory of a step for an eighth of the experts, with all tokens there.
+"""Local experts: time and memory of a step for an eighth of the experts, with all tokens.
 
-That is the work of one of eight ranks. Of the eight blocks of experts it takes the one whose share of the rows is
-closest to an eighth. Cost should follow the rows: the shares of time and of buffers (peak memory above the state
-before, without what is returned) are compared with the share of the rows.
+This is the work of one of eight ranks. Of the eight blocks of experts, the one whose share of the rows is closest to an
+eighth is measured. The cost should be proportional to the rows: the shares of time and of buffers (peak memory above
+the state before, without results) are compared with the share of the rows.
 """
 
 import torch
@@ -30,7 +30,7 @@ def typical_block(problem: Problem) -> tuple[int, int, int]:
 
 
 def measure(session: Session, case: Case) -> None:
-    """All experts and a block of them."""
+    """Measure all experts, and a block of them."""
     problem = problem_of(case)
     count, first, num_rows = typical_block(problem)
     runners = []
@@ -50,7 +50,7 @@ def measure(session: Session, case: Case) -> None:
 
 
 def shares(group: list[Result]) -> dict[str, float]:
-    """The part of rows, time and buffers that the local experts take."""
+    """The shares of rows, time and buffers of the local experts."""
     everything, local = group
     rows, buffers, peak = (local.numbers[name] / everything.numbers[name] for name in ("rows", "buffers", "peak"))
     return {"rows": rows, "time": local.best / everything.best, "buffers": buffers, "peak": peak}
@@ -78,7 +78,7 @@ def report(results: list[Result]) -> str:
         part = shares(group)
         rows.append(["share", *(f"{share:.3f}" for share in part.values())])
         rows.append(["share / share of rows", *(f"{share / part['rows']:.2f}" for share in part.values())])
-        header = ["maxmoe", "rows", "best ms", "buffers MiB", "peak MiB with what is returned"]
+        header = ["maxmoe", "rows", "best ms", "buffers MiB", "peak MiB with results"]
         parts.append(f"{title(case)}\n{table(header, rows)}")
     return "\n\n".join(filter(None, [*parts, absent_lines(results)]))
 

@@ -1,4 +1,4 @@
-"""What the numbers were measured on."""
+"""The machine and the libraries of a run."""
 
 import math
 import os
@@ -10,7 +10,7 @@ import torch
 
 import maxmoe
 
-# What decides which kernels a library picks.
+# Environment variables by which libraries choose kernels.
 FLAGS = [
     "avx2",
     "fma",
@@ -53,7 +53,7 @@ def describe() -> dict[str, object]:
 
 
 def available_memory() -> float:
-    """Bytes that a process can still get, as Linux estimates them; infinite elsewhere."""
+    """Bytes that a process can still allocate, by the estimate of Linux; infinite elsewhere."""
     path = Path("/proc/meminfo")
     lines = path.read_text().splitlines() if path.exists() else []
     return next((float(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), math.inf)

@@ -1,10 +1,10 @@
-"""Memory of the experts: what a training step keeps for its backward pass, and its peak.
+"""Memory of the experts: the tensors that a training step saves for its backward pass, and its peak.
 
-Saved: all that the graph of autograd keeps alive, parameters left out, in elements of the dtype per token. maxmoe
-should keep D + 2KF: x and the pre-activations. The indices and the weights of the routing are counted apart.
-Peak: resident memory above the state before the step. Returned: the part of it that everybody has to make, the output
-and the gradients; not all of them may be there yet when memory is at its peak. Kept: what is still there after all
-results are freed. Each contender runs in a process of its own.
+Saved: the tensors that the graph of autograd keeps alive, without parameters, in elements of the dtype per token.
+maxmoe should save D + 2KF: x and the preactivations. The indices and the weights of the routing are counted separately.
+Peak: resident memory above the state before the step. Returned: the output and the gradients, which every contender
+allocates; not all of them may exist when memory is at its peak. Kept: memory that remains after all results are freed.
+Each contender runs in its own process.
 """
 
 from benchmarks.alternatives import contenders
@@ -19,7 +19,7 @@ from benchmarks.shapes import TRAINING, Shape
 
 
 def measure(session: Session, case: Case) -> None:
-    """All contenders in one case."""
+    """Measure all contenders in one case."""
     everybody = contenders()
     problem, mode = problem_of(case), mode_of(case)
     for contender in everybody:
@@ -39,7 +39,7 @@ def measured(results: list[Result]) -> dict[Case, list[Result]]:
 
 
 def relative(result: Result, group: list[Result]) -> float:
-    """Its peak relative to maxmoe."""
+    """The peak of a contender relative to maxmoe."""
     return result.numbers["peak"] / max(baseline_of(group).numbers["peak"], 4096)
 
 
@@ -66,7 +66,7 @@ def report(results: list[Result]) -> str:
 
 
 def saved(result: Result) -> list[str]:
-    """The columns on what is kept for backward."""
+    """The columns about tensors that are saved for backward."""
     if "saved" not in result.numbers:
         return ["", "", ""]
     shape = result.case.shape

@@ -1,7 +1,7 @@
 """A step of Muon on stacked experts, beside `torch.optim.Muon` on each matrix, and the layer that it trains.
 
-Both orthogonalise gate, up and down of every expert, from the same gradients; the share is that of a training step of
-the layer alone: forward, backward and optimizer.
+Both orthogonalise gate, up and down of every expert, from the same gradients; the share is relative to a training step
+of the layer alone: forward, backward and optimizer.
 """
 
 import torch
@@ -20,7 +20,7 @@ OURS, THEIRS, LAYER = "maxmoe.optim.Muon", "torch.optim.Muon", "maxmoe.MoE, forw
 
 
 def measure(session: Session, case: Case) -> None:
-    """Optimizers with gradients that stay, and the layer."""
+    """Time both optimizers with constant gradients, and the layer."""
     problem = problem_of(case)
     _, D, F, E, K = problem.shape
     config = maxmoe.MoEConfig(hidden_size=D, intermediate_size=F, num_experts=E, top_k=K)
@@ -47,7 +47,7 @@ def measure(session: Session, case: Case) -> None:
 
 
 def summary(results: list[Result]) -> str:
-    """How much faster, and the share of a training step."""
+    """The speedup, and the share of a training step."""
     rows = []
     for case, (ours, theirs, layer) in best_times(results, [OURS, THEIRS, LAYER]):
         ratios = [f"{theirs / ours:.2f}x", f"{ours / (ours + layer):.0%}"]

@@ -1,10 +1,9 @@
-"""Memory of one contender, measured in a process of its own: `python -m benchmarks.peak REQUEST`, for the parent.
+"""Memory of one contender, measured in a new process: `python -m benchmarks.peak REQUEST`, started by the parent.
 
-The process first computes a small problem, so that code, threads and tables are there. Then it notes its resident
-memory, computes, and asks the kernel for the highest mark. Every buffer of 64 KiB or more is mapped on its own and
-unmapped when freed (the allocator is told so): the mark is what was alive at once, not what an allocator held back.
-Freed pages that the system may take whenever it needs memory (LazyFree in /proc/self/smaps_rollup) are resident, and
-count as free.
+The process first computes a small problem, so that code, threads and tables are loaded. Then it reads its resident
+memory, computes, and reads the peak (VmHWM). The allocator is set to map every buffer of 64 KiB or more separately and
+to unmap it when it is freed, so that the peak contains live buffers only. Freed pages that the system may reclaim at
+any time (LazyFree in /proc/self/smaps_rollup) are resident, but count as free.
 """
 
 import ctypes
@@ -37,13 +36,13 @@ def measure_apart(
     """Measure in a new process.
 
     Args:
-        contender: its name.
+        contender: name of the contender.
         case: shape, dtype and mode.
-        threads: to compute with.
-        local_experts: maxmoe only: number and first of the experts to compute; None for all.
+        threads: number of threads.
+        local_experts: maxmoe only: number of experts to compute and the first one; None for all.
 
     Returns:
-        Numbers by name, and what went wrong if there are none.
+        Numbers by name, and the error if there are none.
     """
     request = [contender, list(case.shape), case.dtype_name, case.mode, threads, local_experts]
     command = [sys.executable, "-m", "benchmarks.peak", json.dumps(request)]
@@ -56,7 +55,7 @@ def measure_apart(
 
 
 def answer(request: str) -> dict[str, float]:
-    """What the new process does."""
+    """The main function of the new process."""
     name, sizes, dtype_name, mode, threads, local_experts = json.loads(request)
     torch.set_num_threads(threads)
     dtype = getattr(torch, dtype_name)
@@ -84,12 +83,12 @@ def run(contender: Contender, mode: Mode) -> list[Any]:
 
 
 def peak(contender: Contender, mode: Mode) -> dict[str, float]:
-    """Bytes: of the highest mark above the state before, of what is returned, of the rest, and of what stays."""
+    """Bytes of the peak above the state before, of the results, of the rest, and of memory that remains."""
     settle()
     Path("/proc/self/clear_refs").write_text("5")  # resets the mark
     before = status("RssAnon")
     returned = run(contender, mode)
-    # What is read from files is code that was not needed for the small problem.
+    # Pages of files are code that the small problem did not need.
     highest = status("VmHWM") - status("RssFile") - status("RssShmem")
     bytes_returned = sum(tensor.nbytes for tensor in returned)
     del returned
@@ -100,7 +99,7 @@ def peak(contender: Contender, mode: Mode) -> dict[str, float]:
 
 
 def settle() -> None:
-    """Give back what is free."""
+    """Return freed memory to the system."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
 

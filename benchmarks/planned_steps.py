@@ -62,7 +62,7 @@ SHAPES = {
 
 
 class Plan(NamedTuple):
-    """A plan as `parallelize` takes it."""
+    """A plan: arguments of `parallelize`."""
 
     mesh: dict[str, int]
     rules: str
@@ -147,13 +147,13 @@ def ranks_of(values: Sequence[float]) -> list[float]:
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
-    """Spearman's rank correlation."""
+    """Return Spearman's rank correlation."""
     table = torch.tensor([ranks_of(first), ranks_of(second)], dtype=torch.float64)
     return float(torch.corrcoef(table)[0, 1])
 
 
 def distances(rows: Sequence[Row]) -> dict[str, float]:
-    """For each shape, by how much the plan with the least predicted time is slower than the fastest measured one."""
+    """Relative extra time of the plan with the least predicted time over the fastest measured one, by shape."""
     result = {}
     for shape in dict.fromkeys(row.shape for row in rows):
         mine = [row for row in rows if row.shape == shape]
@@ -243,7 +243,7 @@ def main() -> None:
 
 
 def write(rows: Sequence[Row], folder: Path) -> None:
-    """Write what is measured so far."""
+    """Write the measurements so far."""
     (folder / "table.md").write_text(report(rows) + "\n")
     draw(rows, folder / "planned_steps.png")
     contents = {"machine": machine.describe(), "rows": [row._asdict() for row in rows]}

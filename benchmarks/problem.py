@@ -9,9 +9,9 @@ from torch import Tensor
 from benchmarks.results import Case
 from benchmarks.shapes import Shape
 
-# Logits of the first expert lie this much above the last expert's: the load of real routers is not even.
+# Difference of the logits of the first and the last expert, because the load of real routers is uneven.
 SKEW = 1.5
-# Length of x along the direction that carries the skew; large against the noise of 1 in every direction.
+# Length of x in the direction that causes the skew; large compared to the noise of 1 in every direction.
 SKEW_LENGTH = 8.0
 
 
@@ -29,7 +29,7 @@ class Problem:
         up: ``(E, D, F)``.
         down: ``(E, F, D)``.
         cotangent: ``(T, D)``, gradient of the output.
-        copies: of the weights in other layouts, by name, for as long as a contender holds them.
+        copies: weights in other layouts, by name, as long as a contender holds them.
     """
 
     shape: Shape
@@ -45,12 +45,12 @@ class Problem:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of everything but the weights of the routing."""
+        """The dtype of all tensors except the weights of the routing."""
         return self.x.dtype
 
     @property
     def weight_bytes(self) -> int:
-        """Of gate, up and down together."""
+        """Bytes of gate, up and down together."""
         return self.gate.nbytes + self.up.nbytes + self.down.nbytes
 
 
@@ -83,7 +83,7 @@ def make_problem(shape: Shape, dtype: torch.dtype) -> Problem:
 
 
 def balanced(problem: Problem) -> Problem:
-    """The same with as many rows for one expert as for every other, at most one more."""
+    """The same problem with an even load: numbers of rows per expert differ by at most one."""
     T, _, _, E, K = problem.shape
     order = torch.randperm(T, generator=torch.Generator().manual_seed(1))
     return replace(problem, experts=(torch.arange(T * K) % E).view(T, K)[order])

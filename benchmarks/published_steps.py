@@ -2,7 +2,7 @@
 
     python -m benchmarks.published_steps
 
-What a source does not state is assumed: 4096 tokens per sequence, bfloat16, the least recomputation that fits, the best
+Assumed if a source does not state them: 4096 tokens per sequence, bfloat16, the least recomputation that fits, the best
 number of chunks, and 1F1B with one stage per rank.
 """
 
@@ -54,7 +54,7 @@ class Published:
     """A published training speed, and the plan that is compared with it.
 
     Attributes:
-        source: who has published it.
+        source: name of the publication.
         model: sizes of the model.
         device: name of the device file.
         mesh: size of each axis.
@@ -142,7 +142,7 @@ ROWS = (
 
 
 def deepseek_v3_step_by_step() -> Iterator[tuple[str, float]]:
-    """Yield the prediction for DeepSeek-V3 as it is, then with one more thing that its authors have, and so on."""
+    """Yield the prediction for DeepSeek-V3, then add the features of its authors' training one by one."""
     run, h100 = ROWS[0], Device.load("h100")
     yield "as planned here", run.tokens_per_second(run.predict())
     # 52 of 128 heads multiply as much as the projections of its latent attention.

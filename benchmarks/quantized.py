@@ -1,13 +1,13 @@
 """Frozen experts in 4 and 8 bits against the same layer with weights of the dtype of the tokens.
 
 forward: the output alone. forward+backward: with adapters of rank 8 beside gate, up and down, the output and the
-gradients of x, of the routing weights and of the adapters. Before anything is timed, every format must have the bits
-of its dequantized weights.
+gradients of x, of the routing weights and of the adapters. Before the timing, the results of every format must equal
+those of its dequantized weights to the bit.
 
 A shape stands for a layer; T is 1, 4 and 16 (forward only), 512 and 2048. A call computes at least 32 tokens, T at a
 time, each time with other experts, so that the weights of few tokens come from memory and not from a cache. Ratios are
-medians over rounds, in each of which all formats take their turn. Share of memory speed: bytes of the weights of the
-chosen experts over the time, divided by the speed at which `torch.sum` reads 256 MiB, in turn with the others.
+medians over rounds, in each of which all formats are timed in turn. Share of memory speed: bytes of the weights of the
+selected experts over the time, divided by the speed at which `torch.sum` reads 256 MiB, timed in the same rounds.
 """
 
 import statistics
@@ -127,7 +127,7 @@ def large_tensor() -> Tensor:
 
 
 def measure(session: Session, case: Case) -> None:
-    """All formats in one case."""
+    """Time all formats in one case."""
     shape = case.shape
     assert isinstance(shape, Shape)
     experts = all_experts(shape._replace(num_tokens=0), case.dtype)
@@ -152,7 +152,7 @@ def measure(session: Session, case: Case) -> None:
 
 
 def summary(results: list[Result]) -> str:
-    """Times of the formats over those without, and the share of memory speed where tokens are few."""
+    """Times of the formats relative to dense weights, and the share of memory speed for few tokens."""
     times, shares = [], []
     for case, group in by_case(results).items():
         of = {result.contender: result for result in group if result.numbers}

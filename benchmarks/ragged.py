@@ -1,12 +1,11 @@
 """Moving rows: `ragged_gather` and `ragged_gather_reduce`, weighted, in random order, against copying.
 
 R rows of D elements of s bytes, an index (8 bytes) and a weight (4 bytes) for each row; K = 8 rows make a sum. The
-bytes that must be read or written: 2 R D s + 12 R for the gather, (1 + 1/K) R D s + 12 R for the sums. The bound is
-the bandwidth of `copy_` of all rows, in order, into a tensor like theirs: it reads what the operators read, and does
-not fit into a cache where they do not. A second bound copies the same rows in the same random order: each
-short row is a look-up of a page, which nobody who moves them is spared. The allocator is told to keep what is freed:
-with its usual settings it returns such large results to the system, and new pages at every call would cost more than
-the moving.
+bytes that must be read or written: 2 R D s + 12 R for the gather, (1 + 1/K) R D s + 12 R for the sums. The bound is the
+bandwidth of `copy_` of all rows, in order, into a tensor of the same size: it reads the same bytes, and fits into the
+same caches. A second bound copies the same rows in the same random order, because each short row takes a page lookup in
+any implementation. The allocator is set to keep freed memory: with its default settings it returns such large results
+to the system, and new pages at every call would cost more than the copy.
 """
 
 import ctypes
@@ -46,27 +45,27 @@ def make_inputs(shape: RowsShape, dtype: torch.dtype) -> Inputs:
 
 
 def in_maxmoe(mode: str, rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Ours."""
+    """maxmoe's operator."""
     if mode == "ragged_gather":
         return ragged_gather(rows, index, weights)
     return ragged_gather_reduce(rows, index, GROUP_SIZE, weights)
 
 
 def in_torch(mode: str, rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """What one would write instead."""
+    """The same in plain PyTorch."""
     gathered = rows.index_select(0, index).mul_(weights.to(rows.dtype).unsqueeze(1))
     return gathered if mode == "ragged_gather" else gathered.view(-1, GROUP_SIZE, rows.shape[1]).sum(1)
 
 
 def bytes_to_move(mode: str, inputs: Inputs) -> int:
-    """Read or written at least, by the operators."""
+    """The minimum number of bytes that the operator reads and writes."""
     sums_per_row = 1 if mode == "ragged_gather" else 1 / GROUP_SIZE
     per_row = inputs.order.element_size() + inputs.weights.element_size()
     return int(inputs.rows.nbytes * (1 + sums_per_row)) + per_row * len(inputs.order)
 
 
 def measure(session: Session, case: Case) -> None:
-    """One operator on one table of rows."""
+    """Time one operator on one table of rows."""
     assert isinstance(case.shape, RowsShape)
     inputs = make_inputs(case.shape, case.dtype)
     target = torch.zeros_like(inputs.rows)
@@ -108,7 +107,7 @@ def report(results: list[Result]) -> str:
 
 
 def keep_freed_memory() -> None:
-    """No mapping of single buffers, no trimming of the heap (glibc)."""
+    """Turn off the mapping of single buffers and the trimming of the heap (glibc)."""
     trim_threshold, mmap_max, never = -1, -4, -1
     libc = ctypes.CDLL(None)
     libc.mallopt(mmap_max, 0)

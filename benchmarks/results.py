@@ -1,4 +1,4 @@
-"""What is measured, and what the table and the file say about it."""
+"""Results, and their text in tables and files."""
 
 import math
 import statistics
@@ -12,7 +12,7 @@ from benchmarks.shapes import LETTERS, AnyShape
 
 
 class Case(NamedTuple):
-    """What contenders are compared in: a shape, by its name and sizes, a dtype, and what is done."""
+    """A case in which contenders are compared: name and sizes of a shape, a dtype, and a mode."""
 
     name: str
     shape: AnyShape
@@ -21,27 +21,27 @@ class Case(NamedTuple):
 
     @property
     def dtype_name(self) -> str:
-        """As in "float32"."""
+        """Name of the dtype, such as "float32"."""
         return str(self.dtype).removeprefix("torch.")
 
     @property
     def sizes(self) -> str:
-        """As in "T 2048, D 512"."""
+        """Sizes, such as "T 2048, D 512"."""
         return ", ".join(f"{LETTERS[name]} {size}" for name, size in self.shape._asdict().items())
 
 
 @dataclass
 class Result:
-    """One contender in one case.
+    """The result of one contender in one case.
 
     Attributes:
         case: the case.
-        contender: its name.
+        contender: name of the contender.
         kind: "maxmoe", "alternative", "part" (of maxmoe) or "bound".
-        seconds: of every call; empty where time was not the question.
-        rounds: that it took part in.
+        seconds: time of every call; empty if calls are not timed.
+        rounds: number of rounds.
         numbers: other measurements, by name.
-        absent: why it was not measured.
+        absent: reason why it was not measured.
     """
 
     case: Case
@@ -58,7 +58,7 @@ class Result:
         return min(self.seconds)
 
     def as_json(self) -> dict[str, object]:
-        """For the file."""
+        """The dict for results.json."""
         case = self.case
         labels = {"shape": case.name, "sizes": case.sizes, "dtype": case.dtype_name, "mode": case.mode}
         values = {"seconds": self.seconds, "rounds": self.rounds, "numbers": self.numbers, "absent": self.absent}
@@ -68,7 +68,7 @@ class Result:
 def by_case(
     results: Iterable[Result], is_measured: Callable[[Result], object] = lambda result: result.seconds
 ) -> dict[Case, list[Result]]:
-    """The results that were measured, timed unless told otherwise, grouped by case."""
+    """The measured results, by default the timed ones, grouped by case."""
     groups: dict[Case, list[Result]] = {}
     for result in filter(is_measured, results):
         groups.setdefault(result.case, []).append(result)
@@ -84,12 +84,12 @@ def best_times(results: Iterable[Result], names: Sequence[str]) -> Iterator[tupl
 
 
 def baseline_of(group: list[Result]) -> Result:
-    """What the others are compared with: maxmoe, or else the first one."""
+    """The reference of a comparison: maxmoe, or else the first contender."""
     return next((result for result in group if result.kind == "maxmoe"), group[0])
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Lines of equal width, without empty columns; the first column and those with words stand left, numbers right."""
+    """Lines of equal width, without empty columns; the first column and text are aligned left, numbers right."""
     columns = [column for column in zip(header, *rows, strict=True) if any(column[1:])]
     aligned = []
     for number, column in enumerate(columns):
@@ -101,18 +101,18 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def timing_report(results: list[Result], summary: Callable[[list[Result]], str]) -> str:
-    """A table for each case, one over all of them, and who is missing."""
+    """A table for each case, a summary, and the contenders that were not measured."""
     parts = [f"{title(case)}\n{case_table(group)}" for case, group in by_case(results).items()]
     return "\n\n".join(filter(None, [*parts, summary(results), absent_lines(results)]))
 
 
 def title(case: Case) -> str:
-    """One line for a case."""
+    """The title of a case, in one line."""
     return f"{case.name} ({case.sizes}), {case.dtype_name}, {case.mode}"
 
 
 def case_table(group: list[Result]) -> str:
-    """The contenders of one case; without maxmoe among them, the first one is what they are compared with."""
+    """The contenders of one case, relative to maxmoe, or to the first one if maxmoe is not among them."""
     baseline = baseline_of(group)
     bounds = bounds_of(group)
     header = ["contender", "best ms", "median ms", f"time / {baseline.contender}"]
@@ -169,7 +169,7 @@ def summary_against_alternatives(results: list[Result]) -> str:
 
 
 def absent_lines(results: list[Result]) -> str:
-    """Who was not measured, and why."""
+    """The contenders that were not measured, with reasons."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for result in results:
         if result.absent:
@@ -181,7 +181,7 @@ def absent_lines(results: list[Result]) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """With the digits that mean something."""
+    """Format a number with its significant digits."""
     return f"{seconds * 1e3:.1f}" if seconds > 0.01 else f"{seconds * 1e3:.3f}"
 
 

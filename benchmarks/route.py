@@ -1,4 +1,4 @@
-"""Routing in groups, as DeepSeek-V3 does it: `route` and `ragged_plan`, forward and backward, within the layer's time.
+"""Routing in groups, as in DeepSeek-V3: the share of `route` and `ragged_plan` in the layer's time, with backward.
 
 The layer has sigmoid scores, a correction bias, and takes each token's experts from 4 of 8 groups. Beside it the
 whole router, which is `route` and the product that makes the logits, and the router of transformers for that model.
@@ -57,7 +57,7 @@ def make_theirs(problem: Problem) -> nn.Module:
 
 
 def measure(session: Session, case: Case) -> None:
-    """The layer, and what routes."""
+    """Time the layer and its routing."""
     problem = problem_of(case)
     _, _, _, num_experts, top_k = problem.shape
     layer, theirs = make_layer(problem), make_theirs(problem)

@@ -1,8 +1,8 @@
 """Time per row against rows per expert, from decoding to training, beside both bounds.
 
-Every expert has the same number of rows, from 1 to 512: the number of tokens of a shape is set to what gives them. The
-contenders are maxmoe in both layouts and the fast alternatives; see `python -m benchmarks.experts --help` for what they
-compute and for the bounds. Where the curves of the bounds cross, the experts have enough rows to be bound by FLOPs.
+Every expert has the same number of rows, from 1 to 512: the number of tokens of a shape is set accordingly. The
+contenders are maxmoe in both layouts and the fast alternatives; `python -m benchmarks.experts --help` describes their
+results and the bounds. Where the curves of the bounds cross, the experts have enough rows to be bound by FLOPs.
 """
 
 from benchmarks import curves
@@ -29,7 +29,7 @@ def points(shape: AnyShape, mode: str) -> list[Shape]:
 
 
 def measure(session: Session, case: Case) -> None:
-    """All contenders with one number of rows."""
+    """Time all contenders with one number of rows."""
     alternatives = [TorchGroupedMM(), TransformersExperts("grouped_mm")]
     everybody = [MaxmoeExperts(), MaxmoeLinearLayout(), *alternatives, DenseBound(case.dtype), BandwidthBound()]
     session.time(case, session.admit(case, balanced(problem_of(case)), everybody, TOLERANCE[case.dtype]))
@@ -42,13 +42,13 @@ def rows_per_expert(case: Case) -> float:
 
 
 def microseconds_per_row(result: Result) -> float:
-    """What is shown."""
+    """The measured number: time per row."""
     assert isinstance(result.case.shape, Shape)
     return result.best / result.case.shape.num_rows * 1e6
 
 
 def larger_bound(group: list[Result]) -> dict[str, float]:
-    """The larger of the two bounds, ours being 1."""
+    """The larger of the two bounds, relative to maxmoe."""
     bound = bound_of(group, group[0].case.dtype_name)
     ours = [result for result in group if result.kind == "maxmoe"]
     return {f"larger bound / {each.contender}": bound / each.best for each in ours} if bound else {}

@@ -1,4 +1,4 @@
-"""One thread against --threads of them: experts, transformers' experts, and plain matrix products."""
+"""One thread against --threads threads: experts, transformers' experts, and plain matrix products."""
 
 import torch
 
@@ -15,7 +15,7 @@ from benchmarks.timing import Runner
 
 
 def measure(session: Session, case: Case) -> None:
-    """Every contender with one thread and with all, in turn."""
+    """Time every contender with one thread and with all threads, in turn."""
     problem, mode = problem_of(case), mode_of(case)
     runners = []
     for contender in (MaxmoeExperts(), TransformersExperts("grouped_mm"), DenseBound(case.dtype)):
@@ -28,7 +28,7 @@ def measure(session: Session, case: Case) -> None:
 
 
 def with_threads(contender: Contender, mode: Mode, threads: int) -> Runner:
-    """The contender, always with this many threads."""
+    """A runner of the contender that sets the number of threads."""
     timed = runner(contender, mode)
     change = timed.before
 
@@ -41,7 +41,7 @@ def with_threads(contender: Contender, mode: Mode, threads: int) -> Runner:
 
 
 def pairs(group: list[Result]) -> dict[str, tuple[Result, Result]]:
-    """One thread and all of them, by contender."""
+    """Times with one thread and with all threads, by contender."""
     found = zip(group[::2], group[1::2], strict=False)
     return {single.contender.rpartition(",")[0]: (single, several) for single, several in found}
 

@@ -1,4 +1,4 @@
-"""The shapes, named once."""
+"""The named shapes."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -36,7 +36,7 @@ class ProductShape(NamedTuple):
 
 AnyShape = Shape | RowsShape | ProductShape
 
-# The letters of the documentation.
+# The letters of sizes in the documentation.
 LETTERS = {
     "num_tokens": "T",
     "num_rows": "R",
@@ -78,12 +78,12 @@ FROZEN = {
     "gpt-oss": Shape(num_tokens=2048, hidden_size=2880, intermediate_size=2880, num_experts=32, top_k=4),
 }
 
-# Nobody trains with so few tokens.
+# Shapes with too few tokens for training.
 FORWARD_ONLY = frozenset(DECODING | PUBLISHED_DECODING)
 
 
 def named(kind: type[AnyShape]) -> Mapping[str, AnyShape]:
-    """Every shape of this kind that has a name."""
+    """All named shapes of a kind."""
     tables: list[Mapping[str, AnyShape]] = [TRAINING, DECODING, PUBLISHED, PUBLISHED_DECODING, LOCAL, MUON, ROUTE]
     tables += [ADAPTERS, FROZEN, ROWS, PRODUCTS]
     return {name: shape for table in tables for name, shape in table.items() if isinstance(shape, kind)}

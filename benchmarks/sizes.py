@@ -1,8 +1,9 @@
 """GFLOP/s of one grouped product over its sizes, powers of two and others: `gmm`, `tgmm` and `torch.mm`.
 
 A group of R rows is multiplied by its matrix: ``(R, D)`` by ``(D, F)``, the matrix row-major or a transposed view;
-`tgmm` multiplies the rows of D, transposed, by rows of F. Every call makes its result anew, so that pages which the
-system clears count, for `torch.mm` as for ours. A shape stands for two curves: D varies with its F, F with its D.
+`tgmm` multiplies the rows of D, transposed, by rows of F. Every call allocates its result, for `torch.mm` as for
+maxmoe, so that the time includes pages that the system clears. A shape gives two curves: D varies with its F, F with
+its D.
 """
 
 from collections.abc import Callable
@@ -49,7 +50,7 @@ def make_calls(shape: ProductShape, dtype: torch.dtype) -> dict[str, Callable[[]
 
 
 def measure(session: Session, case: Case) -> None:
-    """All products of one size."""
+    """Time all products of one size."""
     assert isinstance(case.shape, ProductShape)
     calls = make_calls(case.shape, case.dtype)
     expected = calls["bound: mm"]()
@@ -62,19 +63,19 @@ def measure(session: Session, case: Case) -> None:
 
 
 def size(case: Case) -> float:
-    """The one that varies."""
+    """The size that varies."""
     return float(getattr(case.shape, VARYING[case.mode]))
 
 
 def gflops(result: Result) -> float:
-    """Two for each multiplication and addition."""
+    """GFLOP/s, with two operations per multiply-add."""
     assert isinstance(result.case.shape, ProductShape)
     R, D, F = result.case.shape
     return 2 * R * D * F / result.best / 1e9
 
 
 def ratios(group: list[Result]) -> dict[str, float]:
-    """The time of `torch.mm`, ours being 1."""
+    """The time of `torch.mm` relative to maxmoe."""
     bound = bounds_of(group).get("mm")
     ours = [result for result in group if result.kind == "maxmoe"]
     return {f"mm / {each.contender}": bound / each.best for each in ours} if bound else {}

@@ -4,30 +4,30 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-# A contender that is slower than this over a case sits out the rounds that are left, but never one of the first.
+# A contender with more seconds than this in a case skips the remaining rounds, but none of the first rounds.
 SECONDS_PER_CONTENDER = 10.0
 MIN_ROUNDS = 2
 
-# A turn is several calls where they are short: the first one finds the caches full of the others' data.
+# A turn has several calls if they are short, because before the first one the caches contain other contenders' data.
 SECONDS_PER_TURN = 0.02
 MAX_CALLS_PER_TURN = 20
 
 
 @dataclass
 class Runner:
-    """Something to be timed, and its times.
+    """A function to be timed, and its times.
 
     Attributes:
-        name: for the table.
-        call: what is timed; its result is freed after the clock has stopped.
+        name: name in the table.
+        call: the timed function; its result is freed after the clock has stopped.
         kind: "maxmoe", "alternative", "part" or "bound".
         before: called before every call, not timed.
-        settle_seconds: to wait after its turn, for threads that go on spinning.
+        settle_seconds: pause after its turn, for threads that spin on.
         begin_turn: called before the first call of a turn, not timed.
-        end_turn: called after the last one.
-        warm_up_seconds: of a call before the first round, None if there was none yet.
-        seconds: of every call.
-        rounds: that it took part in.
+        end_turn: called after the last call of a turn, not timed.
+        warm_up_seconds: time of a call before the first round, None before such a call.
+        seconds: time of every call.
+        rounds: number of rounds so far.
     """
 
     name: str
@@ -49,13 +49,13 @@ def round_robin(
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[int]:
-    """Let everybody warm up with a call that does not count, then time them in turn.
+    """Call each runner once to warm up, then time the runners in turn.
 
-    The times are added to `seconds` call by call, so that an interrupted run keeps them. Each round starts with
-    another runner: nobody always comes after the same one.
+    The times are added to `seconds` call by call, so that an interrupted run keeps them. Each round starts with another
+    runner, so that no runner always follows the same one.
 
     Yields:
-        The number of each round that is done, from 1.
+        The number of each finished round, from 1.
     """
     for runner in runners:
         if runner.warm_up_seconds is None:

@@ -1,4 +1,4 @@
-"""A step of a layer whose tokens choose few experts: least-loaded experts beside a ragged all-to-all, on several ranks.
+"""A step of a layer whose tokens select few experts: least-loaded experts beside a ragged all-to-all, on several ranks.
 
 torchrun --nproc-per-node 4 -m benchmarks.uneven_loads
 """
@@ -17,7 +17,7 @@ from maxmoe.nn import RoutingRecord
 from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.sharding import Mesh
 
-SHARES = (0.0, 0.1, 0.25, 0.5, 1.0)  # of the slots, to the first expert; the others go to all experts alike
+SHARES = (0.0, 0.1, 0.25, 0.5, 1.0)  # share of slots of the first expert; the other slots are even
 
 
 def main() -> None:
@@ -80,7 +80,7 @@ def routed(options: argparse.Namespace, share: float) -> Tensor:
 
 
 def most_over_mean(experts: Tensor, options: argparse.Namespace) -> float:
-    """Rows of the rank with the most rows over the mean; all ranks route as many slots to each expert."""
+    """Largest number of rows of a rank over the mean; all ranks route equal numbers of slots to each expert."""
     of_experts = torch.bincount(experts.flatten(), minlength=options.num_experts)
     of_ranks = of_experts.view(dist.get_world_size(), -1).sum(1).double()
     return float(of_ranks.max() / of_ranks.mean())

@@ -26,10 +26,8 @@ _MISSING = {
     "a preset; other names and places of the router or of the shared expert": "afmoe flint hunyuan_v1_moe hy_v3 jamba "
     "lara_mini minimax_m3_vl openai_privacy_filter",
     "a preset; the block is the one of DeepSeek-V3 with a clipped activation": "glm5_next hy_v4 hy_v4_vl",
-    "a preset; a limit for each layer, and another one for the shared expert": "step3p7",
     "a preset; a block without shared experts, and a soft-capped SwiGLU": "inkling2 inkling2_loop",
     "a preset; the block is the one of Mistral Large 4": "mistral4",
-    "a router whose hidden state goes from layer to layer": "zaya",
     "a norm of the sum of routed and shared experts": "axk1",
     "the mean of routed and shared experts; sigmoid after the selection": "cohere2_moe",
     "a router of some layers that selects by the ids of the tokens": "deepseek_v4",

@@ -7,8 +7,7 @@ Other options are the ones of examples/pretrain.py: the text, the sizes, the ste
 same parameters and read the same batches. Results are kept in balancing.json in the folder --out, and a run that is
 in there already is not repeated. The table is written to balancing.md and the picture to balancing.png.
 
-Specialisation is the mutual information, in bits, of a byte of the held-out text and the experts it is routed to: what
-the number of the expert tells of the byte.
+Specialisation is the mutual information, in bits, of a byte of the held-out text and the experts that it is routed to.
 """
 
 import argparse
@@ -41,7 +40,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train what is not in the results yet, write table and picture, and return the exit status."""
+    """Run the trainings that have no results yet, write table and picture, and return the exit status."""
     prepare_output(options.out, "balancing.md", "balancing.png")
     corpus = load_corpus(options.data, options.sequence_length)
     free = ("ways", "seeds", "seed", "out", "data")

@@ -131,13 +131,13 @@ def finetune(training: AdapterTraining, words: list[str]) -> int:
         training.resume()
         print(f"Resumed at step {training.step} of {training.steps}")
     elif training.checkpoint.exists():
-        print(f"The first save replaces the checkpoint in {options.out}; --resume would go on with it")
+        print(f"The first save replaces the checkpoint in {options.out}; --resume would continue it")
     begin, first = time.perf_counter(), training.step
     stopped_by = train(training)
     seconds = time.perf_counter() - begin
     if stopped_by:
         again = [*words, *([] if options.resume else ["--resume"])]
-        print(f"Stopped and saved at step {training.step}. To go on: {shlex.join(again)}")
+        print(f"Stopped and saved at step {training.step}. To continue: {shlex.join(again)}")
         return 128 + stopped_by
     report(training, training.step - first, seconds)
     return 0

@@ -209,11 +209,11 @@ def pretrain(trainer: Trainer, others: Curves, command: list[str]) -> int:
         trainer.resume()
         print(f"Resumed at step {trainer.step} of {trainer.steps}")
     elif trainer.checkpoint.exists():
-        print(f"The first save replaces the checkpoint in {options.out}; --resume would go on with it")
+        print(f"The first save replaces the checkpoint in {options.out}; --resume would continue it")
     stopped_by = train(trainer, baselines)
     if stopped_by:
         again = [*command, *([] if options.resume else ["--resume"])]
-        print(f"Stopped and saved at step {trainer.step}. To go on: {shlex.join(again)}")
+        print(f"Stopped and saved at step {trainer.step}. To continue: {shlex.join(again)}")
         return 128 + stopped_by
     report(trainer, baselines, others)
     return 0

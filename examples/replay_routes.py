@@ -55,7 +55,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
 
 @dataclass
 class Run:
-    """A model in training, and what each step has measured.
+    """A model in training, and the measurements of each step.
 
     Args:
         way: key of `WAYS`.
@@ -97,11 +97,11 @@ class Run:
 
 
 def sample(model: Decoder, prompts: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Generate with a copy in bfloat16, as a server of it would.
+    """Generate with a copy in bfloat16, as an inference server does.
 
     Returns:
         Sequences ``(B, S)``, log-probabilities ``(B, length)`` with which the generated tokens were drawn, and routes
-        ``(B * (S - 1), layers, K)`` of all tokens but the last of each sequence, which was not computed.
+        ``(B * (S - 1), layers, K)`` of all tokens except the last one of each sequence, whose routes are not computed.
     """
     sampler, logits = copy.deepcopy(model).bfloat16().eval(), []
     sampler.register_forward_hook(lambda _model, _arguments, output: logits.append(output.logits[:, -1:]))

@@ -113,7 +113,7 @@ def run(options: argparse.Namespace) -> int:
     torch.set_num_threads(options.threads)
     prepare_output(options.out, PICTURE)
     dense = dense_model(options)
-    upcycled(dense, options)  # sizes that do not fit are found before the training
+    upcycled(dense, options)  # raises for sizes that do not fit, before the training
     text = load_text(options.data, options.sequence_length, dense.config, options.checkpoint)
     print(f"Text: {text.description}")
     batches = TrainingSequences(

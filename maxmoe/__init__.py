@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         sharding,
         testing,
     )
-    from maxmoe._library import build_info
+    from maxmoe._library import build_info, empty_cache
     from maxmoe.convert.expert_quantization import quantize_experts
     from maxmoe.expert_load import MoEStats, StatsAccumulator, StepStats
     from maxmoe.nn import (
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
         set_aux_loss_scale,
         set_recompute,
     )
-    from maxmoe.ops._runtime import empty_cache
     from maxmoe.parallel.parallelize import parallelize
     from maxmoe.pipelining.pipeline import pipeline
 
@@ -92,7 +91,7 @@ _HOMES = {
     "StatsAccumulator": "maxmoe.expert_load",
     "StepStats": "maxmoe.expert_load",
     "build_info": "maxmoe._library",
-    "empty_cache": "maxmoe.ops._runtime",
+    "empty_cache": "maxmoe._library",
     "parallelize": "maxmoe.parallel",
     "pipeline": "maxmoe.pipelining",
     "quantize_experts": "maxmoe.convert.expert_quantization",

@@ -9,26 +9,12 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import TypedDict, cast
+from typing import Any, cast
 
 import torch
 
 _PACKAGE = Path(__file__).parent
 _BUILD = "pip install --no-build-isolation -e ."
-
-
-class BuildInfo(TypedDict):
-    """What `build_info` returns."""
-
-    version: str
-    torch: str
-    compiler: str
-    eigen: str
-    openmp: int
-    isa: str
-    supported_isas: list[str]
-    cuda_kernels: str
-    second_level_cache_bytes: int
 
 
 def _built_cores() -> dict[tuple[int, int], Path]:
@@ -76,12 +62,13 @@ def _load_core() -> ctypes.CDLL:
 _core = _load_core()
 
 
-def build_info() -> BuildInfo:
+def build_info() -> dict[str, Any]:
     """Return the versions of maxmoe, torch, compiler and Eigen, and the instruction sets and cache of this machine.
 
-    "isa" is the instruction set in use, "supported_isas" are all that the machine supports.
+    The keys are version, torch, compiler, eigen, openmp, isa (the instruction set in use), supported_isas (all that the
+    machine supports), cuda_kernels and second_level_cache_bytes.
     """
-    return cast(BuildInfo, json.loads(_core.maxmoe_build_info()))
+    return cast(dict[str, Any], json.loads(_core.maxmoe_build_info()))
 
 
 def force_path(name: str) -> str:
@@ -94,7 +81,12 @@ def force_path(name: str) -> str:
 
 
 def empty_cache() -> None:
-    """Return all freed pages to the system."""
+    """Return cached memory of the operators to the system, as `torch.cuda.empty_cache` does for a GPU.
+
+    On Linux, freed CPU memory of results and work space of at least 4 MiB is cached for later calls. The cache is never
+    larger than the peak use, and the system can reclaim it when it needs memory (`MADV_FREE`), so that it only shows in
+    the resident memory of the process. On other systems, nothing is cached.
+    """
     _core.maxmoe_empty_cache()
 
 

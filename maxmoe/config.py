@@ -46,6 +46,9 @@ class MoEConfig:
         router_bias: add a trained bias to the logits.
         logit_scale: factor of the logits.
         router_scale: multiply the routing weights by a trained number.
+        router_hidden_size: R, width of a router with hidden layers, as in ZAYA, whose state of this width the layer
+            returns for the next layer; None for a linear router. See `maxmoe.nn.RouterMLP`.
+        router_takes_state: add the state of the layer before, the argument `router_state`, to the state of the router.
         score_correction_bias: add a bias to the scores for the selection only, updated after each optimizer step by
             `StatsAccumulator.update` or `MoE.update_correction_bias`.
         num_groups: number of groups of equal size that the experts form; 1 with zero, copy or constant experts.
@@ -67,11 +70,12 @@ class MoEConfig:
         activation_limit: limit to which the gate is clipped from above and up on both sides; None for no clipping.
         activation_limit_target: clip the "input" of the activation function, the gate, as DeepSeek-V4 does, or its
             "output", as Step-3.7 does.
+        shared_activation_limit: limit of the shared experts: the "same", another one, or None for no clipping.
         gate_softcap: with activation "situ" only, which needs it: bound of the linear factor of the gate.
         up_softcap: with activation "situ" only, which needs it: bound of up.
         expert_bias: add biases to the three projections of the routed experts.
         expert_norm: normalize the output of each expert before it is weighted, as in Muse Spark; all share the norm.
-        norm_eps: epsilon of the latent norms.
+        norm_eps: epsilon of the latent norms, and of the norm of a router with hidden layers.
         expert_norm_eps: epsilon of the norm of the outputs.
         num_shared_experts: n, for one dense expert of width n * F that computes all tokens.
         shared_expert_gate: scale the output of the shared expert by sigmoid(x . w), as Qwen2-MoE does.
@@ -116,6 +120,8 @@ class MoEConfig:
     router_bias: bool = False
     logit_scale: float = 1.0
     router_scale: bool = False
+    router_hidden_size: int | None = None
+    router_takes_state: bool = False
     score_correction_bias: bool = False
     num_groups: int = 1
     top_k_groups: int = 1
@@ -131,6 +137,7 @@ class MoEConfig:
     gated: bool = True
     activation_limit: float | None = None
     activation_limit_target: LimitTarget = "input"
+    shared_activation_limit: float | Literal["same"] | None = "same"
     gate_softcap: float | None = None
     up_softcap: float | None = None
     expert_bias: bool = False
@@ -158,7 +165,7 @@ class MoEConfig:
         self._check_activation()
         self._check_experts()
         self._check_limits()
-        self._check_quantile_balancing()
+        self._check_balancing()
         self._warn_of_constant_weights()
 
     @property
@@ -182,10 +189,19 @@ class MoEConfig:
     @property
     def activation_arguments(self) -> dict[str, Any]:
         """Arguments of `maxmoe.ops.expert_ffn` for the activation, in the order of its signature."""
+        return self._activation_arguments(self.activation_limit)
+
+    @property
+    def shared_activation_arguments(self) -> dict[str, Any]:
+        """As `activation_arguments`, for the shared experts."""
+        limit = self.shared_activation_limit
+        return self._activation_arguments(self.activation_limit if limit == "same" else limit)
+
+    def _activation_arguments(self, limit: float | None) -> dict[str, Any]:
         return {
             "activation": self.activation,
-            "limit": self.activation_limit,
-            "limit_target": self.activation_limit_target,
+            "limit": limit,
+            "limit_target": "input" if limit is None else self.activation_limit_target,
             "gate_softcap": self.gate_softcap,
             "up_softcap": self.up_softcap,
         }
@@ -204,8 +220,9 @@ class MoEConfig:
             check_int(name, getattr(self, name), at_least=1)
         for name in ("num_zero_experts", "num_copy_experts", "num_constant_experts", "num_shared_experts"):
             check_int(name, getattr(self, name), at_least=0)
-        if self.latent_size is not None:
-            check_int("latent_size", self.latent_size, at_least=1)
+        for name in ("latent_size", "router_hidden_size"):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), at_least=1)
         if self.top_k > self.num_selectable_experts:
             raise ValueError(f"top_k ({self.top_k}) must not exceed {self._selectable}")
 
@@ -238,19 +255,20 @@ class MoEConfig:
             )
 
     def _check_activation(self) -> None:
-        if self.activation in NEED_GATE and not self.gated:
-            raise ValueError(f"activation {self.activation!r} needs gated=True, got gated=False")
-        if self.activation_limit is not None:
-            check_number("activation_limit", self.activation_limit, above=0)
-            if not self.gated:
-                raise ValueError(f"activation_limit ({self.activation_limit}) needs gated=True, got gated=False")
-            if self.activation == "situ":
-                raise ValueError(
-                    f"activation_limit must be None with activation 'situ', which has softcaps, "
-                    f"got {self.activation_limit}"
-                )
-        elif self.activation_limit_target == "output":
-            raise ValueError("activation_limit_target='output' needs an activation_limit, got None")
+        if self.activation in NEED_GATE:
+            self._require(f"activation={self.activation!r}", gated=True)
+        for name, no_limit in (("activation_limit", None), ("shared_activation_limit", "same")):
+            limit = getattr(self, name)
+            if limit in (None, no_limit):
+                continue
+            check_number(name, limit, above=0)
+            self._require(f"{name} ({limit})", gated=True)
+            if self.activation == "situ":  # which has softcaps
+                self._require("activation='situ'", **{name: no_limit})
+        if self.shared_activation_limit != "same" and self.num_shared_experts == 0:
+            raise ValueError(
+                f"shared_activation_limit ({self.shared_activation_limit}) needs num_shared_experts >= 1, got 0"
+            )
         for name in ("gate_softcap", "up_softcap"):
             softcap = getattr(self, name)
             if softcap is not None:
@@ -263,35 +281,29 @@ class MoEConfig:
         for name in ("latent_in_norm", "latent_out_norm"):
             if getattr(self, name) and self.latent_size is None:
                 raise ValueError(f"{name}=True needs a latent_size, got None")
-        if self.expert_norm and self.apply_weights_to == "input":
-            raise ValueError("expert_norm=True needs apply_weights_to='output', got 'input'")
-        if self.num_constant_experts and self.apply_weights_to == "input":
-            raise ValueError(
-                f"num_constant_experts ({self.num_constant_experts}) needs apply_weights_to='output', got 'input'"
-            )
-        if self.shared_expert_gate and self.num_shared_experts == 0:
-            raise ValueError("shared_expert_gate=True needs num_shared_experts >= 1, got 0")
+        if self.router_takes_state and self.router_hidden_size is None:
+            raise ValueError("router_takes_state=True needs a router_hidden_size, got None")
+        for name in ("shared_expert_gate", "shared_expert_scores"):
+            if getattr(self, name) and self.num_shared_experts == 0:
+                raise ValueError(f"{name}=True needs num_shared_experts >= 1, got 0")
+        if self.expert_norm:
+            self._require("expert_norm=True", apply_weights_to="output")
+        if self.num_constant_experts:
+            self._require(f"num_constant_experts ({self.num_constant_experts})", apply_weights_to="output")
         if self.shared_expert_scores:
-            self._check_shared_expert_scores()
-
-    def _check_shared_expert_scores(self) -> None:
-        if self.num_shared_experts == 0:
-            raise ValueError("shared_expert_scores=True needs num_shared_experts >= 1, got 0")
-        wanted = {"score_function": "sigmoid", "normalization": "sum", "apply_weights_to": "output"}
-        for name, value in {**wanted, "shared_expert_gate": False}.items():
-            if getattr(self, name) != value:
-                raise ValueError(f"shared_expert_scores=True needs {name}={value!r}, got {getattr(self, name)!r}")
+            self._require(
+                "shared_expert_scores=True",
+                score_function="sigmoid",
+                normalization="sum",
+                apply_weights_to="output",
+                shared_expert_gate=False,
+            )
 
     def _check_limits(self) -> None:
         for name in ("logit_scale", "routed_scaling_factor", "norm_eps", "expert_norm_eps"):
             check_number(name, getattr(self, name), above=0)
         for name in ("load_balance_loss_weight", "router_z_loss_weight", "correction_bias_update_rate"):
             check_number(name, getattr(self, name), at_least=0)
-        if self.correction_bias_update_rate and not self.score_correction_bias:
-            raise ValueError(
-                f"correction_bias_update_rate ({self.correction_bias_update_rate}) needs "
-                f"score_correction_bias=True, got False"
-            )
         for name, implementation in (("capacity_factor", "dense"), ("buffer_factor", "sparse")):
             value = getattr(self, name)
             if value is None:
@@ -299,35 +311,32 @@ class MoEConfig:
             check_number(name, value, above=0)
             if value > self.num_selectable_experts:
                 raise ValueError(f"{name} ({value}) must not exceed {self._selectable}, which leaves out no slot")
-            if self.implementation != implementation:
-                raise ValueError(
-                    f"{name} ({value}) needs implementation={implementation!r}, got {self.implementation!r}"
-                )
+            self._require(f"{name} ({value})", implementation=implementation)
 
-    def _check_quantile_balancing(self) -> None:
+    def _check_balancing(self) -> None:
+        if self.correction_bias_update_rate:
+            rate = f"correction_bias_update_rate ({self.correction_bias_update_rate})"
+            self._require(rate, score_correction_bias=True)
         if self.correction_bias_rule != "quantile":
             return
-        if not self.score_correction_bias:
-            raise ValueError("correction_bias_rule='quantile' needs score_correction_bias=True, got False")
+        rule = "correction_bias_rule='quantile'"
+        self._require(rule, score_correction_bias=True, num_groups=1, selection="scores")
         if self.score_function not in ("sigmoid", "softmax"):
             raise ValueError(
-                "correction_bias_rule='quantile' needs scores in [0, 1], score_function='sigmoid' or 'softmax', "
-                f"got {self.score_function!r}"
+                f"{rule} needs scores in [0, 1], score_function='sigmoid' or 'softmax', got {self.score_function!r}"
             )
-        if self.num_groups != 1:
-            raise ValueError(f"correction_bias_rule='quantile' needs num_groups=1, got {self.num_groups}")
-        if self.selection != "scores":
-            raise ValueError(f"correction_bias_rule='quantile' needs selection='scores', got {self.selection!r}")
         if self.top_k == self.num_selectable_experts:
             raise ValueError(
-                f"correction_bias_rule='quantile' needs top_k ({self.top_k}) below the number of experts "
-                f"({self.num_selectable_experts})"
+                f"{rule} needs top_k ({self.top_k}) below the number of experts ({self.num_selectable_experts})"
             )
         if self.correction_bias_update_rate > 1:
-            raise ValueError(
-                "correction_bias_rule='quantile' needs correction_bias_update_rate <= 1, "
-                f"got {self.correction_bias_update_rate}"
-            )
+            raise ValueError(f"{rule} needs correction_bias_update_rate <= 1, got {self.correction_bias_update_rate}")
+
+    def _require(self, reason: str, **wanted: object) -> None:
+        """Raise unless fields have the wanted values, which `reason` needs."""
+        for name, value in wanted.items():
+            if (got := getattr(self, name)) != value:
+                raise ValueError(f"{reason} needs {name}={value!r}, got {got!r}")
 
     def _warn_of_constant_weights(self) -> None:
         # No warning with one expert, for which there is nothing to route, or with the random router.

@@ -11,13 +11,7 @@ from pathlib import Path
 def replacing(path: str | Path) -> Iterator[Path]:
     """Context in which a new file is written, which takes the place of the file at `path` at the end.
 
-    If the context raises, or the process ends, the file at `path` is as it was before.
-
-    Args:
-        path: path of the file. A link stays a link, and what it leads to is replaced.
-
-    Yields:
-        Path to write to, in the same folder.
+    If the context raises, or the process ends, the file at `path` is as it was before. A link stays a link.
     """
     target = Path(path).resolve()
     if target.exists() and not target.is_file():  # a pipe or a device, which is written to

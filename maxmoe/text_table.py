@@ -119,15 +119,14 @@ def _wrap(cell: str, width: int) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
-def listed(names: Sequence[str], most: int = 3) -> str:
-    """Join the first names, and the number of the others: "a, b, c, and 5 more"."""
-    return ", ".join([*names[:most], *([f"and {len(names) - most} more"] if len(names) > most else [])])
+def listed(names: Sequence[str]) -> str:
+    """Join the first three names, and the number of the others: "a, b, c, and 5 more"; "nothing" without names."""
+    more = [f"and {len(names) - 3} more"] if len(names) > 3 else []
+    return ", ".join([*names[:3], *more]) or "nothing"
 
 
-def ranges(numbers: Sequence[int], separator: str) -> str:
+def ranges(numbers: Sequence[int]) -> str:
     """Write increasing numbers as ranges, such as "0-2,5"."""
     starts = [number for number in numbers if number - 1 not in numbers]
     ends = [number for number in numbers if number + 1 not in numbers]
-    return separator.join(
-        str(start) if start == end else f"{start}-{end}" for start, end in zip(starts, ends, strict=True)
-    )
+    return ",".join(str(start) if start == end else f"{start}-{end}" for start, end in zip(starts, ends, strict=True))

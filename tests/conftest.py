@@ -1,4 +1,4 @@
-"""What every test starts from: the same random numbers and the same number of threads."""
+"""The initial state of every test: the same random numbers and the same number of threads."""
 
 import gc
 import os
@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     others = left_out(items)
     config.hook.pytest_deselected(items=others)
-    if hasattr(config, "workeroutput"):  # of pytest-xdist
+    if hasattr(config, "workeroutput"):  # a process of pytest-xdist
         config.workeroutput[LEFT_OUT] = len(others)
     elif plugin := config.pluginmanager.get_plugin("not run"):
         plugin.num_left_out = len(others)
@@ -74,7 +74,7 @@ def pytest_runtest_call() -> Iterator[None]:
 
 @pytest.fixture
 def num_threads() -> int:
-    """One: at most sizes more only wait for each other, on a busy machine most of the time."""
+    """One thread: at most sizes of tests, more threads would only wait for each other."""
     return 1
 
 
@@ -119,7 +119,7 @@ def every_path(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @contextmanager
 def implementation(path: str) -> Iterator[None]:
-    """The operators compute by a path. New memory is filled with NaN, so that what nobody wrote is not like a zero."""
+    """The operators use a path. New memory is filled with NaN, so that uninitialized memory shows in results."""
     from maxmoe import ops
 
     torch.use_deterministic_algorithms(True)

@@ -16,7 +16,7 @@ from benchmarks.contender import Contender
 
 
 def contenders() -> list[Contender]:
-    """A new object of each, maxmoe first."""
+    """Return a new object of each contender, maxmoe first."""
     return [
         MaxmoeExperts(),
         MaxmoeLinearLayout(),
@@ -34,6 +34,6 @@ BOUNDS = ("flops", "bandwidth")
 
 
 def bounds(names: Collection[str], dtype: torch.dtype) -> list[Contender]:
-    """The ones of `BOUNDS` that are asked for; the bound of FLOPs in this dtype, and in float32 if that differs."""
+    """Return the requested ones of `BOUNDS`; the bound of FLOPs in this dtype, and in float32 if it differs."""
     of_flops = [DenseBound(each) for each in dict.fromkeys([dtype, torch.float32])] if "flops" in names else []
     return [*of_flops, *([BandwidthBound()] if "bandwidth" in names else [])]

@@ -10,9 +10,9 @@ from benchmarks.problem import Problem
 
 
 class BandwidthBound(Contender):
-    """`torch.sum` of the weights of the chosen experts, `fill_` of memory at hand of the size of all gradients.
+    """`torch.sum` of the weights of the selected experts, `fill_` of allocated memory of the size of all gradients.
 
-    Only experts that a token chose are read: once forward, and once more backward, which starts when the output is
+    Only experts that a token selects are read: once forward, and once more backward, which starts when the output is
     complete. Gradients are written for all experts, those without rows are zero. Rows are left out.
     """
 
@@ -35,7 +35,7 @@ class BandwidthBound(Contender):
         return self.weights
 
     def forward(self) -> Tensor:
-        """See `Contender`; a sum of all weights, of no meaning."""
+        """See `Contender`; returns the sum of all weights as a placeholder."""
         sums = [as_float32(weight[run]).sum() for run in self.runs for weight in self.weights]
         return torch.stack(sums).sum()
 
@@ -46,7 +46,7 @@ class BandwidthBound(Contender):
 
 
 def consecutive(numbers: Sequence[int]) -> list[slice]:
-    """The same numbers, which ascend, as few slices: each is one call of torch."""
+    """Merge ascending numbers into slices, as few as possible, because each slice is one call of torch."""
     breaks = [i for i in range(1, len(numbers)) if numbers[i] != numbers[i - 1] + 1]
     return [
         slice(numbers[first], numbers[end - 1] + 1)
@@ -55,6 +55,6 @@ def consecutive(numbers: Sequence[int]) -> list[slice]:
 
 
 def as_float32(weights: Tensor) -> Tensor:
-    """The same bytes: a sum of 16-bit numbers would have to widen them first."""
+    """View the bytes as a wider type, because a sum of 16-bit numbers would convert them first."""
     is_even = weights.element_size() == 2 and weights[0].numel() % 2 == 0
     return weights.flatten().view(torch.float32) if is_even else weights

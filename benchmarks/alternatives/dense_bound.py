@@ -10,11 +10,11 @@ from benchmarks.problem import Problem
 
 
 class DenseBound(Contender):
-    """`torch.mm` of all R rows with one expert's matrices: three forward, six backward, into memory at hand.
+    """`torch.mm` of all R rows with one expert's matrices: three forward, six backward, into allocated memory.
 
     Args:
-        dtype: of the products; float32 next to a 16-bit dtype shows what the machine does where torch has no fast
-            product for that dtype.
+        dtype: dtype of the products; float32 beside a 16-bit dtype shows the speed of the machine if torch has no fast
+            product for the latter.
     """
 
     kind = "bound"
@@ -31,8 +31,8 @@ class DenseBound(Contender):
         self.gate, self.up, self.down = (
             matrices[0].to(self.dtype).clone() for matrices in (problem.gate, problem.up, problem.down)
         )
-        # One result for each product, of the size [R, F], [R, D] or a matrix's. Zeros, so that their pages are
-        # there before the clock starts.
+        # One result for each product, of the size [R, F], [R, D] or a matrix's. Zeros, so that their pages are mapped
+        # before the clock starts.
         self.wide = [self.rows.new_empty(len(self.rows), F).normal_() for _ in range(3)]
         self.narrow = [torch.zeros_like(self.rows) for _ in range(3)]
         self.of_matrices = [torch.zeros_like(matrix) for matrix in (self.gate, self.up, self.down)]

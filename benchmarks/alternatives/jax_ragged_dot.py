@@ -14,11 +14,11 @@ from benchmarks.problem import Problem
 
 
 class JaxRaggedDot(Contender):
-    """Sort, gather, `ragged_dot`, weigh, scatter-add, compiled by XLA. Its arrays do not change in place."""
+    """Sort, gather, `ragged_dot`, multiply by weights, scatter-add, compiled by XLA. JAX arrays are immutable."""
 
     name = "jax ragged_dot"
     settle_seconds = 0.06
-    weight_copies = 2  # one of them in numpy, while it is prepared
+    weight_copies = 2  # one of them in numpy, during preparation
 
     def available(self, problem: Problem, mode: Mode) -> str | None:
         """See `Contender`."""

@@ -22,7 +22,7 @@ class KtKernel(Contender):
 
     name = "kt-kernel"
     settle_seconds = 0.06  # its threads spin for 50 ms after their work
-    weight_copies = 3  # its layout, packed, and the buffers of its gradients
+    weight_copies = 3  # its layout, a packed copy, and buffers for gradients
 
     def available(self, problem: Problem, mode: Mode) -> str | None:
         """See `Contender`."""
@@ -70,11 +70,11 @@ class KtKernel(Contender):
         )
         self.wrapper.load_weights_from_tensors(*self.matrices, self.in_order)
         self.wrapper.init_full_weight_grad_buffers(*self.matrices)
-        # From here on these are the weights that its optimizer changes.
+        # These are the weights that its optimizer changes.
         self.matrices = [self.wrapper.gate_proj_buf, self.wrapper.up_proj_buf, self.wrapper.down_proj_buf]
 
     def _prepare_inference(self, problem: Problem) -> None:
-        """What its NativeMoEWrapper does, without a checkpoint file between."""
+        """Load weights like its NativeMoEWrapper, but from memory instead of a checkpoint file."""
         from kt_kernel import kt_kernel_ext
 
         T, D, F, E, K = problem.shape
@@ -134,7 +134,7 @@ POOLS: dict[int, Any] = {}
 
 
 def _worker_pool(kt_kernel_ext: Any, threads: int) -> Any:
-    """One for the process: each has threads of its own."""
+    """One thread pool for the process, because each pool starts its own threads."""
     if threads not in POOLS:
         config = kt_kernel_ext.WorkerPoolConfig()
         config.subpool_count, config.subpool_numa_map, config.subpool_thread_count = 1, [0], [threads]

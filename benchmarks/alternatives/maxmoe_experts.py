@@ -11,11 +11,11 @@ from maxmoe.ops import expert_ffn, ragged_plan
 
 
 class MaxmoeExperts(AutogradContender):
-    """Ours, row-major weights.
+    """maxmoe with row-major weights.
 
     Args:
-        num_local_experts: compute these many experts only, with all tokens there, as on one of several ranks.
-        first_expert: the first of them.
+        num_local_experts: number of computed experts, for all tokens, as on one of several ranks.
+        first_expert: first computed expert.
     """
 
     kind = "maxmoe"
@@ -33,7 +33,7 @@ class MaxmoeExperts(AutogradContender):
         local = slice(self.first_expert, self.first_expert + count)
         self.experts = problem.experts
         self.num_experts = num_experts
-        # All rows are ours: their number needs no counting, as in the layer.
+        # All rows are local, so that they need not be counted, as in the layer.
         self.num_rows = problem.shape.num_rows if count == num_experts else None
         self.set_leaves(
             problem,
@@ -58,7 +58,7 @@ class MaxmoeExperts(AutogradContender):
 
 
 class MaxmoeLinearLayout(AutogradContender):
-    """Ours, weights as published models store them: transposed views, gate and up in one matrix."""
+    """maxmoe with weights as published models store them: transposed views, gate and up in one matrix."""
 
     kind = "maxmoe"
     name = "maxmoe, linear layout"

@@ -1,4 +1,4 @@
-"""maxmoe.ops.expert_ffn through ATen, as on devices without kernels of its own."""
+"""maxmoe.ops.expert_ffn through ATen, as on devices without kernels of maxmoe."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from maxmoe.ops import expert_ffn, force_aten, ragged_plan
 
 
 class ThroughAten(AutogradContender):
-    """On the path of devices."""
+    """maxmoe with the path of devices other than the CPU."""
 
     def forward(self) -> Tensor:
         """See `Contender`."""
@@ -26,7 +26,7 @@ class ThroughAten(AutogradContender):
 
 
 class MaxmoeThroughAten(ThroughAten):
-    """Ours, gate and up in one matrix."""
+    """maxmoe with gate and up in one matrix."""
 
     kind = "maxmoe"
     name = "maxmoe, through ATen"
@@ -52,6 +52,6 @@ class MaxmoeThroughAten(ThroughAten):
 
 
 class MaxmoeApartThroughAten(ThroughAten, MaxmoeExperts):
-    """The same as the layer has it: gate and up apart."""
+    """The same with separate gate and up, as in the layer."""
 
     name = "maxmoe, through ATen, gate and up apart"

@@ -1,4 +1,4 @@
-"""What the contenders that may not be installed have in common."""
+"""Checks for contenders that may not be installed."""
 
 from importlib.util import find_spec
 
@@ -6,12 +6,12 @@ from benchmarks.machine import cpu_flags
 
 
 def not_installed(*modules: str, install: str) -> str | None:
-    """Say how to install what is missing, without importing anything."""
+    """Return how to install a missing library, without importing anything."""
     missing = [module for module in modules if find_spec(module) is None]
     return f"not installed: pip install --no-deps {install}" if missing else None
 
 
 def lacks_flags(*flags: str) -> str | None:
-    """Say which instructions the CPU lacks; to load such a library would end the process."""
+    """Return the instructions that the CPU lacks; loading the library would crash the process."""
     missing = [flag for flag in flags if flag not in cpu_flags()]
     return f"this CPU lacks {', '.join(missing)}" if missing else None

@@ -14,7 +14,7 @@ RANK = 8
 
 
 class FrozenExperts(TransformersExperts):
-    """Experts whose weights get no gradient, computed by maxmoe."""
+    """Frozen experts, computed by maxmoe."""
 
     kind = "part"
 
@@ -36,7 +36,7 @@ class PeftExperts(TransformersExperts):
     """Adapters of rank 8 beside both parameters of the experts, through `peft.get_peft_model`.
 
     Args:
-        implementation: "maxmoe", to which the adapters hand their factors, or "grouped_mm" or "eager", for which PEFT
+        implementation: "maxmoe", which gets the factors of the adapters, or "grouped_mm" or "eager", for which PEFT
             adds the product of the factors to the weights in every step.
     """
 
@@ -92,5 +92,5 @@ class _Block(nn.Module):
 
 
 def adapter_contenders() -> list[TransformersExperts]:
-    """A new object of each, that with adapters through maxmoe first."""
+    """Return a new object of each contender, adapters through maxmoe first."""
     return [PeftExperts("maxmoe"), FrozenExperts(), PeftExperts("grouped_mm"), PeftExperts("eager")]

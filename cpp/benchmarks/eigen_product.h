@@ -6,7 +6,7 @@
 
 namespace maxmoe {
 
-// c = a * b, as in TileGemm. T is float or double: Eigen's products of 16-bit types are slower than those.
+// c = a * b, as in TileGemm. T is float or double: Eigen's products of 16-bit types are slower.
 template <class T>
 struct EigenProduct {
   ConstMatrixView<T> a;

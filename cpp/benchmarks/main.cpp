@@ -95,7 +95,7 @@ void Session::time(const Case& c, Work work, const std::vector<Contender>& conte
   ++num_cases_;
   std::vector<int64_t> calls;
   for (const Contender& contender : contenders) calls.push_back(calls_per_turn(contender));
-  // Each round starts with another contender, so that none always follows the same one.
+  // Each round starts with another contender, so that no contender always follows the same other one.
   std::vector<std::vector<double>> seconds(contenders.size());
   for (size_t round = 0; round < static_cast<size_t>(rounds_); ++round) {
     for (size_t i = 0; i < contenders.size(); ++i) {

@@ -1,6 +1,6 @@
-# libmaxmoe_cuda.so: the kernels of cpp/cuda for NVIDIA GPUs, which the operators open at run time. It knows neither torch
-# nor Python, so that one serves all of them. It needs nvcc alone: of a CUDA toolkit, of PyPI (nvidia-cuda-nvcc,
-# -cuda-crt, -nvvm, -cuda-runtime and -cuda-cccl), or the one that MAXMOE_NVCC names.
+# libmaxmoe_cuda.so: the kernels of cpp/cuda for NVIDIA GPUs, which the operators open at run time. It links neither
+# torch nor Python, so that one library serves all versions of them. It needs nvcc alone: of a CUDA toolkit, of PyPI
+# (nvidia-cuda-nvcc, -cuda-crt, -nvvm, -cuda-runtime and -cuda-cccl), or the one that MAXMOE_NVCC names.
 set(MAXMOE_CUDA auto CACHE STRING "CUDA kernels: on, off, or auto for on if there are an nvcc and a torch with CUDA")
 if(NOT MAXMOE_CUDA MATCHES "^(auto|on|off)$")
   message(FATAL_ERROR "MAXMOE_CUDA must be auto, on or off, got ${MAXMOE_CUDA}")

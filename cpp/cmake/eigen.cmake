@@ -23,5 +23,5 @@ message(STATUS "Eigen: ${MAXMOE_EIGEN_INCLUDE_DIR}")
 
 add_library(maxmoe_eigen INTERFACE)
 target_include_directories(maxmoe_eigen SYSTEM INTERFACE ${MAXMOE_EIGEN_INCLUDE_DIR})
-# No threads of its own, which would ignore the executor; and no code under the LGPL.
+# No threads of Eigen, which would bypass the executor; and no code under the LGPL.
 target_compile_definitions(maxmoe_eigen INTERFACE EIGEN_DONT_PARALLELIZE EIGEN_MPL2_ONLY)

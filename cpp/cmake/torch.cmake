@@ -1,6 +1,6 @@
 # MAXMOE_TORCH, a list of folders of torch: for each one a target maxmoe_torch_<major>_<minor>, whose names are in
 # MAXMOE_TORCH_MINORS. Not find_package(Torch): with a CUDA build of torch it demands a whole CUDA toolkit, and
-# it finds one torch alone. No torch is imported, so that one without its dependencies will do.
+# it finds one torch alone. torch is not imported, so that its dependencies need not be installed.
 
 # Without -fopenmp at::parallel_for, a template in a header, is silently serial. The flags, not the target
 # OpenMP::OpenMP_CXX: its library path would take precedence over the libgomp that torch ships.

@@ -1,5 +1,5 @@
-// What kernels use of CUDA. nvcc compiles it to instructions; any other compiler includes the emulator, which runs
-// them.
+// The functions of CUDA that kernels use. nvcc compiles them to instructions; any other compiler includes the emulator,
+// which runs them.
 #pragma once
 
 #include <algorithm>

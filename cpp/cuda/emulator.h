@@ -3,15 +3,15 @@
 // Between two synchronizations a fiber runs alone, in an order that the schedule permutes: a missing barrier gives
 // another result in another order. An asynchronous copy happens at once, or as late as the waits allow: a missing wait
 // then reads NaN, because shared memory is filled with NaN before each block. Global memory is plain memory, so that
-// the address sanitizer sees every access. These are errors: a barrier that not all threads of a block reach, lanes of
-// a warp in different collectives, a collective with a lane that has ended or is not in the mask, copies that are not
-// committed, and addresses that are not aligned.
+// the address sanitizer checks every access. These are errors: a barrier that not all threads of a block reach, lanes
+// of a warp in different collectives, a collective with a lane that has ended or is not in the mask, copies that are
+// not committed, and addresses that are not aligned.
 //
 // The emulator cannot find: races between blocks or through global memory, since blocks run one after the other; errors
 // of the memory model (missing fences); wrong PTX text, and a wrong layout of fragments if emulator and kernel agree on
 // it; shared memory or registers beyond the limits of a device; bank conflicts, uncoalesced accesses, spills and every
-// other loss of speed. Device functions round as the host's: exp, erf and others may differ in the last bits, and the
-// device contracts a * b + c to one rounding. Kernels are compiled by nvcc and need a short run on a device as well.
+// other loss of speed. Functions round as on the host: on a device exp, erf and others may differ in the last bits, and
+// a * b + c is contracted to one rounding. Kernels must therefore also be compiled by nvcc and run once on a device.
 #pragma once
 
 #include <setjmp.h>
@@ -48,12 +48,12 @@ namespace maxmoe::cuda::emulator {
 
 enum class Order { forward, backward, random };
 
-// The order of threads and blocks, and what else a device decides.
+// The order of threads and blocks, and other choices of a device.
 struct Schedule {
   Order order = Order::forward;
   unsigned seed = 1;
   bool copies_late = true;           // asynchronous copies happen in the wait, not at once
-  unsigned max_blocks = 0x7fffffff;  // of a grid
+  unsigned max_blocks = 0x7fffffff;  // blocks per grid
   unsigned multiprocessors = 2;
 };
 inline thread_local Schedule schedule;
@@ -73,7 +73,7 @@ enum class Wait { none, barrier, lanes };
 struct Fiber {
   ucontext_t start;
   jmp_buf position;
-  void* sanitizer = nullptr;  // what the address sanitizer keeps of a fiber that waits
+  void* sanitizer = nullptr;  // the state of the address sanitizer for a fiber that waits
   bool is_started = false;
   bool is_done = false;
   Wait wait = Wait::none;

@@ -1,4 +1,4 @@
-// The tiles of a grouped product. Their number is known to the device alone: a grid of fixed size walks over them.
+// The tiles of a grouped product. Their number is computed on the device: a grid of fixed size walks over them.
 #pragma once
 
 #include "cuda/launch.h"
@@ -8,7 +8,7 @@ namespace maxmoe::cuda {
 // Rows [begin, end) of one group, columns from first_column on.
 struct Tile {
   int64_t begin;
-  int64_t end;  // of the group
+  int64_t end;  // end of the group's rows
   int64_t first_column;
   int64_t matrix;  // -1: the rows are zero
 };

@@ -20,7 +20,7 @@ using Stream = void*;  // cudaStream_t
 
 // Assigns rows to the slots (t * K + k) of local experts, ordered by expert, then by slot; at most max_rows of them.
 // The rows from the last one up to num_rows belong to no slot: their slot is -1. Unlike the CPU kernel it is one call,
-// because only the device knows the number of rows.
+// because the number of rows is computed on the device.
 struct RaggedPlan {
   const int64_t* experts;  // [T * K], each in [-1, num_experts); -1 is a slot without an expert
   int64_t num_slots;       // T * K

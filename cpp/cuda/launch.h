@@ -7,9 +7,9 @@
 namespace maxmoe::cuda {
 
 // Kernels with __launch_bounds__(kThreads, 1) may use all registers: with the default, ptxas spills some of them.
-constexpr int kThreads = 256;  // of a block
+constexpr int kThreads = 256;  // per block
 constexpr int kWarpsPerBlock = kThreads / kWarp;
-constexpr size_t kMaxSharedBytes = 96 << 10;  // less than every device from sm_80 on has
+constexpr size_t kMaxSharedBytes = 96 << 10;  // every device from sm_80 on has more
 
 #ifdef __CUDACC__
 constexpr int64_t max_blocks() {

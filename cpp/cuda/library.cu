@@ -8,7 +8,7 @@ namespace {
 #ifdef __CUDACC__
 __global__ void nothing() {}
 
-// The kernels are linked with the runtime of CUDA, which needs a driver that is as new.
+// The kernels are linked with the CUDA runtime, which needs a driver of at least its major version.
 const char* unusable() {
   int driver = 0;
   int runtime = 0;
@@ -16,7 +16,7 @@ const char* unusable() {
   if (cudaRuntimeGetVersion(&runtime) != cudaSuccess || driver / 1000 < runtime / 1000) {
     return "the NVIDIA driver is older than the CUDA that the kernels were compiled with";
   }
-  // Of a device that no kernel was compiled for.
+  // The error on a device that no kernel was compiled for.
   cudaFuncAttributes attributes;
   const cudaError_t error = cudaFuncGetAttributes(&attributes, nothing);
   cudaGetLastError();

@@ -1,5 +1,5 @@
 // The CUDA kernels as a shared library: libmaxmoe_cuda.so, which nvcc compiled, or libmaxmoe_cuda_emulator.so, the same
-// sources for the emulator. The operators open one of them at run time and know this table alone, so that one library
+// sources for the emulator. The operators open one of them at run time and use this table alone, so that one library
 // serves the operators of every release of torch.
 #pragma once
 
@@ -42,7 +42,7 @@ struct Library {
       kernels;
 };
 
-// Compared when a library is opened: it differs where an argument of a kernel was added, removed or changed its size.
+// Compared when a library is opened: it differs if an argument of a kernel was added or removed, or has another size.
 constexpr size_t kLayout = [] {
   size_t layout = 0;
   for (const size_t bytes : {sizeof(Library), sizeof(RaggedPlan), sizeof(Route<float>), sizeof(RouteBackward<float>),
@@ -56,5 +56,5 @@ constexpr size_t kLayout = [] {
 
 }  // namespace maxmoe::cuda
 
-// The only name of the library.
+// The only exported symbol of the library.
 extern "C" __attribute__((visibility("default"))) const maxmoe::cuda::Library* maxmoe_cuda_library();

@@ -5,8 +5,8 @@
 
 namespace maxmoe::cuda::multiply_add {
 
-constexpr int kRows = 64, kColumns = 64, kDepth = 16;  // of a tile; a thread computes 4 rows and 4 columns
-constexpr int kPitch = kRows + 4;                      // of the transposed operands in shared memory
+constexpr int kRows = 64, kColumns = 64, kDepth = 16;  // sizes of a tile; a thread computes 4 rows and 4 columns
+constexpr int kPitch = kRows + 4;                      // row pitch of the transposed operands in shared memory
 
 template <class T>
 constexpr size_t kSharedBytes = 2 * kDepth * kPitch * sizeof(T);

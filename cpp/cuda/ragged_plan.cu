@@ -33,7 +33,7 @@ __device__ int64_t local_expert(const RaggedPlan& plan, int64_t slot) {
 }
 
 // Calls visit(slot, local, peers) for the slots of a chunk, 32 at a time: peers has the lanes with the same expert. The
-// lanes past the last slot have no expert. What a lane has written is visible to all lanes in the next call.
+// lanes past the last slot have no expert. Writes of a lane are visible to all lanes in the next call.
 template <class Visit>
 __device__ void visit_slots(const RaggedPlan& plan, const Chunks& chunks, int64_t chunk, const Visit& visit) {
   const int64_t begin = chunk * chunks.size;

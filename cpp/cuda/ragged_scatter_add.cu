@@ -21,7 +21,7 @@ struct Work {
         plan(dropped + 1) {}
 };
 
-// Before the plan, whose messages name another operator.
+// Checks the index before the plan does, whose messages name another operator.
 template <class T>
 __global__ void __launch_bounds__(kThreads) check_index(const RaggedScatterAdd<T> a) {
   const int64_t threads = int64_t{gridDim.x} * blockDim.x;

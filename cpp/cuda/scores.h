@@ -56,8 +56,9 @@ __device__ T score_slope(ScoreFunction function, T logit, T score) {
   return score > T(0) ? sigmoid(logit) / (T(2) * score) : T(0);
 }
 
-// Writes the scores to shared memory, which all lanes can read afterwards, and returns what the probabilities of the
-// token are computed from: for softmax and identity, the terms of the softmax of the logits; for the others, the sum.
+// Writes the scores to shared memory, which all lanes can read afterwards, and returns the numbers from which the
+// probabilities are computed: for softmax and identity, the terms of the softmax of the logits; for the others, the sum
+// of the scores.
 template <class T>
 __device__ SoftmaxTerms<T> score_token(ScoreFunction function, const T* logits, int num_experts, T* scores) {
   SoftmaxTerms<T> terms{T(0), T(0)};

@@ -6,9 +6,9 @@
 
 namespace maxmoe::cuda::tensor_core {
 
-constexpr int kRows = 128, kColumns = 128, kDepth = 32;  // of a tile and a step
+constexpr int kRows = 128, kColumns = 128, kDepth = 32;  // rows and columns of a tile, depth of a step
 constexpr int kStages = 3;
-constexpr int kPiece = 8;  // numbers of 16 bytes
+constexpr int kPiece = 8;  // 16-bit numbers in 16 bytes
 // No two of the 8 rows that ldmatrix reads at a time begin in the same bank.
 constexpr int kDepthPitch = kDepth + kPiece;
 constexpr int kColumnPitch = kColumns + kPiece;

@@ -44,7 +44,7 @@ class GradientWalk {
 
   const Tgmm<T>& a_;
   int64_t group_ = 0;
-  int64_t begin_ = 0;  // of group_
+  int64_t begin_ = 0;  // first row of group_
 };
 
 template <class T, int kRows, int kColumns>

@@ -1,5 +1,5 @@
-// How kernels run tasks on threads, and the scratch memory of each thread. The kernels have no threads of their own:
-// the caller's executor runs their tasks, so that torch's thread pool is the only one.
+// How kernels run tasks on threads, and the scratch memory of each thread. The kernels create no threads: the caller's
+// executor runs their tasks, so that torch's thread pool is the only one.
 #pragma once
 
 #include <algorithm>
@@ -84,7 +84,7 @@ constexpr int kWorkListScratch = 5;
 constexpr int kPackedAScratch = 6;
 constexpr int kPackedBScratch = 7;
 constexpr int kSumsScratch = 8;           // partial sums of C in the accumulator's type
-constexpr int kPackedReducedScratch = 9;  // of the low-rank term
+constexpr int kPackedReducedScratch = 9;  // packed reduced rows of the low-rank term
 constexpr int kDecodedScratch = 10;       // a block of a quantized B
 constexpr int kScratchSlots = 11;
 

@@ -41,7 +41,7 @@ Tensor softcapped(const Tensor& x, double cap) {
 }
 
 Formulas formulas_of(Activation activation) {
-  static constexpr double kSteepness = 1.702;  // of swigluoai: x * sigmoid(1.702 * x)
+  static constexpr double kSteepness = 1.702;  // swigluoai: f(x) = x * sigmoid(1.702 * x)
   using Kind = ActivationKind;
   switch (activation) {
     case Activation::silu:
@@ -100,7 +100,7 @@ Tensor clipped(const ActivationKind& kind, LimitTarget target, const Tensor& x, 
   return std::isinf(limit) || kind.limit_target != target ? x : x.clamp_max(limit);
 }
 
-// f(gate) with its limit, and the gate or f(gate) without it: the one that is clipped.
+// f(gate) with its limit, and the tensor that the limit clips, before the clipping: the gate or f(gate).
 struct GateValue {
   Tensor value;
   Tensor limited;
@@ -112,7 +112,7 @@ GateValue gate_value(const ActivationKind& kind, const Tensor& gate, double limi
   return {clipped(kind, LimitTarget::output, value, limit), limited};
 }
 
-// f(gate) is multiplied by this.
+// The factor of f(gate), a function of up.
 Tensor factor_of(const ActivationKind& kind, const Tensor& up, double limit) {
   if (kind.activation == Activation::situ) return softcapped(up, kind.up_softcap);
   const Tensor clipped = std::isinf(limit) ? up : up.clamp(-limit, limit);
@@ -133,7 +133,8 @@ void store_factor_gradient(const ActivationKind& kind, Tensor& up, const Tensor&
   if (is_clipped.defined()) up.masked_fill_(is_clipped, 0);
 }
 
-// Every step frees or overwrites what no later step reads: beside gate, up and grad there are two tensors at a time.
+// Every step frees or overwrites the tensors that no later step reads: beside gate, up and grad there are two at a
+// time.
 Tensor activation_gradient_aten(const ActivationKind& kind, const Tensor& grad, Tensor gate, Tensor up,
                                 bool wants_activated) {
   const Formulas f = formulas_of(kind.activation);

@@ -13,7 +13,7 @@
 
 namespace maxmoe::ops {
 
-// What the experts compute between their products: one list of arguments, for every operator that computes it.
+// The activation between the products of the experts: one list of arguments for every operator that computes it.
 struct ActivationArguments {
   std::string_view name = {};  // owned by the caller or, in backward, by the autograd context; so is limit_target
   std::optional<double> limit = {};
@@ -42,7 +42,7 @@ std::pair<at::Tensor, at::Tensor> gate_and_up(GateLayout layout, const at::Tenso
 // f(gate) * up, or f(up) if gate is undefined. Differentiable.
 at::Tensor activated_rows(const ActivationKind& kind, const at::Tensor& gate, const at::Tensor& up);
 
-// The same, not differentiable, by the CUDA kernel where there is one.
+// As activated_rows, not differentiable, by the CUDA kernel where there is one.
 at::Tensor activate(const ActivationKind& kind, const at::Tensor& gate, const at::Tensor& up);
 
 struct ActivationResults {

@@ -118,10 +118,10 @@ variable_list load_arguments(AutogradContext* ctx, const std::tuple<T&...>& argu
   return saved;
 }
 
-// Which gradients of the arguments of a node are wanted, by position: false for what is not a tensor. A backward pass
-// computes the gradients that it is asked for: ctx->needs_input_grad(i), where i counts the tensors that were given.
-// What required a gradient in the forward pass does not say it: torch.autograd.grad(loss, [x]) asks for no gradient of
-// a weight, and a split backward pass (zero bubble schedules of torch.distributed.pipelining) runs a node twice, first
+// Which gradients of the arguments of a node are wanted, by position: false for an argument that is not a tensor. A
+// backward pass computes the gradients for which ctx->needs_input_grad(i) is true, where i counts the tensors that were
+// given. requires_grad in the forward pass is not enough: torch.autograd.grad(loss, [x]) asks for no gradient of a
+// weight, and a split backward pass (zero bubble schedules of torch.distributed.pipelining) runs a node twice, first
 // for its input and then for its weights.
 template <class... T>
 std::array<bool, sizeof...(T)> wanted_gradients(const AutogradContext* ctx, const std::tuple<T&...>& arguments) {
@@ -134,7 +134,7 @@ std::array<bool, sizeof...(T)> wanted_gradients(const AutogradContext* ctx, cons
                     arguments);
 }
 
-// What is saved of a tensor that no gradient needs: its number of rows and its dtype.
+// Saved in the place of a tensor that no gradient needs: an empty tensor with its number of rows and its dtype.
 inline at::Tensor without_columns(const at::Tensor& tensor) {
   return at::empty_symint({tensor.sym_size(0), 0}, tensor.options());
 }

@@ -74,8 +74,8 @@ class TorchGemm final : public Gemm<T> {
     }
   }
 
-  // The matrix of an operand. BLAS reads neither rows by index nor codes: those rows are copied to scratch memory, and
-  // quantized matrices are dequantized there, one at a time.
+  // The matrix of an operand. BLAS reads neither rows by index nor codes: indexed rows are copied to scratch memory,
+  // and quantized matrices are dequantized there, one at a time.
   static ConstMatrixView<T> in_memory(const GemmOperand<T>& operand, int scratch_slot) {
     ConstMatrixView<T> matrix = operand.memory;
     if (operand.is_quantized()) {

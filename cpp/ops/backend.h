@@ -10,9 +10,9 @@
 
 namespace maxmoe::ops {
 
-// What an operator runs for a tensor. Tensors on the CPU use its kernels unless another path is forced, tensors on a
-// GPU the CUDA kernels if these are built and can run there, and all others ATen. What the CUDA kernels do not compute
-// goes to ATen as well: quantized matrices, linear, and route with very many experts.
+// The implementation that an operator runs for a tensor. Tensors on the CPU use its kernels unless another path is
+// forced, tensors on a GPU the CUDA kernels if these are built and can run there, and all others ATen. Quantized
+// matrices, linear, and route with very many experts have no CUDA kernel and go to ATen as well.
 enum class Path { kernels, cuda_kernels, aten };
 Path path_of(const at::Tensor& tensor);
 

@@ -18,8 +18,8 @@ namespace maxmoe::ops {
 using at::Tensor;
 using OptionalTensor = std::optional<at::Tensor>;
 
-// RAII guard for a running operator, or a backward pass of one. On other devices than the CPU, the operators that these
-// call do not check values again, because a check takes four kernel launches.
+// RAII guard for a running operator, or the backward pass of an operator. On devices other than the CPU, the operators
+// that it calls do not check values again, because a check takes four kernel launches.
 class OperatorCall {
  public:
   OperatorCall() { ++depth_; }
@@ -39,7 +39,7 @@ struct Size {
   const char* meaning;
 };
 
-// One argument of one operator, checked on its own.
+// One argument of one operator, checked independently of the others.
 class Argument {
  public:
   Argument(const char* op, const char* name, const Tensor& tensor) : op_(op), name_(name), tensor_(tensor) {}
@@ -86,14 +86,14 @@ int64_t checked_product(const char* op, const char* name, int64_t a, int64_t b);
 // Upper bound for the length of a list of int64: its number of bytes is an int64.
 constexpr int64_t kLongestList = int64_t{1} << 60;
 
-// Checks group_sizes, int64 [G]: none negative, with a sum of at most, or of exactly, num_rows.
+// Checks group_sizes, int64 [G]: no size is negative, and their sum is at most, or exactly, num_rows.
 enum class Sum { at_most, exactly };
 void check_group_sizes(const char* op, const Tensor& group_sizes, int64_t num_rows, Sum sum);
 
 // Checks that a group has at least one slot.
 void check_group_size(const char* op, int64_t group_size);
 
-// Checks the weights: floating, one for each of `num_slots` slots.
+// Checks the weights: a floating dtype, one weight for each of `num_slots` slots.
 void check_weights(const char* op, const OptionalTensor& weights, int64_t num_slots);
 
 // Checks the tensors of a plan: slots [R] in [0, T * K), on other devices also -1, and row_of_slot [T * K] in [-1, R).

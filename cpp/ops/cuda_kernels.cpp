@@ -10,7 +10,7 @@
 namespace maxmoe::ops {
 namespace {
 
-// A library, or why there is none.
+// A library, or the reason why it cannot be used.
 struct Opened {
   const cuda::Library* library = nullptr;
   std::string problem;

@@ -49,7 +49,7 @@ bool has_fast_products(const CudaKernels& kernels, const at::Tensor& tensor);
 // Whether the kernels can run on GPUs here.
 bool has_cuda_kernels();
 
-// Why not, or that they can.
+// The reason why not, or a statement that they can.
 std::string state_of_cuda_kernels();
 
 // Opens the library of the emulator. Throws if it has not been built.

@@ -39,7 +39,7 @@ Tensor of_elements(const Tensor& blocks, const QuantizedMatrix& m) {
   const int64_t rows = int64_t{1} << m.log2_rows_per_scale;
   const int64_t columns = int64_t{1} << std::min(m.log2_columns_per_scale, 30);
   const Tensor rows_repeated = blocks.repeat_interleave(rows, 1).narrow(1, 0, m.rows);
-  // One scale per row is broadcast.
+  // A single scale per row is broadcast over the columns.
   if (blocks.size(2) == 1) return rows_repeated;
   return rows_repeated.repeat_interleave(columns, 2).narrow(2, 0, m.columns);
 }

@@ -1,6 +1,6 @@
 // gmm is its own transpose: the gradient of lhs is the product with rhs^T and with the factors b^T and a^T in the
-// places of a and b, and the rows that are reduced on the way are what the gradient of a needs. Quantized weights have
-// no gradient.
+// places of a and b, and the gradient of a is computed from the reduced rows of that product. Quantized weights have no
+// gradient.
 #include "kernels/experts/gmm.h"
 
 #include <ATen/ops/ones.h>
@@ -46,7 +46,7 @@ Tensor gmm_kernel(const Tensor& lhs, const Projection& rhs, const Tensor& group_
   return out;
 }
 
-// Through a CUDA kernel or ATen. Rows of no group are zero, as the kernels write them.
+// Through a CUDA kernel or ATen. Rows of no group are zero, as with the CPU kernel.
 Tensor gmm_device(const Tensor& lhs, const Projection& rhs, const RowGroups& groups, const Tensor& reduced) {
   Tensor out = multiply_rows(lhs, rhs, groups);
   if (reduced.defined()) out.add_(multiply_rows(reduced, {*rhs.b}, groups));

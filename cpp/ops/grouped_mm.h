@@ -28,7 +28,7 @@ class RowGroups {
   int64_t size() const { return count_; }
   const at::Tensor& sizes() const { return sizes_; }
   int64_t offset() const { return offset_; }
-  // Computed when they are asked for first: CUDA kernels read the sizes alone.
+  // Computed at the first call: CUDA kernels read the sizes alone.
   const GroupBounds& bounds() const;
   // int64 [num_rows]: the group of each row; an arbitrary group for a row of no group.
   at::Tensor of_rows(int64_t num_rows) const;

@@ -11,7 +11,7 @@ at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options);
 // Unmaps all freed pages.
 void empty_cache();
 
-size_t bytes_allocated();  // of all blocks
-size_t bytes_reserved();   // of all blocks and freed pages
+size_t bytes_allocated();  // bytes of all blocks
+size_t bytes_reserved();   // bytes of all blocks and freed pages
 
 }  // namespace maxmoe::ops

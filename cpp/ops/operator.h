@@ -109,8 +109,8 @@ class Operator<kName, Return(Args...)> {
       device.reset_device(tensor->device());
       break;
     }
-    // On other devices a kernel calls operators of ATen that have autocast rules of their own: they would change the
-    // dtype of intermediate results.
+    // On other devices a kernel calls operators of ATen that have autocast rules, too: they would change the dtype of
+    // intermediate results.
     const torch_internals::NoAutocast no_autocast;
     return kernel(concrete(args)...);
   }

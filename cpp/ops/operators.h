@@ -30,7 +30,7 @@ struct GmmArguments {
   Tensor group_sizes;
   Projection rhs;
   int64_t group_offset = 0;
-  OptionalTensor reduced = {};  // [R, r]: lhs times rhs.a, which has no gradient of its own
+  OptionalTensor reduced = {};  // [R, r]: lhs times rhs.a; no gradient is computed for it
 
   template <class Self>
   static auto fields(Self& a) {

@@ -1,6 +1,7 @@
 // One matrix of each expert as arguments of an operator: weights, bias and low-rank factors.
 //
-// In a schema, a projection `up` is the arguments up, up_scales, ..., up_bias, up_a, up_b: one list here says which.
+// In a schema, a projection `up` is the arguments up, up_scales, ..., up_bias, up_a, up_b; here is the only list of
+// them.
 #pragma once
 
 #include <string>
@@ -63,7 +64,7 @@ struct ProjectionNames {
 void check_projection(const char* op, const ProjectionNames& names, const Projection& p, const char* x_name,
                       const Tensor& x, const char* shape, Size count, Size in, Size out);
 
-// Checks that nothing of a projection is given.
+// Checks that no argument of a projection is given.
 void check_no_projection(const char* op, const ProjectionNames& names, const Projection& p);
 
 // A view of a projection that in_kernel_layout returned. Factors without columns add nothing.

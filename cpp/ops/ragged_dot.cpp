@@ -13,7 +13,7 @@
 namespace maxmoe::ops {
 namespace {
 
-// Some groups after the other, so that no tensor of [M, D] is allocated.
+// A few groups at a time, so that no tensor of [M, D] is allocated.
 Tensor ragged_dot_aten(const Tensor& a, const Tensor& b, const Tensor& index, int64_t group_size) {
   constexpr int64_t kMostProducts = int64_t{1} << 23;  // 32 MiB in float32
   const auto type = accumulator_type(a.scalar_type());

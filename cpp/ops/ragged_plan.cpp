@@ -44,7 +44,7 @@ void check_num_rows(std::optional<int64_t> num_rows, int64_t actual) {
 }
 
 // The number of rows R. Reading it from `kept` waits for the device, so the caller's num_rows has precedence; with
-// max_rows and without num_rows it is the smaller one of max_rows and the number of slots.
+// max_rows and without num_rows, R is the minimum of max_rows and the number of slots.
 int64_t count_rows(const Tensor& kept, std::optional<int64_t> num_rows, std::optional<int64_t> max_rows,
                    int64_t num_slots) {
   if (!num_rows.has_value() && max_rows.has_value()) num_rows = std::min(*max_rows, num_slots);

@@ -220,7 +220,7 @@ RoutingRule rule_of(const Options& o) {
           group_score};
 }
 
-// The rule as far as the weights of given experts depend on it.
+// A rule with the fields that the weights of given experts depend on; the others are ignored.
 RoutingRule rule_of_weights(std::string_view score_function, std::string_view normalization, double scale) {
   return {parse_score_function(kRouteBackward, score_function), parse_normalization(kRouteBackward, normalization),
           scale, 1, 1};
@@ -353,7 +353,7 @@ class RouteNode : public torch::autograd::Function<RouteNode> {
     load_arguments(ctx, std::tie(logits, experts, score_function, normalization, scale));
     const Tensor grad_weights = grads[0].defined() ? grads[0] : at::zeros(experts.sizes(), grads[2].options());
     const OptionalTensor grad_probabilities = grads[2].defined() ? OptionalTensor(grads[2]) : std::nullopt;
-    // The kernel has no gradient of its own, so that a second derivative is computed with ATen.
+    // The kernel is not differentiable, so that a second derivative is computed with ATen.
     if (is_transformed(grad_weights) || (grads[2].defined() && is_transformed(grads[2]))) {
       const Tensor wide = logits.to(accumulator_type(logits.scalar_type()));
       const RoutingRule rule = rule_of_weights(score_function, normalization, scale);

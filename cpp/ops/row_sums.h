@@ -28,8 +28,8 @@ class RowSums {
   static RowSums of_groups(const Tensor& index, int64_t group_size, const OptionalTensor& weights,
                            at::ScalarType dtype);
 
-  // [number of sums, D]: the sums of rows [R, D]; of several such tensors, each of which is made when its turn comes,
-  // so that one of them at a time is in memory.
+  // [number of sums, D]: the sums of rows [R, D]; or of several such tensors, each of which is computed by a function
+  // just before it is added, so that one at a time is in memory.
   Tensor operator()(const Tensor& rows) const;
   Tensor operator()(std::initializer_list<std::function<Tensor()>> tensors) const;
 
@@ -51,7 +51,7 @@ class RowSums {
   std::optional<Groups> groups_;  // if the CUDA kernel sums them, otherwise:
   int64_t num_sums_ = 0;
   Tensor index_;     // the row of each term
-  Tensor factors_;   // of each term
+  Tensor factors_;   // the factor of each term
   Tensor begins_;    // the first term of each sum
   Tensor is_empty_;  // [number of sums, 1]: sums that are zero; undefined if there is none
 };

@@ -85,7 +85,7 @@ void assert_async(const Tensor& condition, const std::string& message);
 // torch.cpu.get_capabilities in Python, since 2.13; it does not say whether torch's BLAS uses them.
 bool has_matrix_units(at::ScalarType type);
 
-// The current stream of a device of torch's, as its driver knows it. Public: c10/cuda/CUDAStream.h, which needs headers
+// The current stream of a device, as a handle of the driver. Public: c10/cuda/CUDAStream.h, which needs headers
 // of CUDA and a torch that was built for it.
 void* current_stream(c10::Device device);
 

@@ -10,7 +10,8 @@
 namespace maxmoe::ops {
 namespace {
 
-// What a format says beside its codes. A block of `columns` 0 is a whole row; one of -1 is found from the scales.
+// A format: its codes and the shape of a block that shares a scale. kWholeRow: a block is a whole row; kAnyGroup: the
+// number of columns follows from the number of scales.
 struct Format {
   const char* name;
   Codes codes;
@@ -37,8 +38,8 @@ int64_t blocks_of(int64_t size, int64_t block) {
   return size / block + (size % block > 0 ? 1 : 0);
 }
 
-// The number of columns that share a scale, a power of two: the smallest one that gives as many scales per row as there
-// are. A format with other blocks has failed the check of their number.
+// The number of columns that share a scale, a power of two: the smallest one that gives `scales_per_row` scales. Other
+// numbers of columns have failed an earlier check.
 int64_t columns_per_scale(const Format& format, int64_t columns, int64_t scales_per_row) {
   if (format.columns_per_scale > 0) return format.columns_per_scale;
   int64_t block = kMinColumnsPerScale;

@@ -17,7 +17,7 @@ struct Weights {
   OptionalTensor scales = {};
   OptionalTensor zeros = {};
   std::optional<std::string_view> format = {};  // none for a tensor
-  int64_t columns = 0;                          // of the codes
+  int64_t columns = 0;                          // number of codes per row
   bool is_transposed = false;
 
   bool is_given() const { return tensor.has_value(); }

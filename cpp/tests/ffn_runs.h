@@ -70,7 +70,7 @@ void for_every_low_rank_case(const Check& check) {
 template <class T>
 struct FfnForward {
   Matrix<T> preactivations;
-  Matrix<T> reduced;  // of gate, up and down side by side; [R, 0] without factors
+  Matrix<T> reduced;  // reduced rows of gate, up and down, side by side; [R, 0] without factors
   Matrix<T> out;
 };
 

@@ -140,8 +140,8 @@ inline RoutedRows routed_rows(const Routing& routing) {
   return {routing.slots.data(), routing.rows.data(), routing.group_sizes.data(), routing.num_experts, routing.top_k};
 }
 
-// Every activation, with and without the limits and layouts that it may have. No limit is a number of 16 bits, at which
-// a derivative would not be one of both sides.
+// Every activation, with and without the limits and layouts that it may have. No limit is representable in 16 bits: at
+// a value equal to the limit the two one-sided derivatives differ.
 inline std::vector<ActivationKind> activation_kinds() {
   constexpr double kNoLimit = std::numeric_limits<double>::infinity();
   return {

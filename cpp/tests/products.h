@@ -28,7 +28,7 @@ std::vector<double> exact_product(const Matrix<T>& a, const Matrix<T>& b) {
 }
 
 // Slack of `expect_near` for a sum of `depth` terms. Partial sums grow with it, and so does the number of their
-// rounding errors; the sum of a type that is summed in a wider one is rounded once.
+// rounding errors; the sum of a 16-bit type is computed in float and rounded once.
 template <class T>
 double slack_of_sum(int64_t depth) {
   return std::is_same_v<Accumulator<T>, T> ? std::max(2.0, static_cast<double>(depth) / 640) : 2.0;

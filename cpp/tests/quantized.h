@@ -1,4 +1,4 @@
-// Random quantized matrices that own their memory, and what their elements are by definition, for tests.
+// Random quantized matrices that own their memory, and the definition of their elements, for tests.
 #pragma once
 
 #include <array>
@@ -34,7 +34,8 @@ inline const std::vector<QuantizedFormat> kQuantizedFormats = {{Codes::e2m1, Sca
                                                                {Codes::e4m3, ScaleType::bfloat16, 0, kWholeRow, false},
                                                                {Codes::e4m3, ScaleType::float32, 7, 7, false}};
 
-// Whether scales are between 1/256 and 1, or zero, subnormal, the smallest normal numbers and the largest ones as well.
+// Whether all scales are between 1/256 and 1; otherwise some are zero, subnormal, the smallest normal or the largest
+// numbers.
 enum class Scales { moderate, any };
 
 class QuantizedTestMatrix {
@@ -53,7 +54,7 @@ class QuantizedTestMatrix {
       push_scale(scales);
       zeros_.push_back(static_cast<uint8_t>(random_.below(16)));
     }
-    scales_.resize(scales_.size() + 1);  // memory of no scales must not be null
+    scales_.resize(scales_.size() + 1);  // without scales the pointer must not be null either
   }
 
   QuantizedMatrix view() const {
@@ -198,7 +199,7 @@ class QuantizedTestMatrix {
   int64_t columns_;
   int64_t row_bytes_;
   int64_t scales_per_row_;
-  std::array<float, 256> values_;  // of the codes
+  std::array<float, 256> values_;  // the value of each code
   Random random_;
   std::vector<uint8_t> codes_;
   std::vector<std::byte> scales_;

@@ -117,8 +117,8 @@ TYPED_TEST(ExpertFfnBackwardTest, GradientsAreThoseOfFloat64) {
   });
 }
 
-// The gradients of the factors follow from those of the merged matrices W + reduce * expand, which the same kernels
-// compute without factors. All other gradients equal the gradients with the merged matrices.
+// The gradients of the factors follow from the gradients of the merged matrices W + reduce * expand, which the same
+// kernels compute without factors. All other gradients equal the gradients with the merged matrices.
 TYPED_TEST(ExpertFfnBackwardTest, GradientsOfLowRankFactorsFollowFromThoseOfMergedMatrices) {
   for_every_low_rank_case([](const FfnShape& shape, const Variant& variant, const FactorShape& ranks) {
     const GateLayout layout = variant.kind.gate;

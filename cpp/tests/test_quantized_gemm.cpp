@@ -64,7 +64,7 @@ void check_magnitudes(const QuantizedFormat& format, int64_t rows, int exponent_
     return matrix;
   };
   auto a = Matrix<BFloat16>::random(rows, kDepth, 1);
-  // Zeros, and one number that is far from the others.
+  // Zeros, and one number of another magnitude than the others.
   for (int64_t i = 0; i < kDepth; i += 5) a.element(0, i) = narrow<BFloat16>(0.0F);
   a = scaled(a, exponent_of_a);
   a.element(rows - 1, 77) = narrow<BFloat16>(1.5F);

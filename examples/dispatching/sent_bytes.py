@@ -1,4 +1,4 @@
-"""Counts the bytes that a rank sends, with a dispatch mode that sees the collectives of torch."""
+"""Counts the bytes that a rank sends, with a dispatch mode that intercepts the collectives of torch."""
 
 import math
 import re
@@ -24,7 +24,7 @@ class SentBytes(TorchDispatchMode):
     """Dispatch mode that adds up the bytes of collectives by kind in `counts`, and their number in `times`.
 
     For an all-to-all, these are the rows for other ranks. For other collectives, they are the bytes of a ring algorithm
-    on n ranks: (n - 1) / n of the largest tensor, twice that for an all-reduce.
+    on n ranks: (n - 1) / n of the largest tensor, twice this number for an all-reduce.
     """
 
     def __init__(self) -> None:

@@ -33,8 +33,8 @@ PRESETS: dict[str, dict[str, int]] = {
     "gpt_oss_20b": {"num_hidden_layers": 24, "num_local_experts": 32},
 }
 
-# Standard deviation of the random weights, as in published models. The random codes of E2M1 have one of 2.9; the scale
-# 2^-7 of E8M0 makes it 0.023.
+# Standard deviation of the random weights, as in published models. The standard deviation of random codes of E2M1 is
+# 2.9; the scale 2^-7 of E8M0 makes it 0.023.
 _DEVIATION, _SCALE = 0.02, 127 - 7
 
 
@@ -159,7 +159,7 @@ def dequantize_experts(model: nn.Module) -> None:
 
 
 def expert_bytes(model: nn.Module) -> tuple[int, int]:
-    """Return the bytes of the matrices of all experts, and what they would be in bfloat16."""
+    """Return the bytes of the matrices of all experts, and their bytes in bfloat16."""
     stacks = [
         weight
         for _, block in sparse_blocks(model)

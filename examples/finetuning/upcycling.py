@@ -90,7 +90,7 @@ def _small_config(options: Namespace) -> LlamaConfig:
 
 
 def dense_blocks(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """Yield the gated feed-forward blocks of a model, with the module that owns each and its name there."""
+    """Yield the gated feed-forward blocks of a model, with the parent module of each and its attribute name."""
     for owner in list(model.modules()):
         for name, block in list(owner.named_children()):
             if all(isinstance(getattr(block, projection, None), nn.Linear) for projection in PROJECTIONS):

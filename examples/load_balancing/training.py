@@ -1,4 +1,4 @@
-"""Trainings that differ in how the load is balanced, and what is measured of them."""
+"""Trainings with different ways to balance the load, and their measurements."""
 
 from argparse import Namespace
 from collections import defaultdict
@@ -95,7 +95,7 @@ def specialisation(trainer: Trainer) -> float:
 
 
 def mutual_information(counts: Tensor) -> float:
-    """Return the mutual information, in bits, of rows and columns, given how often they occur together ``(M, N)``.
+    """Return the mutual information, in bits, of rows and columns, from the counts of their pairs ``(M, N)``.
 
     0 if the experts are chosen without regard to the byte, at most log2(E).
     """

@@ -26,7 +26,7 @@ from pretraining import InputError
 from pretraining.integrity import SUMS, TRAINING, check_files, check_tensors, checksums, compare, read_training, sizes
 from pretraining.ranks import agreed, is_first, of_all
 
-FILE_BYTES = 2**28  # of the tensors in one file
+FILE_BYTES = 2**28  # largest size of the tensors in one file
 
 
 def save(folder: Path, state: dict[str, Any], training: dict[str, Any]) -> None:
@@ -112,14 +112,14 @@ def load(folder: Path, configuration: Mapping[str, Any], state: dict[str, Any]) 
     Args:
         folder: the checkpoint.
         configuration: configuration of this run, which must equal the configuration in the checkpoint.
-        state: tensors to fill, with the names and shapes of those given to `save`. Each rank reads its shards of the
-            DTensors.
+        state: tensors to fill, with the names and shapes of the tensors given to `save`. Each rank reads its shards of
+        the DTensors.
 
     Returns:
         The contents of `training.json`.
 
     Raises:
-        InputError: if the checkpoint cannot be read or is of another configuration.
+        InputError: if the checkpoint cannot be read or has another configuration.
     """
     action, reader = f"cannot read the checkpoint {folder}", dcp.HuggingFaceStorageReader(str(folder))
     num_bytes = sum(of_all(sizes(state)).values())  # a rank has the tensors of its pipeline stages only

@@ -89,7 +89,7 @@ def exit_status(name: str, run: Callable[[], int]) -> int:
         message, status = str(error), 1
     except MemoryError:
         message, status = "not enough memory", 1
-    except OSError as error:  # also of stdout, if the disk is full or the reader of a pipe has ended
+    except OSError as error:  # also an error of stdout, if the disk is full or the reader of a pipe has ended
         message, status = str(error), 1
     except RuntimeError as error:
         if "can't allocate memory" not in str(error):

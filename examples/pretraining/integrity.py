@@ -1,4 +1,4 @@
-"""Checks that a checkpoint must pass before it is used. It may be damaged or come from a stranger."""
+"""Checks that a checkpoint must pass before it is used. It may be damaged or come from an untrusted source."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ from pretraining import InputError
 from pretraining.command import LARGEST_INT
 
 TRAINING, SUMS = "training.json", "SHA256SUMS"
-MAX_TEXT_BYTES = 2**27  # of training.json, SHA256SUMS and the headers of the safetensors together
+MAX_TEXT_BYTES = 2**27  # total size of training.json, SHA256SUMS and the headers of the safetensors
 
 
 def checksums(folder: Path) -> dict[str, str]:
@@ -56,9 +56,9 @@ def check_tensors(metadata: Metadata, state: dict[str, Any]) -> None:
         if saved is None:
             raise ValueError(f"Missing key in checkpoint state_dict: {name}")
         if saved.properties.dtype != tensor.dtype:
-            raise ValueError(f"{name} is {saved.properties.dtype} there and {tensor.dtype} here")
+            raise ValueError(f"{name} must be {tensor.dtype}, got {saved.properties.dtype}")
         if sum(chunk.sizes.numel() for chunk in saved.chunks) != saved.size.numel():
-            raise ValueError(f"{name} is not whole")
+            raise ValueError(f"parts of {name} are missing")
 
 
 def named_tensors(state: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -80,7 +80,7 @@ def read_training(path: Path) -> dict[str, Any]:
 
     def check(field: str, value: object, usable: bool) -> None:
         if not usable:
-            raise ValueError(f"{path.name} has no proper {field}: {str(value)[:100]}")
+            raise ValueError(f"{path.name} has an invalid {field}: {str(value)[:100]}")
 
     def is_step(value: object) -> bool:
         return type(value) is int and 0 < value <= LARGEST_INT
@@ -108,6 +108,6 @@ def compare(folder: Path, saved: Mapping[str, Any], configuration: Mapping[str, 
     for name, value in configuration.items():
         if saved.get(name) != value:
             raise InputError(
-                f"the checkpoint {folder} is of another configuration: "
-                f"{name} is {str(saved.get(name))[:100]} there and {value} here"
+                f"the checkpoint {folder} has another configuration: "
+                f"{name} is {str(saved.get(name))[:100]} in the checkpoint and {value} in this run"
             )

@@ -181,7 +181,7 @@ class Split:
             raise InputError(f"--dispatch {dispatch} --num-chunks {num_chunks}: {error}") from error
         except RuntimeError as error:  # sizes in bytes exceed 64 bits
             raise InputError(f"the model is too large: {error}") from error
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) / self.mesh.size(STAGE_AXIS)  # that share one model
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) / self.mesh.size(STAGE_AXIS)  # sharing one model
         needed_here = (first + (config.num_layers - 1) * (second - first)) * ranks_here
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if needed_here > memory:

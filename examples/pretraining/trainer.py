@@ -133,11 +133,11 @@ class Trainer:
         split.check_memory(decoder_config(options, balancing), options.optimizer, options.dispatch, options.num_chunks)
         model = build_model(options, balancing)
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        layers = [path for path, module in model.named_modules() if isinstance(module, MoE)]  # of all stages
+        layers = [path for path, module in model.named_modules() if isinstance(module, MoE)]  # layers of all stages
         no_load = torch.zeros(NUM_WINDOWS, options.num_experts, dtype=torch.int64)
         self.history = History.resumed(dict.fromkeys(layers, no_load), [], [])
         self.computation = (Stages if split.has_stages else WholeModel)(model, split, options)
-        self.model = self.computation.model  # the part of it that this rank has
+        self.model = self.computation.model  # this rank's part of the model
         self.optimizer = build_optimizer(self.model, options)
         self.accumulator = StatsAccumulator(self.model)
         self.sequences = TrainingSequences(
@@ -244,7 +244,7 @@ class Trainer:
         try:
             torch.set_rng_state(state["random_state"])
         except RuntimeError as error:
-            raise InputError(f"cannot read the checkpoint {self.checkpoint}: its random_state is none") from error
+            raise InputError(f"cannot read the checkpoint {self.checkpoint}: random_state is invalid") from error
         held_out = [(step, bits) for step, bits in training["held_out"]]
         load = dict(zip(self.history.load.tokens_per_expert, state["load"].unbind(1), strict=True))
         self.history = History.resumed(load, training["training"], held_out)

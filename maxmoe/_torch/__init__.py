@@ -108,23 +108,13 @@ def base_of_view(tensor: Tensor) -> Tensor | None:
     return base
 
 
-def parameter_in_place(module: nn.Module, name: str) -> Tensor | None:
-    """Return the parameter of a module, or the tensor with which `put_in_place` has replaced it."""
-    return module._parameters[name]
-
-
-def put_in_place(module: nn.Module, name: str, tensor: Tensor | None) -> None:
-    """Replace a parameter of a module by a tensor.
+def parameter_table(module: nn.Module) -> dict[str, Any]:
+    """Return the parameters of a module itself by name, in which a tensor may take the place of one.
 
     The public `torch.func.functional_call` replaces parameters for one call from outside, but hooks run inside of a
     call. `setattr` accepts only an `nn.Parameter`, which is a leaf of the autograd graph.
     """
-    module._parameters[name] = tensor  # type: ignore[assignment]
-
-
-def take_out(module: nn.Module, name: str) -> None:
-    """Remove a tensor that `put_in_place` has added under a name that is not a parameter of the module."""
-    del module._parameters[name]
+    return module._parameters
 
 
 def as_parameter(tensor: Tensor, *, requires_grad: bool) -> nn.Parameter:
@@ -154,11 +144,6 @@ class ConvertedModule(nn.Module):
     def conversion(self, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         """Return the function that converts each tensor, given the function that torch passes to `Module._apply`."""
         return function
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Return whether a module has forward or backward hooks."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
 
 
 def has_pre_hook(module: nn.Module, hook: Callable[..., Any]) -> bool:
@@ -200,14 +185,6 @@ def shares_memory(tensor: Tensor, other: Tensor) -> bool:
     """Return whether two tensors have the same elements in the same memory, also tensors without memory."""
     one, two = ((storage_id(each), each.shape, each.stride(), each.storage_offset()) for each in (tensor, other))
     return one == two
-
-
-def fake_tensor_mode() -> Any:
-    """Return a mode in which operators compute shapes and dtypes only, and tensors have no memory.
-
-    The meta device has no autocast of another device, and mixes with no tensors of it.
-    """
-    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 @contextmanager

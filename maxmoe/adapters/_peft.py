@@ -7,8 +7,8 @@ of another version of PEFT is found out. Checked with peft 0.21.
 """
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTuner
 from torch import Tensor, nn
 
-from maxmoe._torch import put_in_place, take_out
+from maxmoe._torch import parameter_table
 from maxmoe.adapters.factors import hand_over, takes
 from maxmoe.ops import LowRankFactors
 from maxmoe.quantization import QuantizedStack, QuantizedWeight
@@ -35,19 +35,15 @@ def replace_methods() -> None:
         setattr(owner, name, functools.wraps(method)(make(method)))
 
 
-def _or_hand_over(activate: Callable[..., Any]) -> Callable[..., Any]:
-    @contextmanager
-    def activated(wrapper: Any, active_adapters: list[str]) -> Iterator[None]:
+def _or_hand_over(activate: Callable[..., AbstractContextManager[None]]) -> Callable[..., Any]:
+    def activated(wrapper: Any, active_adapters: list[str]) -> AbstractContextManager[None]:
         """Hand the factors over to a module that takes them, or else call `activate`."""
         adapters = [adapter for adapter in active_adapters if adapter in wrapper.lora_A]
         module, name = wrapper.get_base_layer(), wrapper.parameter_name
-        with ExitStack() as stack:
-            if adapters and takes(module, name):
-                factors = [factors_of_adapter(wrapper, adapter) for adapter in adapters]
-                stack.enter_context(hand_over(module, name, LowRankFactors.side_by_side(factors)))
-            else:
-                stack.enter_context(activate(wrapper, active_adapters))
-            yield
+        if not adapters or not takes(module, name):
+            return activate(wrapper, active_adapters)
+        factors = [factors_of_adapter(wrapper, adapter) for adapter in adapters]
+        return hand_over(module, name, LowRankFactors.side_by_side(factors))
 
     return activated
 
@@ -85,12 +81,12 @@ def _with_quantized_weights(inject: Callable[..., Any]) -> Callable[..., Any]:
         ]
         for owner, name, weight in shown:
             element = torch.empty((), dtype=weight.dtype, device=weight.device)
-            put_in_place(owner, name, element.expand(weight.shape))
+            parameter_table(owner)[name] = element.expand(weight.shape)
         try:
             return inject(tuner, peft_config, model, *arguments, **options)
         finally:
             for owner, name, _ in shown:
-                take_out(owner, name)
+                del parameter_table(owner)[name]
 
     return injected
 

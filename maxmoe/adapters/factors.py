@@ -2,25 +2,24 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from maxmoe._torch.this_thread import OfThisThread
 from maxmoe.declaration import expert_matrices
 from maxmoe.ops import LowRankFactors
 from maxmoe.quantization import QuantizedStack
+from maxmoe.quantization.formats import DTYPES
 
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-
+@dataclass(eq=False)
 class _HandedOver:
     """Factors of a module, and whether its forward has asked for them."""
 
-    def __init__(self, module: nn.Module, factors: LowRankFactors) -> None:
-        self.module = module
-        self.factors = factors
-        self.is_taken = False
+    module: nn.Module
+    factors: LowRankFactors
+    is_taken: bool = False
 
 
 # By the name of the parameter. If an adapted module calls another one, the factors of the inner module.
@@ -34,18 +33,14 @@ def takes(module: nn.Module, parameter: str) -> bool:
     return (
         isinstance(matrices, Tensor | QuantizedStack)
         and matrices.dim() == 3
-        and matrices.dtype in _DTYPES
+        and matrices.dtype in DTYPES
         and parameter in expert_matrices(module)
     )
 
 
 @contextmanager
 def hand_over(module: nn.Module, parameter: str, factors: LowRankFactors) -> Iterator[None]:
-    """Give a module the factors beside one of its parameters, in the calls of this thread while the block runs.
-
-    Raises:
-        RuntimeError: if the module has not asked for them, so that its output lacks the adapter.
-    """
+    """Give a module the factors beside one of its parameters, in the calls of this thread while the block runs."""
     handed_over = _HandedOver(module, factors)
     with _handed_over.set({**(_handed_over.value or {}), parameter: handed_over}):
         yield

@@ -18,31 +18,18 @@ _FACTORS = (".lora_A.weight", ".lora_B.weight", ".lora_embedding_A", ".lora_embe
 
 
 class ServedAdapter(NamedTuple):
-    """An adapter of a model of PEFT.
+    """An adapter of a model of PEFT, with one rank and one scale for all factors."""
 
-    Attributes:
-        experts: factors by parameter, in the layout of the parameter, for the path of each module of experts in the
-            model that PEFT wraps.
-        others: factors of other modules, by the names that PEFT gives them in a file, with ``base_model.model.``.
-        rank: r of all factors.
-        scale: factor on the product of all factors.
-        config: config of PEFT, as in its file.
-    """
-
+    # By the path of the module of experts in the model that PEFT wraps, then by parameter, in the parameter's layout.
     experts: Mapping[str, Mapping[str, LowRankFactors]]
-    others: Mapping[str, Tensor]
+    others: Mapping[str, Tensor]  # factors of other modules, by their names in a file of PEFT
     rank: int
     scale: float
-    config: Mapping[str, Any]
+    config: Mapping[str, Any]  # as in a file of PEFT
 
 
 def served_adapter(model: nn.Module, adapter: str | None) -> ServedAdapter:
-    """Return the parts of an adapter of a model of PEFT, by default of the active one.
-
-    Raises:
-        ValueError: for a module that is not a model of PEFT or has no such adapter, sharded factors, and parts of the
-            adapter that servers do not read, with their name.
-    """
+    """Return the parts of an adapter of a model of PEFT, by default of the active one."""
     from peft import PeftModel, get_peft_model_state_dict
 
     from maxmoe.adapters import _peft

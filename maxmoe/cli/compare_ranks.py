@@ -3,8 +3,7 @@
 import argparse
 
 from maxmoe import testing
-from maxmoe.cli.modules import import_module
-from maxmoe.cli.numbers import positive
+from maxmoe.cli.values import import_module, positive
 from maxmoe.testing import RankComparison
 
 TRAINING = ("build_model", "parallelize", "make_batch", "loss")

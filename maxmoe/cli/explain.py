@@ -5,7 +5,7 @@ from typing import Any, get_args
 
 from maxmoe import planning
 from maxmoe.cli.model import add_model, add_state_dtypes, chosen_model, state_dtypes
-from maxmoe.cli.numbers import positive, positives
+from maxmoe.cli.values import positive, positives
 from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.pipelining.schedules import SCHEDULES
 from maxmoe.planning.estimate import Optimizer
@@ -13,15 +13,8 @@ from maxmoe.sharding.mesh import Mesh, parse_mesh
 from maxmoe.sharding.rules import LogicalRules, preset_names
 from maxmoe.text_table import readable_bytes, report
 
-PLAN = (
-    "dispatch",
-    "num_chunks",
-    "allow_unused",
-    "schedule",
-    "num_micro_batches",
-    "blocks_per_stage",
-    "stages_per_rank",
-)
+PLAN = ("dispatch", "num_chunks", "allow_unused")
+STAGES = ("schedule", "num_micro_batches", "blocks_per_stage", "stages_per_rank")
 STEP = ("batch_size", "sequence_length", "optimizer", "imbalance")
 CONVENTIONS = (
     "Memory is counted at the beginning of the backward. Parameters are {dtype}; so are gradients and optimizer state "
@@ -81,7 +74,7 @@ def _report(options: argparse.Namespace, *, with_explanation: bool) -> str:
     rules = LogicalRules.load(options.rules)
     recompute = tuple(name.strip() for name in options.recompute.split(",") if name.strip())
     text, model = chosen_model(options, recompute, max_sequence_length=options.sequence_length)
-    plan: dict[str, Any] = {name: getattr(options, name) for name in PLAN}
+    plan: dict[str, Any] = {name: getattr(options, name) for name in (*PLAN, *STAGES)}
     step: dict[str, Any] = {name: getattr(options, name) for name in STEP}
     explanation = str(planning.explain(model, mesh, rules, **plan)) if with_explanation else ""
     costs = planning.estimate(model, mesh, rules, state_dtypes=state_dtypes(options), **plan, **step)

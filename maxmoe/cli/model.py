@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from maxmoe.checks.fields import nearest
-from maxmoe.cli.modules import import_module
-from maxmoe.cli.numbers import positive
+from maxmoe.cli.values import import_module, positive
 from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.nn import set_recompute
 from maxmoe.planning import StateDtypes
@@ -80,11 +79,7 @@ def add_state_dtypes(add: Callable[..., Any]) -> None:
     """Add the options of the dtypes of gradients and optimizer state."""
     add("--gradient-dtype", choices=DTYPES, help="dtype of the gradients; the dtype of the parameters by default")
     add("--master-dtype", choices=DTYPES, help="dtype of master weights; without it, there are none")
-    add(
-        "--moment-dtype",
-        choices=DTYPES,
-        help="dtype of the optimizer moments; the dtype of the parameters by default",
-    )
+    add("--moment-dtype", choices=DTYPES, help="dtype of the moments; the dtype of the parameters by default")
 
 
 def state_dtypes(options: argparse.Namespace) -> StateDtypes:

@@ -3,14 +3,16 @@
 import argparse
 import importlib
 from pathlib import Path
+from typing import Any
 
 from maxmoe.cli.model import add_model, add_state_dtypes, chosen_model, state_dtypes
-from maxmoe.cli.numbers import parse_bytes, positive
+from maxmoe.cli.values import parse_bytes, positive
 from maxmoe.planning import search
 from maxmoe.planning.device import Device, device_names
 from maxmoe.sharding.rules import preset_names
 from maxmoe.text_table import report
 
+STEP = ("batch_size", "sequence_length", "memory", "rules", "num_plans")
 CONVENTION = (
     "Predicted by the time model of docs/planning.md; memory and bytes are counted as by `estimate`. A step: compute, "
     "exposed communication and bubble; hidden communication runs beside products. FLOPs and bytes: of one rank in a "
@@ -40,17 +42,9 @@ def plan(options: argparse.Namespace) -> str:
     if options.world_size is None:
         raise ValueError("plan needs --world-size, or --calibrate")
     text, model = chosen_model(options, max_sequence_length=options.sequence_length)
+    step: dict[str, Any] = {name: getattr(options, name) for name in STEP}
     result = search(
-        model,
-        options.world_size,
-        options.device,
-        batch_size=options.batch_size,
-        sequence_length=options.sequence_length,
-        memory=options.memory,
-        rules=options.rules,
-        state_dtypes=state_dtypes(options),
-        num_plans=options.num_plans,
-        progress=True,
+        model, options.world_size, options.device, state_dtypes=state_dtypes(options), progress=True, **step
     )
     head = (
         f"{text} On {options.world_size} ranks of {options.device}. A step: {options.batch_size} sequences of "

@@ -14,11 +14,7 @@ _LONGEST_SPIN_COUNT = 10_000
 def describe_waiting(environment: Mapping[str, str], *, num_threads: int, load: float, num_processors: int) -> str:
     """Describe how threads wait at the end of an operator, and what to set on a busy machine.
 
-    Args:
-        environment: environment variables of the process.
-        num_threads: number of threads of torch.
-        load: mean number of processes that want a processor, this process's threads included.
-        num_processors: number of processors that this process may use.
+    `load` is the mean number of processes that want one of `num_processors`, this process's threads included.
     """
     if num_threads == 1:
         return "not for each other: there is one thread"

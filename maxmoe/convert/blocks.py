@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from maxmoe.checks.whole_tensors import check_whole
 from maxmoe.config import MoEConfig
-from maxmoe.presets import from_transformers
-from maxmoe.presets.configs import family_of
-from maxmoe.presets.families import Family
+from maxmoe.presets.configs import attribute_at, converted, family_of
+from maxmoe.presets.family import Family
 from maxmoe.presets.layouts import Held, check_tensors
 from maxmoe.quantization import QuantizedStack, on_meta, put_stack, state_with_stacks
 
@@ -33,7 +32,9 @@ _OTHER_FIELDS = (*TRAINING_FIELDS, "router", "implementation", "capacity_factor"
 
 def config_of_block(block: nn.Module) -> MoEConfig:
     """Return the config of the layer that computes the same as a sparse block of a transformers model."""
-    return from_transformers(_source(block))
+    family = family_of_block(block)
+    of_layer = {name: field.convert(attribute_at(block, field.of_block)) for name, field in family.layer_fields.items()}
+    return converted(_source(block), of_layer)
 
 
 def family_of_block(block: nn.Module) -> Family:
@@ -65,10 +66,7 @@ def check_block(config: MoEConfig, block: nn.Module) -> None:
 
 
 def check_tensors_of(block: nn.Module, layer: nn.Module, what: str) -> dict[str, Held]:
-    """Return the parameters of a layer in each tensor of a block.
-
-    Raises unless the block is whole and has the tensors of its family, in the shapes that fit the layer.
-    """
+    """Return the parameters of a layer in each tensor of a block; raises unless the block has these tensors, whole."""
     check_whole(what, block.state_dict())
     family, theirs = family_of_block(block), state_with_stacks(block)
     tensors = family.block.tensors(state_with_stacks(layer))
@@ -84,10 +82,7 @@ def check_tensors_of(block: nn.Module, layer: nn.Module, what: str) -> dict[str,
 
 @torch.no_grad()
 def take_weights(layer: nn.Module, block: nn.Module) -> None:
-    """Move the weights of a block into a layer; the block is left on the meta device.
-
-    Raises before the first tensor is moved if the block is sharded, or has other tensors or shapes than its family.
-    """
+    """Move the weights of a block into a layer; the block is left on the meta device."""
     family_of_block(block).check_convertible()
     tensors, theirs = check_tensors_of(block, layer, "from_transformers"), state_with_stacks(block)
     for key, held in tensors.items():
@@ -100,11 +95,7 @@ def take_weights(layer: nn.Module, block: nn.Module) -> None:
 
 @torch.no_grad()
 def give_weights(layer: nn.Module, block: nn.Module) -> None:
-    """Move the weights of a layer into a block; the layer is left on the meta device.
-
-    Raises before the first tensor is moved if layer or block are sharded, the block has other tensors or shapes than
-    its family, or quantized weights cannot be joined.
-    """
+    """Move the weights of a layer into a block; the layer is left on the meta device."""
     check_whole("to_transformers", layer.state_dict())
     tensors = check_tensors_of(block, layer, "to_transformers")
     counts = {key: tensor.shape[0] for key, tensor in state_with_stacks(block).items() if key in tensors}

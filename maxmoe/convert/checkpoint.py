@@ -19,9 +19,11 @@ from maxmoe.convert.stored_weights import DTYPES, PUBLISHED, StoredWeight, check
 from maxmoe.files import replacing
 from maxmoe.nn import MoE
 from maxmoe.nn.checks import check_parts_are_known
-from maxmoe.presets.families import FAMILIES, Family
-from maxmoe.presets.layouts import Layout, listed
+from maxmoe.presets.families import FAMILIES
+from maxmoe.presets.family import Family
+from maxmoe.presets.layouts import Layout
 from maxmoe.quantization import QuantizedStack, state_with_stacks
+from maxmoe.text_table import listed
 
 
 @torch.no_grad()

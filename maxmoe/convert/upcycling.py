@@ -5,9 +5,8 @@ hold the first slices. Each run of consecutive routed experts that holds every o
 router has one row for all experts of a virtual group, so that a token that selects one of them selects them all.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -23,96 +22,80 @@ Projection: TypeAlias = nn.Linear | Tensor
 
 _BIASES = {"gate_proj": "gate_bias", "up_proj": "up_bias", "down_proj": "down_bias"}
 
+Layer = TypeVar("Layer")
 
-@dataclass(frozen=True)
-class Upcycling:
-    """A dense block in the layout of experts, and how a layer is made of it; see `maxmoe.MoE.from_dense`."""
 
-    config: MoEConfig
-    matrices: Mapping[str, Tensor]  # gate_proj and up_proj (D, W), down_proj (W, D)
-    biases: Mapping[str, Tensor]  # gate_bias and up_bias (W,), down_bias (D,)
-    num_slices: int  # that the routed experts hold: the size of a virtual group
+@torch.no_grad()
+def upcycled(
+    make: Callable[..., Layer],
+    config: MoEConfig,
+    projections: Mapping[str, Projection | None],
+    *,
+    scaling: Scaling,
+    noise: float,
+    reinitialized: float,
+) -> Layer:
+    """Return a layer that `make` creates from its config, made of a dense block; see `maxmoe.MoE.from_dense`."""
+    block = _tensors_of(config, projections)
+    up, size = block["up_proj"], config.intermediate_size
+    num_slices = _num_slices(config, up.shape[1], [name for name in _BIASES.values() if name in block])
+    if scaling not in get_args(Scaling):
+        raise ValueError(f"scaling must be one of {get_args(Scaling)}, got {scaling!r}")
+    check_number("noise", noise, at_least=0)
+    check_number("reinitialized", reinitialized, at_least=0)
+    if reinitialized > 1:
+        raise ValueError(f"reinitialized must be a fraction of at most 1, got {reinitialized}")
     # Factor of the experts' outputs for which the layer computes the output of the dense block. A virtual group
     # contributes its weight, the same for all slices, times the output of the block.
-    output_scale: float
-    scaling: Scaling
-    noise: float
-    reinitialized: float
-
-    @classmethod
-    def of(
-        cls,
-        config: MoEConfig,
-        projections: Mapping[str, Projection | None],
-        scaling: Scaling,
-        noise: float,
-        reinitialized: float,
-    ) -> "Upcycling":
-        """Return how a layer is made of these projections; raises unless a layer with the config can be."""
-        if not isinstance(config, MoEConfig):
-            raise TypeError(f"config must be a maxmoe.MoEConfig, got {type(config).__name__}")
-        gate = projections["gate_proj"]
-        if (gate is not None) != config.gated:
-            wanted, got = "given" if config.gated else "None", None if gate is None else type(gate).__name__
-            raise ValueError(f"gate_proj must be {wanted} with gated={config.gated}, got {got}")
-        weights = _weights(config, projections)
-        linears = {_BIASES[name]: each for name, each in projections.items() if isinstance(each, nn.Linear)}
-        biases = {name: each.bias.detach() for name, each in linears.items() if each.bias is not None}
-        matrices = {name: weight.detach().mT for name, weight in weights.items()}
-        num_slices = _num_slices(config, weights["up_proj"].shape[0], biases)
-        if scaling not in get_args(Scaling):
-            raise ValueError(f"scaling must be one of {get_args(Scaling)}, got {scaling!r}")
-        check_number("noise", noise, at_least=0)
-        check_number("reinitialized", reinitialized, at_least=0)
-        if reinitialized > 1:
-            raise ValueError(f"reinitialized must be a fraction of at most 1, got {reinitialized}")
-        output_scale = 1.0 if scaling == "none" else num_slices / _sum_of_weights(config)
-        return cls(config, matrices, biases, num_slices, output_scale, scaling, noise, reinitialized)
-
-    @torch.no_grad()
-    def initialize(self, layer: Any) -> None:
-        """Initialize a `maxmoe.MoE` layer with the config: router, routed experts and shared experts."""
-        config, size, num_slices = self.config, self.config.intermediate_size, self.num_slices
-        experts, scales = dict(layer.experts.named_parameters(recurse=False)), self._scales()
-        for expert in range(config.num_experts):
-            # A copy of one expert at a time, because a model may have thousands.
-            start = (config.num_shared_experts + expert % num_slices) * size
-            channels = self._channels(start, start + size)
-            tensors = {name: tensor * scales.get(name, 1.0) for name, tensor in channels.items()}
-            _draw_channels(tensors, self.reinitialized)
-            for name, tensor in tensors.items():
-                if self.noise and name in self.matrices:
-                    tensor += self.noise * tensor.std(correction=0) * torch.randn_like(tensor)
-                experts[name][expert] = tensor
-        if "down_bias" in self.biases:
-            experts["down_bias"][:] = self.biases["down_bias"] * (self.output_scale / num_slices)
-        of_groups = layer.router.weight[: config.num_experts : num_slices]
-        layer.router.weight[: config.num_experts] = of_groups.repeat_interleave(num_slices, 0)
-        if (shared := layer.shared_experts) is None:
-            return
-        for name, tensor in self._channels(0, config.num_shared_experts * size).items():
-            shared.get_parameter(name).copy_(tensor)
-        if shared.output_gate is not None:
-            shared.output_gate.zero_()  # the gate is sigmoid(0) = 1 / 2 for every token
-            if self.scaling != "none":
-                shared.down_proj.mul_(2.0)
-
-    def _scales(self) -> dict[str, float]:
-        """Return the factors of the tensors of an expert, by name."""
-        if self.scaling != "all":
-            return {"down_proj": self.output_scale}
-        # The number of scaled matrices whose product an output is, for an activation that is linear for large inputs.
-        num_factors = 3 if self.config.gated or self.config.activation == "relu2" else 2
-        return dict.fromkeys((*self.matrices, "gate_bias", "up_bias"), self.output_scale ** (1 / num_factors))
-
-    def _channels(self, start: int, stop: int) -> dict[str, Tensor]:
-        """Return views of the matrices and biases of some channels, by name; without the bias of the output."""
-        tensors = {name: tensor[..., start:stop] for name, tensor in {**self.matrices, **self.biases}.items()}
-        tensors.pop("down_bias", None)
-        return {**tensors, "down_proj": self.matrices["down_proj"][start:stop]}
+    output_scale = 1.0 if scaling == "none" else num_slices / _sum_of_weights(config)
+    scales = _scales(config, scaling, output_scale)
+    layer: Any = make(config, device=up.device, dtype=up.dtype)
+    experts = dict(layer.experts.named_parameters(recurse=False))
+    for expert in range(config.num_experts):
+        # A copy of one expert at a time, because a model may have thousands.
+        start = (config.num_shared_experts + expert % num_slices) * size
+        channels = _channels(block, start, start + size)
+        tensors = {name: tensor * scales.get(name, 1.0) for name, tensor in channels.items()}
+        _draw_channels(tensors, reinitialized)
+        for name, tensor in tensors.items():
+            if noise and name in _BIASES:
+                tensor += noise * tensor.std(correction=0) * torch.randn_like(tensor)
+            experts[name][expert] = tensor
+    if "down_bias" in block:
+        experts["down_bias"][:] = block["down_bias"] * (output_scale / num_slices)
+    of_groups = layer.router.weight[: config.num_experts : num_slices]
+    layer.router.weight[: config.num_experts] = of_groups.repeat_interleave(num_slices, 0)
+    if layer.shared_experts is not None:
+        _initialize_shared(layer.shared_experts, _channels(block, 0, config.num_shared_experts * size), scaling)
+    made: Layer = layer
+    return made
 
 
-def _num_slices(config: MoEConfig, width: int, biases: Mapping[str, Tensor]) -> int:
+def _initialize_shared(shared: Any, channels: Mapping[str, Tensor], scaling: Scaling) -> None:
+    for name, tensor in channels.items():
+        shared.get_parameter(name).copy_(tensor)
+    if shared.output_gate is not None:
+        shared.output_gate.zero_()  # the gate is sigmoid(0) = 1 / 2 for every token
+        if scaling != "none":
+            shared.down_proj.mul_(2.0)
+
+
+def _scales(config: MoEConfig, scaling: Scaling, output_scale: float) -> dict[str, float]:
+    """Return the factors of the tensors of an expert, by name."""
+    if scaling != "all":
+        return {"down_proj": output_scale}
+    # The number of scaled matrices whose product an output is, for an activation that is linear for large inputs.
+    num_factors = 3 if config.gated or config.activation == "relu2" else 2
+    return dict.fromkeys((*_BIASES, "gate_bias", "up_bias"), output_scale ** (1 / num_factors))
+
+
+def _channels(block: Mapping[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
+    """Return views of the matrices and biases of some channels, by name; without the bias of the output."""
+    tensors = {name: tensor[..., start:stop] for name, tensor in block.items() if name != "down_bias"}
+    return {**tensors, "down_proj": block["down_proj"][start:stop]}
+
+
+def _num_slices(config: MoEConfig, width: int, biases: Collection[str]) -> int:
     """Return the slices of the routed experts; raises unless a layer with the config can hold a block of the width."""
     if width % config.intermediate_size:
         raise ValueError(
@@ -148,7 +131,7 @@ def _num_slices(config: MoEConfig, width: int, biases: Mapping[str, Tensor]) -> 
         )
     if biases and not config.expert_bias:
         raise ValueError(f"the dense block has {', '.join(biases)}: expert_bias must be True, got False")
-    if config.num_shared_experts and biases.keys() - {"down_bias"}:
+    if config.num_shared_experts and {*biases} - {"down_bias"}:
         raise ValueError(
             f"the dense block has {', '.join(biases)}, and shared experts have no biases: num_shared_experts must be "
             f"0, got {config.num_shared_experts}"
@@ -192,8 +175,17 @@ def _draw_channels(tensors: Mapping[str, Tensor], fraction: float) -> None:
         tensors[name].index_copy_(dim, channels, drawn)
 
 
-def _weights(config: MoEConfig, projections: Mapping[str, Projection | None]) -> dict[str, Tensor]:
-    """Return the weights (out, in); raises unless they fit each other and the config, with one dtype and device."""
+def _tensors_of(config: MoEConfig, projections: Mapping[str, Projection | None]) -> dict[str, Tensor]:
+    """Return the tensors of a dense block in the layout of experts: matrices (in, out) and biases (out,), by name.
+
+    Raises unless they fit each other and the config, with one dtype and device.
+    """
+    if not isinstance(config, MoEConfig):
+        raise TypeError(f"config must be a maxmoe.MoEConfig, got {type(config).__name__}")
+    gate = projections["gate_proj"]
+    if (gate is not None) != config.gated:
+        wanted, got = "given" if config.gated else "None", None if gate is None else type(gate).__name__
+        raise ValueError(f"gate_proj must be {wanted} with gated={config.gated}, got {got}")
     weights: dict[str, Tensor] = {}
     for name, each in projections.items():
         weight = each.weight if isinstance(each, nn.Linear) else each
@@ -217,4 +209,6 @@ def _weights(config: MoEConfig, projections: Mapping[str, Projection | None]) ->
             raise ValueError(
                 f"{name} must be {up.dtype} on {up.device} as up_proj is, got {weight.dtype} on {weight.device}"
             )
-    return weights
+    linears = {_BIASES[name]: each for name, each in projections.items() if isinstance(each, nn.Linear)}
+    biases = {name: each.bias.detach() for name, each in linears.items() if each.bias is not None}
+    return {name: weight.detach().mT for name, weight in weights.items()} | biases

@@ -60,9 +60,7 @@ class Decoder(nn.Module):
     """Causal language model with rotary attention and SwiGLU or Mixture-of-Experts layers.
 
     Args:
-        config: sizes of the model.
         device: device of the parameters. With "meta", nothing is allocated until `to_empty` and `reset_parameters`.
-        dtype: dtype of the parameters.
     """
 
     def __init__(

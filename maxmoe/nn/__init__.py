@@ -10,12 +10,14 @@ from maxmoe.nn.experts import Experts, ExpertWeights, ForeignExperts
 from maxmoe.nn.feed_forward import MoEFeedForward, set_aux_loss_scale
 from maxmoe.nn.local_dispatcher import LocalDispatcher, LocalExperts, local_dispatcher
 from maxmoe.nn.losses import BalanceLoss, count_tokens, load_balance_loss, mean_over_tokens, router_z_loss
-from maxmoe.nn.moe import MoE, MoEOutput
-from maxmoe.nn.parts import LatentProjection, ScoredSharedExperts, SharedExperts, ZeroComputationExperts
+from maxmoe.nn.moe import MoE
+from maxmoe.nn.output import MoEOutput, StatefulMoEOutput
+from maxmoe.nn.parts import LatentProjection, SharedExperts, ZeroComputationExperts
 from maxmoe.nn.random_numbers import rand_of_tokens
 from maxmoe.nn.replay import record_routing, replay_routing
 from maxmoe.nn.rms_norm import LatentNorm
 from maxmoe.nn.router import Router, balanced_bias, required_bias_histogram
+from maxmoe.nn.router_mlp import RouterMLP
 from maxmoe.nn.routing import Routing, TopK
 from maxmoe.nn.routing_record import RoutingRecord
 from maxmoe.ranks.token_group import LocalTokens, TokenGroup, TokenGroupAttribute, same_tokens_everywhere
@@ -46,11 +48,12 @@ __all__ = [
     "MoEOutput",
     "ResidualStream",
     "Router",
+    "RouterMLP",
     "Routing",
     "RoutingRecord",
     "SavedTensor",
-    "ScoredSharedExperts",
     "SharedExperts",
+    "StatefulMoEOutput",
     "TensorParallelRegion",
     "TokenGroup",
     "TokenGroupAttribute",

@@ -32,10 +32,12 @@ def check_replaced_parts(
         for name in ("router_bias", "router_scale", "score_correction_bias", "shared_expert_scores"):
             if getattr(config, name):
                 raise ValueError(f"{name} must be False with a custom router, got True")
+        if config.router_hidden_size is not None:
+            raise ValueError(f"router_hidden_size must be None with a custom router, got {config.router_hidden_size}")
     if activation is not None and not callable(activation):
         raise TypeError(f"activation must be a function of gate and up, got {activation!r}: set names in the config")
-    for name in ("activation_limit", "gate_softcap", "up_softcap"):
-        if activation is not None and getattr(config, name) is not None:
+    for name in ("activation_limit", "shared_activation_limit", "gate_softcap", "up_softcap"):
+        if activation is not None and getattr(config, name) not in (None, "same"):
             raise ValueError(f"{name} must be None with a custom activation, got {getattr(config, name)}")
     if balance_loss is None:
         return

@@ -80,7 +80,6 @@ class Experts(nn.Module):
     `maxmoe.quantize_experts` quantizes them; ``implementation="dense"`` computes with ordinary tensors alone.
 
     Args:
-        config: config of the layer.
         activation: function that replaces the activation of the config; see `maxmoe.ops.expert_ffn`.
         **options: device and dtype of the parameters.
     """
@@ -101,7 +100,7 @@ class Experts(nn.Module):
         super().__init__()
         self.config = config
         self.activation: Activation | ActivationFunction = config.activation if activation is None else activation
-        self.activation_arguments = activation_arguments(config, self.activation)
+        self.activation_arguments = activation_arguments(config.activation_arguments, self.activation)
         num_experts, row_size, width = config.num_experts, config.row_size, config.intermediate_size
 
         def parameter(exists: bool, *shape: int) -> nn.Parameter | None:
@@ -273,9 +272,9 @@ class Experts(nn.Module):
         return saved
 
 
-def activation_arguments(config: MoEConfig, activation: Activation | ActivationFunction) -> dict[str, Any]:
+def activation_arguments(of_config: dict[str, Any], activation: Activation | ActivationFunction) -> dict[str, Any]:
     """Return the arguments of `expert_ffn` for the activation of the config, or for a function in its place."""
-    return {"activation": activation} if callable(activation) else config.activation_arguments
+    return {"activation": activation} if callable(activation) else of_config
 
 
 def check_activation_is_known(activation: Activation | ActivationFunction) -> None:

@@ -44,15 +44,8 @@ class MoEFeedForward(MoE):
         A layer in the place of one block does not know the padding of the model, adds an auxiliary loss that the model
         lacks, and has parameters that transformers cannot save: `replace_moe_blocks` replaces all blocks of a model.
 
-        Args:
-            block: sparse block of a family in `maxmoe.presets`, such as `MixtralSparseMoeBlock`.
-
-        Returns:
-            Layer with the dtypes, device and `requires_grad` of the block.
-
         Raises:
-            ValueError: for a block of another family or kind, and for one that returns a tuple, as in gpt-oss and
-                Llama 4; no tensor is moved then.
+            ValueError: also for a block that returns a tuple, as in gpt-oss and Llama 4; no tensor is moved then.
         """
         if family_of_block(block).returns_scores:
             raise ValueError(
@@ -68,32 +61,25 @@ class MoEFeedForward(MoE):
         )
         return layer
 
-    def forward(self, x: Tensor, token_mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
-        """Route the tokens and compute their experts.
-
-        Args:
-            x: ``(..., S, D)``, as in `MoE.forward`.
-            token_mask: ``(..., S)``, bool, False for padding; None for no padding.
-
-        Returns:
-            Output with the shape and dtype of `MoEOutput.hidden_states`.
-        """
-        hidden_states, routing, dropped = self.hidden_states_and_routing(x, token_mask)
+    def forward(  # type: ignore[override]
+        self, x: Tensor, token_mask: Tensor | None = None, router_state: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the hidden states of `MoE.forward` with the same arguments, and the state of a router that has one."""
+        hidden_states, routing, dropped = self.hidden_states_and_routing(x, token_mask, router_state)
         is_recorded = self.losses.are_recorded
-        if not (torch.is_grad_enabled() or is_recorded):
-            return hidden_states
-        num_sequences, stats = math.prod(x.shape[:-2]), None
-        # On a mesh the statistics are always computed: no rank decides by itself whether their collective runs.
-        if is_recorded or self.metrics_accumulator is not None or not isinstance(self.token_group, LocalTokens):
-            aux_loss, stats = self.losses_and_stats(routing, dropped, num_sequences)
-        else:
-            aux_loss = self.losses.aux_loss(routing, num_sequences)
-        hidden_states = self.observed(hidden_states, routing, aux_loss, stats)
-        lost = "the gradient of the auxiliary loss would be lost: use maxmoe.MoE, and add its aux_loss"
-        if not needs_gradient(self, aux_loss, lost):
-            return hidden_states
-        loss = aux_loss * self.aux_loss_scale
-        return with_gradient(hidden_states, loss, torch.ones_like(loss))
+        if torch.is_grad_enabled() or is_recorded:
+            num_sequences, stats = math.prod(x.shape[:-2]), None
+            # On a mesh the statistics are always computed: no rank decides by itself whether their collective runs.
+            if is_recorded or self.metrics_accumulator is not None or not isinstance(self.token_group, LocalTokens):
+                aux_loss, stats = self.losses_and_stats(routing, dropped, num_sequences)
+            else:
+                aux_loss = self.losses.aux_loss(routing, num_sequences)
+            hidden_states = self.observed(hidden_states, routing, aux_loss, stats)
+            lost = "the gradient of the auxiliary loss would be lost: use maxmoe.MoE, and add its aux_loss"
+            if needs_gradient(self, aux_loss, lost):
+                loss = aux_loss * self.aux_loss_scale
+                hidden_states = with_gradient(hidden_states, loss, torch.ones_like(loss))
+        return hidden_states if routing.state is None else (hidden_states, routing.state)
 
 
 def set_aux_loss_scale(model: nn.Module, scale: float | Tensor) -> None:

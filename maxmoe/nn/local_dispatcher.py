@@ -58,19 +58,14 @@ class LocalExperts:
 
 
 def local_dispatcher(config: MoEConfig, experts: LocalExperts | None = None) -> Dispatcher[Any, int]:
-    """Return the dispatcher of a layer to the experts of this process, by default all of them.
-
-    Args:
-        config: config of the layer; its implementation selects the dispatcher.
-        experts: experts of this process.
-    """
+    """Return the dispatcher of a layer to the experts of this process, by default all of them."""
     experts = LocalExperts.all_of(config) if experts is None else experts
     scales_input = config.apply_weights_to == "input"
     if config.implementation == "sparse":
         return LocalDispatcher(experts, scales_input, config.buffer_factor)
     if config.capacity_factor is None:
         return DenseDispatcher(experts, scales_input)
-    return CapacityDispatcher(experts, scales_input, config.capacity_factor, config.top_k)
+    return CapacityDispatcher(experts, scales_input, factor=config.capacity_factor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +75,12 @@ class LocallyDispatched(Dispatched):
     sum_outputs: Callable[[Tensor], Tensor] | None = None
 
 
+@dataclass(frozen=True)
 class InProcess:
     """Base of dispatchers to experts in the same process, whose counts are the number of sequences."""
+
+    experts: LocalExperts
+    scales_input: bool = False
 
     def exchange_counts(self, chunks: Sequence[TopK], num_sequences: int) -> list[int]:
         """Return the number of sequences for each chunk; nothing is communicated."""
@@ -127,8 +126,6 @@ class LocalDispatcher(InProcess):
         buffer_factor: bounds the number of rows by this multiple of the mean over processes; None for no bound.
     """
 
-    experts: LocalExperts
-    scales_input: bool = False
     buffer_factor: float | None = None
 
     def dispatch(self, x: Tensor, top_k: TopK, num_sequences: int) -> Future[LocallyDispatched]:
@@ -167,12 +164,8 @@ class LocalDispatcher(InProcess):
 class DenseDispatcher(InProcess):
     """Dispatches every token to every local expert: rows ``(L * T, D)``.
 
-    Experts that a token is not routed to have the weight zero. `scales_input` tells whether the routing weights
-    multiply the input of the experts.
+    Experts that a token is not routed to have the weight zero.
     """
-
-    experts: LocalExperts
-    scales_input: bool
 
     def dispatch(self, x: Tensor, top_k: TopK, num_sequences: int) -> Future[LocallyDispatched]:
         """Copy x ``(T, D)`` for each local expert."""
@@ -201,22 +194,18 @@ class DenseDispatcher(InProcess):
         return _gathered(x, rows_of_experts, group_sizes, top_k.experts.new_zeros(()), sum_outputs)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CapacityDispatcher(InProcess):
     """Dispatches the first slots of each sequence to each expert, up to its capacity; further slots are dropped.
 
-    `scales_input` tells whether the routing weights multiply the input of the experts, `factor` is
-    `MoEConfig.capacity_factor`.
+    `factor` is `MoEConfig.capacity_factor`.
     """
 
-    experts: LocalExperts
-    scales_input: bool
     factor: float
-    top_k: int
 
     def dispatch(self, x: Tensor, top_k: TopK, num_sequences: int) -> Future[LocallyDispatched]:
         """Gather rows ``(L * B * capacity, D)`` of x ``(T, D)``."""
-        num_experts = self.experts.count
+        num_experts, num_choices = self.experts.count, top_k.experts.shape[1]
         slots_per_sequence = top_k.experts.numel() // max(num_sequences, 1)
         slots = top_k.experts.view(num_sequences, slots_per_sequence)
         assigned, is_local = _local_ids(slots, self.experts)
@@ -235,7 +224,7 @@ class CapacityDispatcher(InProcess):
         slot_of_row = row.new_full((num_rows + 1,), -1)
         slots = torch.arange(row.shape[0], device=x.device)
         slot_of_row = slot_of_row.scatter(0, torch.where(is_placed, row, num_rows), slots)[:num_rows]
-        token_of_row = torch.where(slot_of_row >= 0, slot_of_row // self.top_k, -1)
+        token_of_row = torch.where(slot_of_row >= 0, slot_of_row // num_choices, -1)
 
         weights = top_k.weights.reshape(-1)
         input_weights = ragged_gather(weights.unsqueeze(1), slot_of_row).squeeze(1) if self.scales_input else None
@@ -246,7 +235,7 @@ class CapacityDispatcher(InProcess):
             lambda x: ragged_gather(x, token_of_row, input_weights),
             torch.full((num_experts,), num_sequences * capacity, device=x.device),
             (is_local.view(-1) & ~is_placed).sum(),
-            lambda outputs: ragged_gather_reduce(outputs, row_of_slot, self.top_k, output_weights),
+            lambda outputs: ragged_gather_reduce(outputs, row_of_slot, num_choices, output_weights),
         )
 
     def _capacity(self, num_slots: int) -> int:

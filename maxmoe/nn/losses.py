@@ -11,7 +11,7 @@ from maxmoe.declaration import TOKEN_DIMS, SavedTensor
 from maxmoe.expert_load.stats import MoEStats
 from maxmoe.expert_load.step_counts import StepCounts
 from maxmoe.nn.routing import Routing
-from maxmoe.nn.step_balance import dot_frequencies
+from maxmoe.nn.step_balance import step_balance_loss
 from maxmoe.ranks.token_group import FlattenedBatch, LocalTokens, TokenReductions
 
 LOCAL = LocalTokens()
@@ -75,36 +75,6 @@ class BalanceLoss(Protocol):
     ) -> Tensor:
         """Compute the loss."""
         ...
-
-
-def step_balance_loss(
-    probabilities: Tensor,
-    tokens_per_expert: Tensor,
-    top_k: int,
-    num_tokens: Tensor,
-    step: StepCounts,
-    weight: float,
-    *,
-    tokens: TokenReductions = LOCAL,
-) -> Tensor:
-    """Compute the weighted balance loss with the load of the optimizer step so far.
-
-    weight * sum_e f[e] * sum_t(probabilities[t, e]) / T,   f[e] = E / (K T') * tokens_per_expert'[e]
-
-    T tokens of this micro-batch; T' tokens and tokens_per_expert' slots of this micro-batch and of all whose backward
-    has run since the step began. The loss counts each micro-batch once, when its backward runs.
-
-    Source: Qiu et al. (arXiv:2501.11873), section 3.
-    """
-    counts, num_tokens, mass = FlattenedBatch(tokens).all_reduce_sequence(
-        tokens_per_expert, num_tokens, probabilities.sum(0)
-    )
-    local_tokens = num_tokens
-    if isinstance(tokens, LocalTokens):
-        counts, num_tokens = step.all_reduce(counts, num_tokens)
-    # Scaled first, so that the sum is the loss that `step` reports.
-    scale = weight * probabilities.shape[1] / top_k
-    return dot_frequencies(mean_of(mass * scale, local_tokens), counts, num_tokens, step)
 
 
 def router_z_loss(logits: Tensor, *, token_mask: Tensor | None = None, tokens: TokenReductions = LOCAL) -> Tensor:

@@ -3,17 +3,17 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from maxmoe._torch import register_namedtuple, reshaped
+from maxmoe._torch import reshaped
 from maxmoe.adapters import without_adapters
 from maxmoe.config import MoEConfig
 from maxmoe.convert.blocks import check_block, config_of_block, give_weights, take_weights
-from maxmoe.convert.upcycling import Projection, Scaling, Upcycling
+from maxmoe.convert.upcycling import Projection, Scaling, upcycled
 from maxmoe.declaration import TOKEN_DIMS, Declaration, SavedTensor
 from maxmoe.expert_load.metrics_accumulator import MetricsAccumulator
 from maxmoe.expert_load.stats import MoEStats
@@ -22,10 +22,12 @@ from maxmoe.nn.dispatcher import ExpertRunner, LayerInputs
 from maxmoe.nn.experts import Experts
 from maxmoe.nn.local_dispatcher import local_dispatcher
 from maxmoe.nn.losses import LOCAL, BalanceLoss, RoutingLosses, load_balance_loss
-from maxmoe.nn.parts import LatentProjection, ScoredSharedExperts, SharedExperts, ZeroComputationExperts
-from maxmoe.nn.replay import HookedModule, given_experts, observe
+from maxmoe.nn.output import MoEOutput, StatefulMoEOutput
+from maxmoe.nn.parts import LatentProjection, SharedExperts, ZeroComputationExperts
+from maxmoe.nn.replay import given_experts, observe
 from maxmoe.nn.routed_experts import fits_one_operator, in_one_operator
 from maxmoe.nn.router import Router, is_custom_router
+from maxmoe.nn.router_mlp import checked_state
 from maxmoe.nn.routing import Routing, checked_routing
 from maxmoe.nn.training_watch import TrainingWatch
 from maxmoe.ops import ActivationFunction
@@ -33,26 +35,7 @@ from maxmoe.ranks.token_group import LocalTokens, TokenGroupAttribute
 from maxmoe.recompute.selective import has_backward
 
 
-class MoEOutput(NamedTuple):
-    """Output of a `MoE` layer.
-
-    Attributes:
-        hidden_states: ``(..., S, D)``, shape and dtype of the input.
-        aux_loss: ``()``, float32 or wider, sum of the weighted auxiliary losses, to be added to the training loss. On a
-            mesh, it is over the tokens of all ranks; without gradients over this rank's tokens, without communication.
-        stats: routing statistics of the call, over the same tokens.
-    """
-
-    hidden_states: Tensor
-    aux_loss: Tensor
-    stats: MoEStats
-
-
-# torch.export.save requires a serialized type name.
-register_namedtuple(MoEOutput, "maxmoe.MoEOutput")
-
-
-class MoE(HookedModule):
+class MoE(nn.Module):
     """A Mixture-of-Experts feed-forward layer.
 
     hidden_states[t] = sum_k weights[t, k] * expert[experts[t, k]](x[t]) + shared_experts(x[t])
@@ -78,7 +61,6 @@ class MoE(HookedModule):
             activation of the config in routed and shared experts. Autograd differentiates it and saves more tensors.
         balance_loss: function with the arguments of `maxmoe.nn.load_balance_loss` that replaces it.
         device: device of the parameters, which may be "meta".
-        dtype: dtype of the parameters.
 
     Raises:
         TypeError: if the config is not a `MoEConfig`, or the router not a module.
@@ -89,6 +71,7 @@ class MoE(HookedModule):
     recompute: frozenset[str] = frozenset()  # see `maxmoe.set_recompute`
 
     token_group = TokenGroupAttribute()
+    routing_hooks: tuple[Any, ...] = ()  # set by `record_routing` and `replay_routing`
 
     def __init__(
         self,
@@ -108,16 +91,18 @@ class MoE(HookedModule):
         self.config = config
         self.router: nn.Module = Router(config, **options) if router is None else router
         self.experts = Experts(config, activation=activation, **options)
-        has_shared, shared = config.num_shared_experts > 0, SharedExperts
-        if config.shared_expert_scores:
-            shared = ScoredSharedExperts
-        self.shared_experts = shared(config, activation=activation, **options) if has_shared else None
+        has_shared = config.num_shared_experts > 0
+        self.shared_experts = SharedExperts(config, activation=activation, **options) if has_shared else None
         is_latent = config.latent_size is not None
         self.latent_in = LatentProjection(config, "in", **options) if is_latent else None
         self.latent_out = LatentProjection(config, "out", **options) if is_latent else None
         has_more = config.has_zero_computation_outputs
         self.zero_computation_experts = ZeroComputationExperts(config, **options) if has_more else None
         self.set_up_training(load_balance_loss if balance_loss is None else balance_loss)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies and pickles have no hooks, because a context holds for the module that it got.
+        return {name: value for name, value in self.__dict__.items() if name != "routing_hooks"}
 
     def set_up_training(self, balance_loss: BalanceLoss) -> None:
         """Set all that is not a module or a parameter."""
@@ -169,11 +154,7 @@ class MoE(HookedModule):
         (reinitialized).
         """
         projections = {"gate_proj": gate_proj, "up_proj": up_proj, "down_proj": down_proj}
-        upcycling = Upcycling.of(config, projections, scaling, noise, reinitialized)
-        up = upcycling.matrices["up_proj"]
-        layer = cls(config, device=up.device, dtype=up.dtype)
-        upcycling.initialize(layer)
-        return layer
+        return upcycled(cls, config, projections, scaling=scaling, noise=noise, reinitialized=reinitialized)
 
     @classmethod
     def from_transformers(cls, block: nn.Module) -> Self:
@@ -219,7 +200,9 @@ class MoE(HookedModule):
         for part in self.children():
             getattr(part, "reset_parameters", lambda: None)()
 
-    def forward(self, x: Tensor, token_mask: Tensor | None = None) -> MoEOutput:
+    def forward(
+        self, x: Tensor, token_mask: Tensor | None = None, router_state: Tensor | None = None
+    ) -> MoEOutput | StatefulMoEOutput:
         """Route the tokens and compute their experts.
 
         Padding is not routed: its output and its gradient are zero, it does not contribute to losses, statistics or
@@ -228,21 +211,29 @@ class MoE(HookedModule):
         Args:
             x: ``(..., S, D)``, floating, sequences of S tokens; ``(T, D)`` is one sequence.
             token_mask: ``(..., S)``, bool, False for padding; None for no padding.
+            router_state: ``(..., S, R)``, floating, with `router_takes_state`: what the layer before has returned.
 
         Returns:
-            Hidden states, auxiliary loss and routing statistics.
+            Hidden states, auxiliary loss and routing statistics; with `router_hidden_size`, also the state.
 
         Raises:
-            ValueError: if the last dim of x is not `hidden_size`, x does not have the dtype of the parameters, or the
-                mask is not bool or has another shape.
+            ValueError: if the last dim of x is not `hidden_size`, x does not have the dtype of the parameters, the mask
+                is not bool or has another shape, or a state is missing, superfluous or has another shape.
         """
-        hidden_states, routing, dropped = self.hidden_states_and_routing(x, token_mask)
+        hidden_states, routing, dropped = self.hidden_states_and_routing(x, token_mask, router_state)
         aux_loss, stats = self.losses_and_stats(routing, dropped, math.prod(x.shape[:-2]))
-        return MoEOutput(self.observed(hidden_states, routing, aux_loss, stats), aux_loss, stats)
+        hidden_states = self.observed(hidden_states, routing, aux_loss, stats)
+        if routing.state is None:
+            return MoEOutput(hidden_states, aux_loss, stats)
+        return StatefulMoEOutput(hidden_states, aux_loss, stats, routing.state)
 
-    def hidden_states_and_routing(self, x: Tensor, token_mask: Tensor | None) -> tuple[Tensor, Routing, Tensor]:
-        """Return hidden states and routing as `forward`, and the number of slots that this rank has dropped."""
+    def hidden_states_and_routing(
+        self, x: Tensor, token_mask: Tensor | None, router_state: Tensor | None
+    ) -> tuple[Tensor, Routing, Tensor]:
+        """Return hidden states, routing and its state as `forward`, and the number of slots that this rank drops."""
         tokens, token_mask = self._checked(x, token_mask)
+        if router_state is not None or self.config.router_takes_state:
+            router_state = checked_state(self.config, router_state, x, token_mask)
         leading_dims, hooks, region = x.shape[:-1], self.routing_hooks, self.runner.region
         # One tensor per part of the layer, because the gradients of the parts are reduced differently.
         inputs = region.enter(tokens)
@@ -252,7 +243,7 @@ class MoE(HookedModule):
         if fits_one_operator(self.config, self.runner, router, experts, token_mask, given):
             routing, routed, dropped = in_one_operator(inputs.router, router, experts)
         else:
-            routing = self._route(inputs.router, token_mask, leading_dims, given)
+            routing = self._route(inputs.router, token_mask, leading_dims, given, router_state)
             latent_in, latent_out = self.latent_in, self.latent_out
             rows = inputs.experts if latent_in is None else region.copy_to_experts(latent_in(inputs.experts))
             routed, dropped = self.runner.run(  # dispatch, experts, combine
@@ -269,6 +260,8 @@ class MoE(HookedModule):
         # The region sums partial outputs of both, in one collective if they are partial over the same axes.
         hidden_states = region.leave(routed, *self._compute_others(inputs, token_mask, routing, routed.dtype))
         # A view would lose the backward hook that FSDP registers on this tensor.
+        if routing.state is not None:
+            routing = routing._replace(state=reshaped(routing.state, (*leading_dims, routing.state.shape[1])))
         return reshaped(hidden_states.contiguous(), (*leading_dims, hidden_states.shape[1])), routing, dropped
 
     def _checked(self, x: Tensor, token_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -296,7 +289,12 @@ class MoE(HookedModule):
         return tokens.masked_fill(~token_mask.unsqueeze(1), 0.0), token_mask
 
     def _route(
-        self, x: Tensor, token_mask: Tensor | None, leading_dims: Sequence[int], given: Tensor | None
+        self,
+        x: Tensor,
+        token_mask: Tensor | None,
+        leading_dims: Sequence[int],
+        given: Tensor | None,
+        state: Tensor | None,
     ) -> Routing:
         """Route tokens ``(T, D)`` whose leading dims were ``(..., S)``; to given experts ``(T, K)`` in a replay."""
         is_custom = is_custom_router(self.router)
@@ -305,6 +303,8 @@ class MoE(HookedModule):
         if is_custom:
             return checked_routing(self.router, self.config, x, token_mask, given)
         options = {} if given is None else {"experts": given}
+        if state is not None:
+            options["state"] = state
         routing: Routing = self.router(x, token_mask, **options)
         return routing
 

@@ -19,8 +19,13 @@ class SharedExperts(nn.Module):
 
     With `shared_expert_gate`, its output is scaled by sigmoid(x . output_gate).
 
+    With `shared_expert_scores`, n experts of width F, `gate_proj` and `up_proj` [n, D, F], `down_proj` [n, F, D], whose
+    outputs the router weighs. On a mesh, they are not split along F, because each rank would have a partial gradient of
+    the weights.
+
+    out[t] = sum_j weights[t, j] * expert_j(x[t])
+
     Args:
-        config: config of the layer.
         activation: function that replaces the activation of the config; see `maxmoe.ops.expert_ffn`.
         **options: device and dtype of the parameters.
     """
@@ -37,45 +42,44 @@ class SharedExperts(nn.Module):
         super().__init__()
         self.config = config
         self.activation: Activation | ActivationFunction = config.activation if activation is None else activation
-        self.activation_arguments = activation_arguments(config, self.activation)
-        hidden_size, (*count, width) = config.hidden_size, self._sizes(config)
+        self.activation_arguments = activation_arguments(config.shared_activation_arguments, self.activation)
+        hidden_size, width = config.hidden_size, config.intermediate_size
+        stack: tuple[int, ...] = (config.num_shared_experts,)
+        if not config.shared_expert_scores:
+            stack, width = (), config.num_shared_experts * width
 
         def parameter(exists: bool, *shape: int) -> nn.Parameter | None:
             return nn.Parameter(torch.empty(shape, **options)) if exists else None
 
-        self.register_parameter("gate_proj", parameter(config.gated, *count, hidden_size, width))
-        self.register_parameter("up_proj", parameter(True, *count, hidden_size, width))
-        self.register_parameter("down_proj", parameter(True, *count, width, hidden_size))
+        self.register_parameter("gate_proj", parameter(config.gated, *stack, hidden_size, width))
+        self.register_parameter("up_proj", parameter(True, *stack, hidden_size, width))
+        self.register_parameter("down_proj", parameter(True, *stack, width, hidden_size))
         self.register_parameter("output_gate", parameter(config.shared_expert_gate, hidden_size))
         self.reset_parameters()
-
-    @staticmethod
-    def _sizes(config: MoEConfig) -> tuple[int, ...]:
-        """Return the number of stacked experts, if they are stacked, and the width of each."""
-        return (config.num_shared_experts * config.intermediate_size,)
 
     def reset_parameters(self) -> None:
         """Initialize projections so that they preserve the variance of their input."""
         for parameter in self.parameters(recurse=False):
             nn.init.normal_(parameter, std=parameter.shape[max(parameter.dim() - 2, 0)] ** -0.5)
 
-    def forward(self, x: Tensor, token_mask: Tensor | None = None) -> Tensor:
-        """Compute the dense expert with `maxmoe.ops.expert_ffn`, all tokens in one group.
+    def forward(self, x: Tensor, token_mask: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
+        """Compute the outputs ``(T, D)`` of tokens x ``(T, D)``, zero where `token_mask` ``(T,)`` is False.
 
-        Args:
-            x: ``(T, D)``, floating, tokens.
-            token_mask: ``(T,)``, bool, False for padding, which is not computed.
-
-        Returns:
-            ``(T, D)``, dtype of x, outputs; zero for padding.
+        With `shared_expert_scores`, `weights` ``(T, n)`` multiply the outputs of the experts; None for ones.
         """
+        count, gate, up, down = self.config.num_shared_experts, self.gate_proj, self.up_proj, self.down_proj
+        if not self.config.shared_expert_scores:
+            count, up, down = 1, up.unsqueeze(0), down.unsqueeze(0)
+            gate = None if gate is None else gate.unsqueeze(0)
+        if self.output_gate is not None:
+            weights = _sigmoid(linear(x, self.output_gate.unsqueeze(0), out_dtype=x.dtype))
         return expert_ffn(
             x,
-            None if self.output_gate is None else _sigmoid(linear(x, self.output_gate.unsqueeze(0), out_dtype=x.dtype)),
-            _one_group(x, token_mask),
-            None if self.gate_proj is None else self.gate_proj.unsqueeze(0),
-            self.up_proj.unsqueeze(0),
-            self.down_proj.unsqueeze(0),
+            weights,
+            _plan_of_all_tokens(x, token_mask, count),
+            gate,
+            up,
+            down,
             **self.activation_arguments,
             recompute="shared_experts" in self.recompute,
         )
@@ -83,100 +87,40 @@ class SharedExperts(nn.Module):
     @property
     def declaration(self) -> Declaration:
         """Declare logical names, matrix layouts, tensor-parallel dims and saved tensors."""
+        config = self.config
+        stack: tuple[str | None, ...] = (None,) if config.shared_expert_scores else ()
         return Declaration(
             logical_names={
-                "gate_proj": ("embed", "mlp"),
-                "up_proj": ("embed", "mlp"),
-                "down_proj": ("mlp", "embed"),
+                "gate_proj": (*stack, "embed", "mlp"),
+                "up_proj": (*stack, "embed", "mlp"),
+                "down_proj": (*stack, "mlp", "embed"),
                 "output_gate": ("embed",),
             },
             input_dims={"gate_proj": "embed", "up_proj": "embed", "down_proj": "mlp"},
-            tensor_parallel_dims={"mlp": self.config.num_shared_experts * self.config.intermediate_size},
+            tensor_parallel_dims={} if stack else {"mlp": config.num_shared_experts * config.intermediate_size},
             saved_tensors=self._saved_tensors,
         )
 
     def _saved_tensors(self, batch: int, length: int) -> dict[str, SavedTensor]:
         """Describe the saved tensors; `MoE` declares the input."""
         check_activation_is_known(self.activation)
-        F = self.config.num_shared_experts * self.config.intermediate_size
+        count, dtype = self.config.num_shared_experts, torch.int64
+        F = count * self.config.intermediate_size
         width = 2 * F if self.config.gated else F
         saved = {
             "preactivations": SavedTensor(
                 (batch, length, width), (*TOKEN_DIMS, "activation_mlp"), is_kept="shared_experts" not in self.recompute
             ),
-            "order": SavedTensor((batch, length), TOKEN_DIMS, torch.int64),
-            "group_sizes": SavedTensor((1,), (None,), torch.int64),
         }
         if self.output_gate is not None:
             saved["softmax"] = SavedTensor((batch, length, 2), (*TOKEN_DIMS, None))
-        return saved
-
-
-class ScoredSharedExperts(SharedExperts):
-    """Shared experts whose outputs the router weighs: `gate_proj` and `up_proj` [n, D, F], `down_proj` [n, F, D].
-
-    out[t] = sum_j weights[t, j] * expert_j(x[t])
-
-    On a mesh, they are not split along F, because each rank would have a partial gradient of the weights.
-
-    Args:
-        config: config of the layer.
-        activation: function that replaces the activation of the config; see `maxmoe.ops.expert_ffn`.
-        **options: device and dtype of the parameters.
-
-    Source: Inkling in transformers.
-    """
-
-    @staticmethod
-    def _sizes(config: MoEConfig) -> tuple[int, ...]:
-        return config.num_shared_experts, config.intermediate_size
-
-    def forward(self, x: Tensor, token_mask: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
-        """Compute the weighted sum of the shared experts.
-
-        Args:
-            x: ``(T, D)``, floating, tokens.
-            token_mask: ``(T,)``, bool, False for padding, which is not computed.
-            weights: ``(T, n)``, floating, weights of the experts; None for ones.
-
-        Returns:
-            ``(T, D)``, dtype of x, outputs; zero for padding.
-        """
-        count = self.config.num_shared_experts
-        experts = torch.arange(count, device=x.device).expand(x.shape[0], count)
-        if token_mask is not None:
-            experts = experts.masked_fill(~token_mask.unsqueeze(1), -1)
-        rows: dict[str, Any] = {"num_rows" if token_mask is None else "max_rows": experts.numel()}
-        return expert_ffn(
-            x,
-            weights,
-            ragged_plan(experts, count, **rows),
-            self.gate_proj,
-            self.up_proj,
-            self.down_proj,
-            **self.activation_arguments,
-            recompute="shared_experts" in self.recompute,
-        )
-
-    @property
-    def declaration(self) -> Declaration:
-        """Declare logical names, matrix layouts and saved tensors."""
-        up, down = (None, "embed", "mlp"), (None, "mlp", "embed")
-        return Declaration(
-            logical_names={"gate_proj": up, "up_proj": up, "down_proj": down},
-            input_dims={"gate_proj": "embed", "up_proj": "embed", "down_proj": "mlp"},
-            saved_tensors=self._saved_tensors,
-        )
-
-    def _saved_tensors(self, batch: int, length: int) -> dict[str, SavedTensor]:
-        """Describe the saved tensors; `MoE` declares the input."""
-        saved = super()._saved_tensors(batch, length)
-        count, wide = self.config.num_shared_experts, torch.promote_types(self.up_proj.dtype, torch.float32)
-        for name in ("slots", "rows"):
-            saved[name] = SavedTensor((batch, length, count), (*TOKEN_DIMS, None), torch.int64)
-        weights = SavedTensor((batch, length, count), (*TOKEN_DIMS, None), wide)
-        del saved["order"]
-        return saved | {"weights": weights, "group_sizes": SavedTensor((count,), (None,), torch.int64)}
+        if not self.config.shared_expert_scores:
+            saved["order"] = SavedTensor((batch, length), TOKEN_DIMS, dtype)
+            return saved | {"group_sizes": SavedTensor((1,), (None,), dtype)}
+        weights = torch.promote_types(self.up_proj.dtype, torch.float32)
+        for name, kind in (("slots", dtype), ("rows", dtype), ("weights", weights)):
+            saved[name] = SavedTensor((batch, length, count), (*TOKEN_DIMS, None), kind)
+        return saved | {"group_sizes": SavedTensor((count,), (None,), dtype)}
 
 
 def _sigmoid(column: Tensor) -> Tensor:
@@ -186,12 +130,16 @@ def _sigmoid(column: Tensor) -> Tensor:
     return pad(column, (0, 1)).softmax(1)[:, :1]
 
 
-def _one_group(x: Tensor, token_mask: Tensor | None) -> RaggedPlan:
-    """Return the plan in which one expert computes all tokens except padding."""
-    if token_mask is None:
+def _plan_of_all_tokens(x: Tensor, token_mask: Tensor | None, count: int) -> RaggedPlan:
+    """Return the plan in which each of `count` experts computes all tokens except padding."""
+    if token_mask is None and count == 1:
         return RaggedPlan.of_sorted_rows(x.shape[0], torch.full((1,), x.shape[0], device=x.device))
-    experts = token_mask.long().sub(1).unsqueeze(1)  # expert 0, or -1 for padding
-    return ragged_plan(experts, 1, max_rows=x.shape[0])
+    experts = torch.arange(count, device=x.device)
+    if token_mask is None:
+        experts = experts.expand(x.shape[0], count)
+        return ragged_plan(experts, count, num_rows=experts.numel())
+    experts = experts.where(token_mask.unsqueeze(1), -1)
+    return ragged_plan(experts, count, max_rows=experts.numel())
 
 
 class ZeroComputationExperts(nn.Module):
@@ -204,7 +152,6 @@ class ZeroComputationExperts(nn.Module):
     Their slots are neither sorted nor sent to other ranks. On a mesh, each rank computes them for its own tokens.
 
     Args:
-        config: config of the layer.
         **options: device and dtype of the parameters.
 
     Source: MoE++ (arXiv:2410.07348) section 3.1; LongCat-Flash (arXiv:2509.01322) section 2.1, for copies.
@@ -233,15 +180,9 @@ class ZeroComputationExperts(nn.Module):
             nn.init.normal_(self.mixing, std=self.config.hidden_size**-0.5)
 
     def forward(self, x: Tensor, top_k: TopK, dtype: torch.dtype | None = None) -> Tensor:
-        """Compute the weighted sum of the copy and constant experts of each token.
+        """Compute the weighted sum ``(T, D)`` of the copy and constant experts of each token of x ``(T, D)``.
 
-        Args:
-            x: ``(T, D)``, floating, tokens.
-            top_k: expert ids and routing weights of the tokens; ids of other experts are skipped.
-            dtype: dtype of the result; None for the dtype of x.
-
-        Returns:
-            ``(T, D)``, the weighted sums.
+        Ids of other experts are skipped. The result has the given dtype, or the dtype of x.
         """
         first_copy = self.config.num_experts + self.config.num_zero_experts
         first_constant = first_copy + self.config.num_copy_experts
@@ -322,14 +263,7 @@ class LatentProjection(nn.Module):
             self.norm.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Project rows.
-
-        Args:
-            x: ``(T, D)``, or ``(T, L)`` for "out", floating.
-
-        Returns:
-            ``(T, L)``, or ``(T, D)`` for "out", dtype of x. A row is bitwise independent of the other rows.
-        """
+        """Project rows ``(T, D)``, for "out" ``(T, L)``, each bitwise independent of the others."""
         norm, is_in = self.norm, self.direction == "in"
         rows = x if norm is None or is_in else norm(x)
         rows = gmm(rows, self.weight.unsqueeze(0), torch.full((1,), x.shape[0], device=x.device))

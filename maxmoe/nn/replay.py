@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
@@ -19,21 +19,11 @@ from maxmoe.nn.routing_record import RoutingRecord, is_integer
 from maxmoe.recompute.selective import is_recomputation
 
 
-class HookedModule(nn.Module):
-    """Module with `routing_hooks`. Copies and pickles have none, because a context holds for the module that it got."""
-
-    config: MoEConfig
-    routing_hooks: "tuple[_Hook, ...]" = ()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "routing_hooks"}
-
-
 class RoutingLayer(Protocol):
-    """Layer whose routing can be recorded and replayed: a `HookedModule`, or a layer of another library."""
+    """Layer whose routing can be recorded and replayed: a `maxmoe.MoE`, or a layer of another library."""
 
     config: MoEConfig
-    routing_hooks: "tuple[_Hook, ...]"
+    routing_hooks: tuple[Any, ...]
 
 
 Finder: TypeAlias = Callable[[nn.Module], RoutingLayer | None]
@@ -67,9 +57,7 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
     """
     layers = _layers(model)
     record = RoutingRecord({path: [] for path in layers})
-    with ExitStack() as stack:
-        for path, layer in layers.items():
-            stack.enter_context(_hooked(layer, _Recorder(layer.config, record.calls[path])))
+    with _hooked((layer, _Recorder(layer.config, record.calls[path])) for path, layer in layers.items()):
         yield record
 
 
@@ -99,9 +87,7 @@ def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[None]:
     if missing or unknown:
         raise ValueError(f"the record must have the layers of the model: missing {missing}, unexpected {unknown}")
     replays = {path: _Replay(path, layer, record.calls[path]) for path, layer in layers.items()}
-    with ExitStack() as stack:
-        for path, layer in layers.items():
-            stack.enter_context(_hooked(layer, replays[path]))
+    with _hooked((replay.layer, replay) for replay in replays.values()):
         yield
     for replay in replays.values():
         replay.end()
@@ -244,18 +230,20 @@ def _layers(model: nn.Module) -> dict[str, RoutingLayer]:
 
 
 def _routing_layer(module: nn.Module) -> RoutingLayer | None:
-    if isinstance(module, HookedModule):
-        return module
-    return next((layer for finder in _finders if (layer := finder(module)) is not None), None)
+    # The type is asked, because wrappers forward attributes to the module that they wrap.
+    own: Any = module if hasattr(type(module), "routing_hooks") else None
+    found = (finder(module) for finder in _finders) if own is None else (own,)
+    return next((layer for layer in found if layer is not None), None)
 
 
 @contextmanager
-def _hooked(layer: RoutingLayer, hook: _Hook) -> Iterator[None]:
-    _add_hook(layer, hook)
-    try:
+def _hooked(hooks: Iterable[tuple[RoutingLayer, _Hook]]) -> Iterator[None]:
+    """Add a hook to each layer in the context."""
+    with ExitStack() as stack:
+        for layer, hook in hooks:
+            _add_hook(layer, hook)
+            stack.callback(_remove_hook, layer, hook)
         yield
-    finally:
-        _remove_hook(layer, hook)
 
 
 @never_compiled

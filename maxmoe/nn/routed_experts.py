@@ -34,6 +34,7 @@ def fits_one_operator(
         and config.selection == "scores"
         and not config.scores_other_groups
         and not config.router_scale
+        and config.router_hidden_size is None
         and config.logit_scale == 1
         and not config.expert_norm
         and not config.shared_expert_scores

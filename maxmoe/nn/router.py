@@ -14,6 +14,7 @@ from maxmoe.declaration import TOKEN_DIMS, Declaration, SavedTensor
 from maxmoe.expert_load.stats_accumulator import NUM_BINS
 from maxmoe.nn.module_path import module_path
 from maxmoe.nn.random_numbers import rand_of_tokens
+from maxmoe.nn.router_mlp import RouterMLP
 from maxmoe.nn.routing import Routing
 from maxmoe.ops import linear, route
 from maxmoe.ranks.token_group import LocalTokens, TokenGroupAttribute
@@ -24,8 +25,9 @@ class Router(ConvertedModule):
 
     logits = logit_scale * (x @ weight^T + bias)
 
+    With `router_hidden_size`, the map takes the hidden rows of a `RouterMLP` instead of x.
+
     Args:
-        config: config of the layer.
         **options: device and dtype of the parameters; `score_correction_bias` is float32 or wider.
     """
 
@@ -42,25 +44,35 @@ class Router(ConvertedModule):
         self.token_group = LocalTokens()
         num_experts = config.num_selectable_experts
         num_rows = num_experts + (config.num_shared_experts if config.shared_expert_scores else 0)
-        self.weight = nn.Parameter(torch.empty(num_rows, config.hidden_size, **options))
+        has_mlp, size = config.router_hidden_size is not None, config.router_hidden_size or config.hidden_size
+        self.weight = nn.Parameter(torch.empty(num_rows, size, **options))
         for name, size in (("bias", num_rows if config.router_bias else 0), ("scale", int(config.router_scale))):
             self.register_parameter(name, nn.Parameter(torch.empty(size, **options)) if size else None)
         wide = torch.promote_types(self.weight.dtype, torch.float32)
         correction_bias = self.weight.new_empty(num_experts, dtype=wide) if config.score_correction_bias else None
         self.register_buffer("score_correction_bias", correction_bias)
+        self.mlp = RouterMLP(config, **options) if has_mlp else None
         self.register_load_state_dict_post_hook(_widen_correction_bias)  # type: ignore[no-untyped-call]
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Initialize biases to 0, the scale to 1, and the weight so that variance 1 gives logits of variance 1."""
-        nn.init.normal_(self.weight, std=self.config.hidden_size**-0.5)
+        nn.init.normal_(self.weight, std=self.weight.shape[1] ** -0.5)
+        if self.mlp is not None:
+            self.mlp.reset_parameters()
         if self.scale is not None:
             nn.init.ones_(self.scale)
         for bias in (self.bias, self.score_correction_bias):
             if bias is not None:
                 nn.init.zeros_(bias)
 
-    def forward(self, x: Tensor, token_mask: Tensor | None = None, experts: Tensor | None = None) -> Routing:
+    def forward(
+        self,
+        x: Tensor,
+        token_mask: Tensor | None = None,
+        experts: Tensor | None = None,
+        state: Tensor | None = None,
+    ) -> Routing:
         """Route tokens.
 
         Args:
@@ -68,15 +80,19 @@ class Router(ConvertedModule):
             token_mask: ``(T,)``, bool, False for padding, which is not routed.
             experts: ``(T, K)``, int64, experts to route to, -1 for none; the weights come from their scores. None to
                 choose the experts with the best scores.
+            state: ``(T, R)``, floating, state of the router of the layer before, with `router_takes_state`.
 
         Returns:
-            Logits, probabilities, weights and expert ids.
+            Logits, probabilities, weights and expert ids; with `router_hidden_size`, the state of this layer.
 
         Raises:
             ValueError: for NaN scores, with the path of the router in the model.
         """
         config = self.config
-        logits = linear(x.flatten(0, -2), self.weight, self.bias)
+        rows = x.flatten(0, -2)
+        if config.router_hidden_size is not None:
+            state, rows = self.mlp(rows, state)  # type: ignore[misc]
+        logits = linear(rows, self.weight, self.bias)
         if config.logit_scale != 1:
             logits = logits * config.logit_scale
         if config.router == "random":
@@ -88,6 +104,8 @@ class Router(ConvertedModule):
             routing = select_experts(config, logits, self.score_correction_bias, token_mask, experts)
         except ValueError as error:
             raise ValueError(f"{module_path(self)}: {error}") from error
+        if state is not None:
+            routing = routing._replace(state=state)
         if not config.router_scale:
             return routing
         assert self.scale is not None
@@ -97,7 +115,11 @@ class Router(ConvertedModule):
     def declaration(self) -> Declaration:
         """Declare logical names and saved tensors."""
         return Declaration(
-            logical_names={"weight": (None, "embed"), "bias": (None,), "scale": (None,)},
+            logical_names={
+                "weight": (None, "embed" if self.mlp is None else None),
+                "bias": (None,),
+                "scale": (None,),
+            },
             saved_tensors=self._saved_tensors,
         )
 
@@ -108,6 +130,8 @@ class Router(ConvertedModule):
         widths = {"logits": self.weight.shape[0]}
         if num_shared:
             widths |= {"shared_scores": num_shared, "joint_scores": config.top_k + num_shared, "sums": 2}
+        if config.router_hidden_size is not None:
+            widths["hidden"] = config.router_hidden_size
         if config.router_scale:
             widths["unscaled_weights"] = config.top_k + num_shared
         saved = {name: SavedTensor((batch, length, width), (*TOKEN_DIMS, None), wide) for name, width in widths.items()}
@@ -183,11 +207,7 @@ class Router(ConvertedModule):
 
         bias += rate * (balanced_bias(histogram, bias, top_k) - bias), for finite biases
 
-        Args:
-            histogram: ``(E, 1000)``, float64, sum of `required_bias_histogram` over the micro-batches of an optimizer
-                step and over the ranks. Without tokens, the bias is unchanged.
-
-        Source: Kimi K3 technical report, section 2.3.3 and appendix D.
+        `histogram` is the sum of `required_bias_histogram` over the micro-batches of a step and over the ranks.
         """
         bias = self.wide_correction_bias
         balanced = balanced_bias(histogram, bias, self.config.top_k)

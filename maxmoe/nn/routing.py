@@ -44,6 +44,7 @@ class Routing(NamedTuple):
             auxiliary loss; None for no such loss.
         shared_weights: ``(T, n)``, float32 or wider, weights of the shared experts with `shared_expert_scores`; None
             for shared experts without weights.
+        state: ``(T, R)``, float32 or wider, state of the router for the next layer; None for a router without one.
     """
 
     logits: Tensor | None
@@ -54,6 +55,7 @@ class Routing(NamedTuple):
     is_unpadded: bool = True
     token_losses: Tensor | None = None
     shared_weights: Tensor | None = None
+    state: Tensor | None = None
 
     @classmethod
     def of(
@@ -105,14 +107,7 @@ class Routing(NamedTuple):
         return routing if token_mask is None else routing.without_padding(token_mask)
 
     def without_padding(self, token_mask: Tensor) -> "Routing":
-        """Remove padding, so that it is not routed and contributes to no loss.
-
-        Args:
-            token_mask: ``(T,)``, bool, False for padding.
-
-        Returns:
-            Routing in which padding has the expert ids -1, and weights, probabilities and losses of 0.
-        """
+        """Give tokens for which `token_mask` ``(T,)`` is False the expert ids -1, and weights and losses of 0."""
         is_padding = ~token_mask.unsqueeze(1)
         losses = self.token_losses
         return self._replace(

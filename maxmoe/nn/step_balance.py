@@ -1,4 +1,4 @@
-"""The balance loss with the load of an optimizer step: an operator whose backward adds a micro-batch to the step."""
+"""The balance loss with the load of an optimizer step, whose backward adds a micro-batch to the step."""
 
 import threading
 from typing import Any
@@ -7,28 +7,42 @@ import torch
 from torch import Tensor
 
 from maxmoe.expert_load.step_counts import StepCounts
+from maxmoe.ranks.token_group import FlattenedBatch, LocalTokens, TokenReductions
 
 
-def dot_frequencies(mass: Tensor, counts: Tensor, num_tokens: Tensor, step: StepCounts) -> Tensor:
-    """Compute sum_e mass[e] * counts[e] / tokens, with the counts of the step so far and of this micro-batch.
+def step_balance_loss(
+    probabilities: Tensor,
+    tokens_per_expert: Tensor,
+    top_k: int,
+    num_tokens: Tensor,
+    step: StepCounts,
+    weight: float,
+    *,
+    tokens: TokenReductions,
+) -> Tensor:
+    """Compute the weighted balance loss with the load of the optimizer step so far.
 
-    The backward adds this micro-batch to the step. A recomputation by activation checkpointing has no backward of its
-    own, so each micro-batch is added once. The backward reads the counts again: with a pipeline, the backward of other
-    micro-batches has run since the forward, or since a recomputation of it. ``step.late`` has how much the value has
-    changed since then.
+    weight * sum_e f[e] * sum_t(probabilities[t, e]) / T,   f[e] = E / (K T') * tokens_per_expert'[e]
 
-    Args:
-        mass: ``(E,)``, floating, sum of the probabilities times a factor, to which the gradient flows.
-        counts: ``(E,)``, integer, routed slots of this micro-batch.
-        num_tokens: ``()``, integer, tokens of this micro-batch.
-        step: counts of the step.
+    T tokens of this micro-batch; T' tokens and tokens_per_expert' slots of this micro-batch and of all whose backward
+    has run since the step began. The backward adds this micro-batch to the step. A recomputation by activation
+    checkpointing has no backward of its own, so each micro-batch is added once. The backward reads the counts again:
+    with a pipeline, the backward of other micro-batches has run since the forward, or since a recomputation of it.
+    ``step.late`` has how much the value has changed since then.
 
-    Returns:
-        ``()``, dtype of mass.
+    Source: Qiu et al. (arXiv:2501.11873), section 3.
     """
+    counts, num_tokens, mass = FlattenedBatch(tokens).all_reduce_sequence(
+        tokens_per_expert, num_tokens, probabilities.sum(0)
+    )
+    divisor = num_tokens.clamp_min(1).to(mass.dtype)
+    if isinstance(tokens, LocalTokens):
+        counts, num_tokens = step.all_reduce(counts, num_tokens)
     own = torch.cat([counts.double(), num_tokens.double().reshape(1)])
-    dot: Tensor = _dot_frequencies(mass, own, step.sums, step.late)
-    return dot
+    # Scaled first, so that the sum is the loss that `step` reports.
+    scale = weight * probabilities.shape[1] / top_k
+    loss: Tensor = _dot_frequencies(mass * scale / divisor, own, step.sums, step.late)
+    return loss
 
 
 def _dot(mass: Tensor, own: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:

@@ -37,14 +37,7 @@ class LowRankFactors(NamedTuple):
 
     @classmethod
     def side_by_side(cls, factors: Sequence[Self]) -> Self:
-        """Join the factors of several adapters, whose products are added.
-
-        Args:
-            factors: factors beside the same matrices; their ranks and scales may differ.
-
-        Returns:
-            Factors whose r is the sum of theirs.
-        """
+        """Join the factors of several adapters beside the same matrices, whose products are added: r is the sum."""
         if not factors:
             raise ValueError("factors must have at least one item, got none")
         if len(factors) == 1:

@@ -1,4 +1,4 @@
-"""The choice between kernels, CUDA kernels and ATen, and the memory that the operators cache."""
+"""The choice between kernels, CUDA kernels and ATen."""
 
 import threading
 from collections.abc import Iterator
@@ -53,13 +53,3 @@ def _forced(function: str, path: str) -> Iterator[None]:
             _library.force_path(before)
     finally:
         _entered.release()
-
-
-def empty_cache() -> None:
-    """Return cached memory of the operators to the system, as `torch.cuda.empty_cache` does for a GPU.
-
-    On Linux, freed CPU memory of results and work space of at least 4 MiB is cached for later calls. The cache is never
-    larger than the peak use, and the system can reclaim it when it needs memory (`MADV_FREE`), so that it only shows in
-    the resident memory of the process. On other systems, nothing is cached.
-    """
-    _library.empty_cache()

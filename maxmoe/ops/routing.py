@@ -87,12 +87,7 @@ class RaggedPlan(NamedTuple):
 
     @classmethod
     def of_sorted_rows(cls, num_rows: int, group_sizes: Tensor) -> "RaggedPlan":
-        """Return the plan of rows that are already sorted by expert: K is 1, and row i belongs to slot i.
-
-        Args:
-            num_rows: R, number of rows.
-            group_sizes: ``(L,)``, int64, number of rows of each local expert; the sum is R.
-        """
+        """Return the plan of R rows that are already sorted by expert: K is 1, and row i belongs to slot i."""
         order = torch.arange(num_rows, device=group_sizes.device)
         return cls(order, order, group_sizes, group_sizes.new_zeros(()), 1)
 

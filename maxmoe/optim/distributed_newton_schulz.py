@@ -84,7 +84,11 @@ class DistributedNewtonSchulz:
         self._stacks = [stack for sharded in parameters for stack in sharded.stacks]
         self._parameter_of = [index for index, sharded in enumerate(parameters) for _ in sharded.stacks]
         buckets = assign_owners(self._stacks, BUCKET_SIZE)
-        self._buckets = [self._bucket(*pair) for pair in zip(buckets, [*buckets[1:], []], strict=True)]
+        last = {self._parameter_of[each.stack]: number for number, bucket in enumerate(buckets) for each in bucket}
+        self._buckets = [
+            self._bucket(bucket, [index for index in last if last[index] == number])
+            for number, bucket in enumerate(buckets)
+        ]
 
     def start(self, update: Update) -> None:
         """Start to gather the first bucket.
@@ -117,20 +121,17 @@ class DistributedNewtonSchulz:
             yield from self._store(*previous)
         del self._update, self._gathered
 
-    def _bucket(self, assignments: Sequence[OwnerAssignment], following: Sequence[OwnerAssignment]) -> _Bucket:
-        """List what this rank sends and receives for the assignments of a bucket; `following`: of the next one."""
+    def _bucket(self, assignments: Sequence[OwnerAssignment], ending: list[int]) -> _Bucket:
+        """List what this rank sends and receives for the assignments of a bucket."""
 
         def in_group_order(messages: Iterable[_Message]) -> list[_Message]:
             return sorted(messages, key=lambda message: self._rank_in_group[message.peer])
 
         me = self._rank
         owned = [each for each in assignments if each.owner == me]
-        here, later = (
-            dict.fromkeys(self._parameter_of[each.stack] for each in found) for found in (assignments, following)
-        )
         return _Bucket(
-            [*here],
-            [index for index in here if index not in later],
+            [*dict.fromkeys(self._parameter_of[each.stack] for each in assignments)],
+            ending,
             owned,
             in_group_order(_Message(each.owner, each, me) for each in assignments if me in each.senders),
             in_group_order(_Message(rank, each, rank) for each in owned for rank in each.senders),

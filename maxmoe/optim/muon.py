@@ -48,11 +48,9 @@ class Muon(torch.optim.Optimizer):
         lr: learning rate of both algorithms, for groups without their own.
         weight_decay: weight decay of both algorithms, for groups without their own.
         momentum: mu.
-        nesterov: whether to use Nesterov momentum.
         ns_coefficients: a, b, c of the polynomial, or such a triple for each step, the last one repeated; or "quintic"
             (the default) or "polar_express".
         eps: smallest norm that a matrix is divided by.
-        ns_steps: number of Newton-Schulz steps.
         adjust_lr_fn: s: "original" as above; "match_rms_adamw" for 0.2 sqrt(max(out, in)), with the lr of AdamW.
         ns_dtype: dtype of Newton-Schulz; None for bfloat16 if the device multiplies it, else float32.
 

@@ -155,11 +155,10 @@ class _Chooser:
                 self.declared[f"{path}.{name}".lstrip(".")] = Matrix(input_dim, declaration.fused_gates.get(name))
             for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
                 self.owners[parameter].append((owner, name))
-        found = list(blocks(model))
-        self.in_blocks = {parameter for block in found for parameter in block.parameters()} if found else None
+        self.in_blocks = {parameter for block in list(blocks(model)) or [model] for parameter in block.parameters()}
 
     def choice(self, name: str, parameter: nn.Parameter) -> Choice:
-        """Choose by the overrides, else by logical names, else by module. The reason is empty if no rule applies."""
+        """Choose by the overrides, else by the first rule that applies. The reason is empty if none does."""
         shape, names = tuple(parameter.shape), self.names.get(name)
         dims: Sequence[object]  # which are not stacked
         if names is not None:
@@ -169,14 +168,8 @@ class _Chooser:
         override = next((choice for pattern, choice in self.overrides.items() if fnmatchcase(name, pattern)), None)
         if override is not None:
             matrix, reason = None if override == "adamw" else override, "overrides"
-        elif name in self.factors:
-            matrix, reason = None, "low-rank factors of stacked matrices"
-        elif names is not None:
-            matrix, rule = self._by_names(name, parameter, dims)
-            reason = f"names {', '.join(dim or '-' for dim in names)}{rule}" if rule is not None else ""
         else:
-            matrix, rule = self._by_module(parameter, dims)
-            reason = f"no names: {rule}" if rule is not None else ""
+            matrix, reason = self._by_rules(name, parameter, dims)
         return Choice(name, shape, matrix, reason, len(dims))
 
     def problem(self, choice: Choice) -> str | None:
@@ -190,40 +183,36 @@ class _Chooser:
         described = "no logical names" if names is None else f"the logical names {names}"
         return None if choice.reason else f"{choice.name} of shape {shape} with {described}"
 
-    def _by_names(self, name: str, parameter: nn.Parameter, dims: Sequence[object]) -> tuple[Matrix | None, str | None]:
-        """Choose by the logical names; `dims` are the dims that are not stacked."""
+    def _by_rules(self, name: str, parameter: nn.Parameter, dims: Sequence[object]) -> tuple[Matrix | None, str]:
+        """Choose by the logical names, or by the module that owns the parameter; `dims` are not stacked."""
+        names, is_2d = self.names.get(name), parameter.dim() == 2
+        named = "no names" if names is None else f"names {', '.join(dim or '-' for dim in names)}"
+        if name in self.factors:
+            return None, "low-rank factors of stacked matrices"
         if name in self.declared:
-            return self.declared[name], ""
+            return self.declared[name], named
         if len(dims) < 2:
-            return None, ": a norm or a bias"
+            return None, f"{named}: a norm or a bias"
         if "vocab" in dims or self._is_in(parameter, nn.Embedding):
-            return None, ": an embedding or a head"
+            return None, f"{named}: an embedding or a head"
         if None in dims:
-            return None, ": a dim without a name, such as a router's"
-        if parameter.dim() == 2 and self._is_in(parameter, nn.Linear):
-            return Matrix(), " of nn.Linear"
-        return None, None
-
-    def _by_module(self, parameter: nn.Parameter, dims: Sequence[object]) -> tuple[Matrix | None, str | None]:
-        """Choose by the module that owns the parameter, which has no logical names; `dims` as in `_by_names`."""
-        if len(dims) < 2:
-            return None, "a norm or a bias"
-        if self._is_in(parameter, nn.Embedding):
-            return None, "an embedding"
-        if self.in_blocks is not None and parameter not in self.in_blocks:
-            return None, "outside of the blocks"
-        if parameter.dim() == 2 and self._is_in(parameter, nn.Linear):
-            return Matrix(), "nn.Linear"
-        if parameter.dim() == 2:
-            return None, "two dims, but not nn.Linear"
-        for owner, name in self.owners[parameter]:
+            return None, f"{named}: a dim without a name, such as a router's"
+        if names is None and parameter not in self.in_blocks:
+            return None, f"{named}: outside of the blocks"
+        if is_2d and self._is_in(parameter, nn.Linear):
+            return Matrix(), f"{named}: nn.Linear"
+        if names is not None:
+            return None, ""
+        if is_2d:
+            return None, f"{named}: two dims, but not nn.Linear"
+        for owner, attribute in self.owners[parameter]:
             is_transposed: object = getattr(owner, "is_transposed", None)
             if parameter.dim() == 3 and isinstance(is_transposed, bool):
-                is_fused = "gate_up" in name and getattr(owner, "has_gate", True)
+                is_fused = "gate_up" in attribute and getattr(owner, "has_gate", True)
                 layout: FusedGate = "concatenated" if getattr(owner, "is_concatenated", True) else "interleaved"
                 matrix = Matrix(-2 if is_transposed else -1, layout if is_fused else None)
-                return matrix, f"is_transposed of {type(owner).__name__}"
-        return None, None
+                return matrix, f"{named}: is_transposed of {type(owner).__name__}"
+        return None, ""
 
     def _is_in(self, parameter: nn.Parameter, kind: type[nn.Module]) -> bool:
         """Return whether a module of this type owns the parameter."""

@@ -102,7 +102,7 @@ def parallelize(
     check_recompute(module, recompute)
     with stacked_factors(module):
         plan = make_plan(module, mesh, rules, **options)
-        for warning in plan_warnings(plan, rules):
+        for warning in plan_warnings(plan, rules) if mesh.rank == 0 else ():  # the plan is equal on all ranks
             warnings.warn(warning, stacklevel=2)
         set_recompute(module, recompute)
         name = type(module).__name__  # FSDP2 replaces the class

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from maxmoe._torch import fake_tensor_mode, shares_memory, tree_map
+from maxmoe._torch import FakeTensorMode, shares_memory, tree_map
 from maxmoe.parallel.plan.plan import Plan
 from maxmoe.pipelining.micro_batches import MicroBatch
 from maxmoe.pipelining.stage import Loss, check_loss, first_tensor
@@ -23,7 +23,9 @@ class Boundary:
     """
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
-        self._mode, self._device = fake_tensor_mode(), plan.mesh.device_type
+        # Not the meta device, which has no autocast of another device, and mixes with no tensors of it.
+        self._mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
+        self._device = plan.mesh.device_type
         self._mesh, self._embed_axes = plan.mesh, plan.embed_axes
         parts = StagePart((), True, False), StagePart((), False, False), StagePart((), False, True)
         self._first, self._between, self._last = (self._as_fake(stage_module(model, part)) for part in parts)

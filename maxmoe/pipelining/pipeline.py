@@ -145,7 +145,7 @@ def pipeline(
         # The plan of the whole model, so that an error in any stage is raised on every rank.
         plan_of = partial(make_plan, mesh=within, rules=rules, dispatch=dispatch, num_chunks=num_chunks)
         plan = plan_of(model, strict=strict, allow_unused=allow_unused)
-        for warning in plan_warnings(plan, rules):
+        for warning in plan_warnings(plan, rules) if mesh.rank == 0 else ():  # the plan is equal on all ranks
             warnings.warn(warning, stacklevel=2)
         set_recompute(model, recompute)
         # A single stage has no neighbor.

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
 
@@ -161,22 +162,17 @@ def plan_model(
     module: nn.Module,
     mesh: Mesh,
     rules: LogicalRules,
+    options: PipelineOptions | None,
     *,
+    allow_unused: bool,
     dispatch: Dispatch,
     num_chunks: int,
-    allow_unused: bool,
-    schedule: str,
-    num_micro_batches: int | None,
-    blocks_per_stage: Sequence[int] | None,
-    stages_per_rank: int | None,
 ) -> tuple[Plan, PipelinePlan | None]:
-    """Plan a whole model on the ranks of a stage, and its stages if there are micro-batches and an axis `stage`."""
-    is_cut = num_micro_batches is not None and mesh.size(STAGE_AXIS) > 1
-    within = mesh.within_stage() if is_cut else mesh
-    plan = make_plan(module, within, rules, dispatch=dispatch, num_chunks=num_chunks, allow_unused=allow_unused)
-    if num_micro_batches is None or not is_cut:
-        return plan, None
-    options = PipelineOptions(schedule, num_micro_batches, blocks_per_stage, stages_per_rank)
+    """Plan a whole model on the ranks of a stage, and its stages if there are options for them and an axis `stage`."""
+    make = partial(make_plan, module, rules=rules, allow_unused=allow_unused, dispatch=dispatch, num_chunks=num_chunks)
+    if options is None or mesh.size(STAGE_AXIS) == 1:
+        return make(mesh), None
+    plan = make(mesh.within_stage())
     return plan, plan_pipeline(module, mesh, rules, options, dispatch=dispatch, num_chunks=num_chunks)
 
 

@@ -1,10 +1,10 @@
 """Memory per rank and bytes communicated per training step, without running a step."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import partial
+from typing import Literal, get_args
 
-import torch
 from torch import nn
 
 from maxmoe.adapters import planned_copy
@@ -14,10 +14,8 @@ from maxmoe.optim.newton_schulz import fast_dtype
 from maxmoe.optim.parameter_groups import choose
 from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.parallel.plan.plan import Plan
-from maxmoe.pipelining.boundary import Boundary
-from maxmoe.pipelining.fsdp_gathers import NUM_AHEAD, fsdp_gathers
-from maxmoe.pipelining.micro_batches import MicroBatch
-from maxmoe.pipelining.pipeline_plan import PipelinePlan, plan_model, without_stages
+from maxmoe.pipelining.fsdp_gathers import fsdp_gathers
+from maxmoe.pipelining.pipeline_plan import PipelineOptions, PipelinePlan, plan_model, without_stages
 from maxmoe.pipelining.schedules import schedule_kind
 from maxmoe.planning.communication import (
     Traffic,
@@ -30,13 +28,12 @@ from maxmoe.planning.memory import (
     PARAMETER_DTYPES,
     StateDtypes,
     activation_memory,
-    gathered_memory,
     parameter_dtype,
+    part_memory,
+    rank_memory,
     stored_memory,
-    unit_memory,
-    unsharded_memory,
 )
-from maxmoe.planning.planned_batch import PlannedBatch
+from maxmoe.planning.planned_batch import PlannedBatch, message_bytes
 from maxmoe.sharding.mesh import STAGE_AXIS, Mesh
 from maxmoe.sharding.planned_collective import PlannedCollective
 from maxmoe.sharding.rules import LogicalRules
@@ -52,10 +49,9 @@ class RankEstimate:
 
     Args:
         stages: stages of the rank.
-        memory: bytes by purpose, at the moment when the micro-batches in flight take the most. "activations" are saved
-            from the forward to the backward; "recomputed activations" belong to the module with the most.
-            With stages, "unsharded gradients" are gradients of whole parameters, which FSDP2 keeps until the end of
-            the step.
+        memory: bytes by purpose, when the micro-batches in flight take the most. "recomputed activations" belong to the
+            module with the most. "unsharded gradients" are gradients of whole parameters in stages, which FSDP2 keeps
+            until the end of the step.
         sent_bytes: bytes that the rank sends to the ranks of other stages in a step.
     """
 
@@ -138,8 +134,7 @@ def estimate(
 ) -> Estimate:
     """Estimate the memory per rank and the communication per training step of a module on a mesh.
 
-    Gradients and optimizer state have the dtype of the parameters, as in `torch.optim`, or the dtypes of
-    `state_dtypes`.
+    Gradients and optimizer state have the dtype of the parameters, as in `torch.optim`, or those of `state_dtypes`.
     AdamW keeps two elements per parameter element and does not communicate. Muon keeps one for the parameters that
     `maxmoe.optim.parameter_groups` assigns to it, and communicates sharded matrices in its default dtype on the device
     of the parameters.
@@ -165,8 +160,8 @@ def estimate(
         dispatch: strategy for experts on other ranks, as for `maxmoe.parallelize`.
         num_chunks: number of chunks of the tokens of a MoE layer.
         imbalance: with dispatch="least_loaded", number of rows of the rank with the most rows over the mean, before
-            experts are moved; one expert has all rows above an even load. Each collective then has
-            the bytes of the rank that sends or receives most. Memory is counted for balanced routing.
+            experts are moved; one expert has all rows above an even load. Each collective then has the bytes of the
+            rank that sends or receives most.
         allow_unused: accept rules and mesh axes without effect.
         schedule: schedule of the pipeline stages, as for `maxmoe.pipeline`.
         num_micro_batches: number of micro-batches of a step; None to estimate the whole model, without pipeline stages,
@@ -176,22 +171,18 @@ def estimate(
         state_dtypes: dtypes of gradients, master weights and moments.
 
     Raises:
-        ValueError: as `parameter_shardings` and `maxmoe.pipeline`; for parameters of several dtypes; for an empty
-            batch; if axes that shard the tokens do not divide them.
+        ValueError: as `parameter_shardings` and `maxmoe.pipeline`; for another optimizer; for parameters of several
+            dtypes; for an empty batch; if axes that shard the tokens do not divide them.
     """
+    if optimizer not in get_args(Optimizer):
+        raise ValueError(f"optimizer must be one of {', '.join(get_args(Optimizer))}, got {optimizer!r}")
     module, rules = planned_copy(module), LogicalRules.load(rules)
     choices = choose(module, {}) if optimizer == "muon" else ()
+    options = None
+    if num_micro_batches is not None:
+        options = PipelineOptions(schedule, num_micro_batches, blocks_per_stage, stages_per_rank)
     plan, stages = plan_model(
-        module,
-        mesh,
-        rules,
-        dispatch=dispatch,
-        num_chunks=num_chunks,
-        allow_unused=allow_unused,
-        schedule=schedule,
-        num_micro_batches=num_micro_batches,
-        blocks_per_stage=blocks_per_stage,
-        stages_per_rank=stages_per_rank,
+        module, mesh, rules, options, dispatch=dispatch, num_chunks=num_chunks, allow_unused=allow_unused
     )
     plan = with_imbalance(plan, imbalance, has_stages=stages is not None)
     pipeline = without_stages(plan) if stages is None else stages
@@ -199,9 +190,10 @@ def estimate(
     largest = next(batch.micro_batches(pipeline.options.num_micro_batches))
     message = 0 if stages is None else message_bytes(module, largest)
     matrices = {choice.name for choice in choices if choice.matrix is not None}
+    count_state = partial(stored_memory, optimizer=optimizer, matrices=matrices, dtypes=state_dtypes)
     ranks = []
     for rank in range(pipeline.num_ranks):
-        memory = rank_memory(pipeline, rank, largest, message, optimizer, matrices, state_dtypes)
+        memory = memory_of_rank(pipeline, rank, largest, message, count_state)
         sent = sum(item.bytes for item in messages(pipeline, rank, message))
         ranks.append(RankEstimate(tuple(stage.index for stage in pipeline.stages_of(rank)), memory, sent))
     costs = Estimate(tuple(ranks), ())
@@ -242,37 +234,16 @@ def with_imbalance(plan: Plan, imbalance: float, *, has_stages: bool) -> Plan:
     return replace(plan, modules=modules)
 
 
-def message_bytes(module: nn.Module, batch: PlannedBatch) -> int:
-    """Count the bytes of the hidden states that a rank passes to the next stage for a micro-batch."""
-    boundary = Boundary(module, batch.plan)
-    inputs = torch.empty(batch.local_tokens, dtype=torch.int64)
-    return boundary.local_part(boundary.hidden_states(MicroBatch(inputs, None, {}))).nbytes
-
-
-def rank_memory(
-    pipeline: PipelinePlan,
-    rank: int,
-    batch: PlannedBatch,
-    message: int,
-    optimizer: str,
-    matrices: Collection[str],
-    dtypes: StateDtypes,
+def memory_of_rank(
+    pipeline: PipelinePlan, rank: int, batch: PlannedBatch, message: int, count_state: Callable[[Plan], dict[str, int]]
 ) -> dict[str, int]:
     """Count the bytes of a rank by purpose, when the micro-batches in flight, each of the size `batch`, take the most.
 
-    With stages, torch gathers the parameters of all stages of a rank before it frees them, and keeps the gradients of
-    whole parameters until the last backward of a stage, also where FSDP2 would reduce them after each backward.
+    `count_state` counts parameters, gradients and optimizer state; `message` has the bytes that a stage sends.
     """
-    stages = pipeline.stages_of(rank)
-    stored = [stored_memory(stage.plan, optimizer, matrices, dtypes) for stage in stages]
-    memory = {name: sum(part[name] for part in stored) for name in stored[0]}
-    if len(pipeline.stages) == 1:
-        memory["gathered parameters"] = gathered_memory(batch.plan)
-    else:
-        unsharded = {stage.index: unsharded_memory(stage.plan) for stage in stages}
-        memory["unsharded gradients"] = pipeline.gradient_peak(rank, unsharded)
-        units = max(sum(unit_memory(stage.plan)) for stage in stages)
-        memory["gathered parameters"] = sum(sorted(unsharded.values())[-NUM_AHEAD:]) + units
+    stages, has_stages = pipeline.stages_of(rank), len(pipeline.stages) > 1
+    parts = {each.index: part_memory(each.plan, count_state(each.plan), has_stages=has_stages) for each in stages}
+    unsharded = {index: part.unsharded for index, part in parts.items()}
     kept, recomputed = {}, 0
     for stage in stages:
         saved, again = activation_memory(replace(batch, plan=stage.plan))
@@ -281,7 +252,8 @@ def rank_memory(
         is_local = _rank_of(pipeline, stage.index - 1) == rank
         kept[stage.index] = saved + message * (has_output - is_local)
         recomputed = max(recomputed, again)
-    return {**memory, "activations": pipeline.peak(rank, kept), "recomputed activations": recomputed}
+    gradients = pipeline.gradient_peak(rank, unsharded) if has_stages else None
+    return rank_memory([[part] for part in parts.values()], pipeline.peak(rank, kept), recomputed, gradients)
 
 
 def messages(pipeline: PipelinePlan, rank: int, message: int) -> Iterator[PlannedCollective]:

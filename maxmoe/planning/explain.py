@@ -11,7 +11,7 @@ from maxmoe.adapters import planned_copy
 from maxmoe.parallel.parallelize import undeclared_modules
 from maxmoe.parallel.plan.dispatch_plan import Dispatch, DispatchPlan
 from maxmoe.parallel.plan.parameter_sharding import ParameterSharding
-from maxmoe.pipelining.pipeline_plan import PipelinePlan, plan_model
+from maxmoe.pipelining.pipeline_plan import PipelineOptions, PipelinePlan, plan_model
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.rules import DroppedAxis, LogicalRules
 from maxmoe.text_table import listed, ranges, readable_bytes, report
@@ -187,17 +187,11 @@ def explain(
         ValueError: as `parameter_shardings`, `plan_dispatch` and `maxmoe.pipeline`.
     """
     module, rules = planned_copy(module), LogicalRules.load(rules)
+    options = None
+    if num_micro_batches is not None:
+        options = PipelineOptions(schedule, num_micro_batches, blocks_per_stage, stages_per_rank)
     plan, pipeline = plan_model(
-        module,
-        mesh,
-        rules,
-        dispatch=dispatch,
-        num_chunks=num_chunks,
-        allow_unused=allow_unused,
-        schedule=schedule,
-        num_micro_batches=num_micro_batches,
-        blocks_per_stage=blocks_per_stage,
-        stages_per_rank=stages_per_rank,
+        module, mesh, rules, options, dispatch=dispatch, num_chunks=num_chunks, allow_unused=allow_unused
     )
     planned = [plan.parameters[name] for name, _ in module.named_parameters()]
     names = dict.fromkeys(name for parameter in planned for name in parameter.parameter.names or ())
@@ -277,5 +271,5 @@ def group_repeated(
     for (prefix, suffix, _), members in groups.items():  # type: ignore[misc]
         numbers = [int(number) for number, _ in members if number]
         count = f" x{len(members)}" if len(members) > 1 else ""
-        result.append((f"{prefix}{ranges(numbers, ',')}{suffix}{count}", [item for _, item in members]))
+        result.append((f"{prefix}{ranges(numbers)}{suffix}{count}", [item for _, item in members]))
     return result

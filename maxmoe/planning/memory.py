@@ -2,12 +2,14 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from maxmoe.parallel.plan.plan import ParameterPlan, Plan, enclosing
+from maxmoe.pipelining.fsdp_gathers import NUM_AHEAD
 from maxmoe.planning.planned_batch import PlannedBatch
 
 
@@ -76,20 +78,47 @@ def stored_memory(plan: Plan, optimizer: str, matrices: Collection[str], dtypes:
     return memory
 
 
-def gathered_memory(plan: Plan) -> int:
-    """Count the gathered parameters of the largest module and of the model itself: modules run one at a time."""
-    managed = ((parameter.fsdp_block or None, parameter.bytes(parameter.unsharded)) for parameter in _managed(plan))
-    return sum(_largest([*managed, *_gathered_by_units(plan)]))
+class PartMemory(NamedTuple):
+    """Bytes of the parameters of a part of a model, such as a block or a stage."""
+
+    state: Mapping[str, int]  # parameters, gradients and optimizer state, by purpose
+    unsharded: int  # parameters that FSDP2 manages, before it has sharded them
+    gathered: int  # parameters of the model itself, which are gathered for the whole step
+    largest: int  # gathered parameters of the module with the most: modules run one at a time
 
 
-def unsharded_memory(plan: Plan) -> int:
-    """Count the parameters that FSDP manages, before it has sharded them."""
-    return sum(parameter.bytes(parameter.unsharded) for parameter in _managed(plan))
+def part_memory(plan: Plan, state: Mapping[str, int], *, has_stages: bool) -> PartMemory:
+    """Count the parameters of a part, given its `stored_memory`; FSDP2 gathers stages whole."""
+    parameters = plan.parameters.values()
+    managed = [(each.fsdp_block, each.bytes(each.unsharded)) for each in parameters if each.fsdp_block is not None]
+    by_units = [(each.fsdp_unit, each.bytes(each.used)) for each in parameters if each.is_gathered]
+    of_modules: dict[str, int] = defaultdict(int)
+    for module, count in by_units if has_stages else [*managed, *by_units]:
+        of_modules[module] += count
+    gathered = of_modules.pop("", 0)
+    return PartMemory(state, sum(count for _, count in managed), gathered, max(of_modules.values(), default=0))
 
 
-def unit_memory(plan: Plan) -> tuple[int, int]:
-    """Count as `gathered_memory`, without the parameters that FSDP2 gathers: of the model itself, and of a module."""
-    return _largest(_gathered_by_units(plan))
+def rank_memory(
+    stages: Sequence[Sequence[PartMemory]], activations: int, recomputed: int, unsharded_gradients: int | None
+) -> dict[str, int]:
+    """Count the bytes of a rank by purpose, when the micro-batches in flight take the most.
+
+    With stages, torch gathers the parameters of all stages of a rank before it frees them, and keeps the gradients of
+    whole parameters until the last backward of a stage, also where FSDP2 would reduce them after each backward.
+    `stages` has the parts of each stage of the rank; `unsharded_gradients` is None without stages.
+    """
+    states = [part.state for stage in stages for part in stage]
+    memory = {purpose: sum(state[purpose] for state in states) for purpose in states[0]}
+    gathered = max(sum(part.gathered for part in stage) + max(part.largest for part in stage) for stage in stages)
+    if unsharded_gradients is not None:
+        memory["unsharded gradients"] = unsharded_gradients
+        gathered += sum(sorted(sum(part.unsharded for part in stage) for stage in stages)[-NUM_AHEAD:])
+    return memory | {
+        "gathered parameters": gathered,
+        "activations": activations,
+        "recomputed activations": recomputed,
+    }
 
 
 def activation_memory(batch: PlannedBatch) -> tuple[int, int]:
@@ -107,22 +136,3 @@ def activation_sizes(batch: PlannedBatch) -> dict[str | None, int]:
         outer = next((outer for outer in around if batch.plan[outer].is_recomputed), None)
         activations[outer if outer is not None or tensor.is_kept else path] += count
     return activations
-
-
-def _largest(parts: Iterable[tuple[str | None, int]]) -> tuple[int, int]:
-    """Return the bytes for the whole step (None), and of the largest module alone: modules run one at a time."""
-    totals: dict[str | None, int] = defaultdict(int)
-    for block, count in parts:
-        totals[block] += count
-    return totals.pop(None, 0), max(totals.values(), default=0)
-
-
-def _managed(plan: Plan) -> Iterator[ParameterPlan]:
-    """Yield the parameters that FSDP2 manages."""
-    return (parameter for parameter in plan.parameters.values() if parameter.fsdp_block is not None)
-
-
-def _gathered_by_units(plan: Plan) -> list[tuple[str | None, int]]:
-    """Return the bytes of parameters that units gather, each with the module that frees it; None for the whole step."""
-    gathered = (parameter for parameter in plan.parameters.values() if parameter.is_gathered)
-    return [(parameter.fsdp_unit or None, parameter.bytes(parameter.used)) for parameter in gathered]

@@ -1,7 +1,7 @@
 """A model with one block of each kind, so that repeated blocks are planned once."""
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
@@ -10,21 +10,20 @@ from torch import nn
 
 from maxmoe.declaration import declaration_of
 from maxmoe.parallel.plan.plan import ModulePlan, Plan, enclosing
+from maxmoe.parallel.plan.planner import make_plan
 from maxmoe.pipelining.stage_modules import StagePart, pipeline_parts, stage_module, stage_parts
+from maxmoe.planning.memory import parameter_dtype
+from maxmoe.planning.planned_batch import PlannedBatch, message_bytes
+from maxmoe.sharding.mesh import Mesh
+from maxmoe.sharding.rules import LogicalRules
 
 FIRST, LAST = "first", "last"  # names of the parts before and after the blocks
 
 
 class StageKind(NamedTuple):
-    """Stages with the same parts of a model.
+    """Stages with the same parts of a model: how often they have each part, the rank of the first one, their number."""
 
-    Attributes:
-        parts: number of parts of each name.
-        rank: rank of the first such stage along the axis `stage`.
-        number: number of stages of this kind.
-    """
-
-    parts: Mapping[str, int]
+    parts: Counter[str]
     rank: int
     number: int
 
@@ -34,6 +33,10 @@ class ModelParts:
 
     Args:
         model: model; if it does not declare its `pipeline_parts`, all of it is the first part.
+
+    Attributes:
+        reduced: the model with one block of each kind.
+        on_one_rank: plan of the whole model on one rank.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -46,19 +49,23 @@ class ModelParts:
                 self._kind_of[name] = f"{blocks}.{kinds.setdefault(_signature(block), name)}"
             names = tuple(kinds.values())
             self.reduced = stage_module(model, StagePart(names, True, True))
-        if self.can_be_cut:
             ends = StagePart(names, True, False), StagePart((), False, True)
             self._first, self._last = (stage_module(self.reduced, part) for part in ends)
-
-    @property
-    def can_be_cut(self) -> bool:
-        """Whether the model declares what pipeline stages need: its parts, and what one stage sends to the next."""
-        return bool(self._kind_of) and declaration_of(self.model).residual_stream is not None
+        self.on_one_rank = make_plan(model, Mesh.planned({}), LogicalRules(), allow_unused=True)
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks."""
+        """Number of blocks; 0 for a model that cannot be cut into stages."""
         return len(self._kind_of)
+
+    @cache  # noqa: B019, lives as long as a search
+    def sequence_bytes(self, length: int) -> int:
+        """Return the bytes of the hidden states of a sequence, which a stage passes to the next one."""
+        batch = PlannedBatch(self.on_one_rank, 1, length, parameter_dtype(self.on_one_rank))
+        try:
+            return message_bytes(self.model, batch)
+        except Exception as error:
+            raise ValueError(f"the hidden states between stages are not known: {error}") from error
 
     @cache  # noqa: B019, lives as long as a search
     def stages(self, num_stages: int) -> list[StageKind]:
@@ -79,26 +86,15 @@ class ModelParts:
         With stages, the first plan lacks the last part of the model, which is on other ranks.
         """
         whole = make(self._first if has_stages else self.reduced)
-        kinds = tuple(dict.fromkeys(self._kind_of.values()))
-        parts = {kind: _inside(whole, kind) for kind in kinds} | {FIRST: _outside(whole, kinds)}
+        modules: dict[str, dict[str, ModulePlan]] = {}
+        for kind in self._kind_of.values():  # with empty plans of the modules around it
+            modules[kind] = {outer: ModulePlan(module=nn.Identity(), parameters={}) for outer in enclosing(kind)[1:]}
+        modules[FIRST] = {}
+        for path, module in whole.items():
+            part = next((kind for kind in modules if f"{path}.".startswith(f"{kind}.")), FIRST)
+            modules[part][path] = module
+        parts = {part: replace(whole, modules=of_part) for part, of_part in modules.items()}
         return whole, parts | ({LAST: make(self._last)} if has_stages else {})
-
-
-def _inside(plan: Plan, path: str) -> Plan:
-    """Return the plan of the module at a path, and of the modules in it."""
-    inside = {name: module for name, module in plan.items() if _is_in(name, path)}
-    around = {outer: ModulePlan(module=nn.Identity(), parameters={}) for outer in enclosing(path)[1:]}
-    return replace(plan, modules=around | inside)
-
-
-def _outside(plan: Plan, paths: tuple[str, ...]) -> Plan:
-    """Return the plan without the modules at some paths, and without the modules in them."""
-    kept = {name: module for name, module in plan.items() if not any(_is_in(name, path) for path in paths)}
-    return replace(plan, modules=kept)
-
-
-def _is_in(name: str, path: str) -> bool:
-    return name == path or name.startswith(f"{path}.")
 
 
 def _signature(block: nn.Module) -> Hashable:

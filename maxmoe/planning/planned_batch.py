@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from maxmoe.checks.fields import check_int
 from maxmoe.declaration import EXPERT_TOKEN_DIMS, SavedTensor, declaration_of
@@ -12,26 +13,20 @@ from maxmoe.parallel.dispatch import PlannedDispatch
 from maxmoe.parallel.plan.dispatch_plan import DispatchPlan
 from maxmoe.parallel.plan.parameter_sharding import tensor_parallel_activation
 from maxmoe.parallel.plan.plan import ModulePlan, Plan
+from maxmoe.pipelining.boundary import Boundary
+from maxmoe.pipelining.micro_batches import MicroBatch
 from maxmoe.planning.traced_forward import Trace, trace, traced_modules
 
 
 @dataclass(frozen=True)
 class PlannedBatch:
-    """Forward and backward of a batch by the plan of a model or of a part of it, if routing is balanced.
-
-    Args:
-        plan: plan of the model.
-        batch_size: number of sequences over all ranks.
-        sequence_length: number of tokens per sequence.
-        dtype: dtype of the activations.
-        num_chunks: number of chunks of the tokens of a MoE layer.
-    """
+    """Forward and backward of a batch by the plan of a model or of a part of it, if routing is balanced."""
 
     plan: Plan
-    batch_size: int
-    sequence_length: int
-    dtype: torch.dtype
-    num_chunks: int = 1
+    batch_size: int  # sequences over all ranks
+    sequence_length: int  # tokens per sequence
+    dtype: torch.dtype  # of the activations
+    num_chunks: int = 1  # of the tokens of a MoE layer
 
     @property
     def local_tokens(self) -> tuple[int, int]:
@@ -136,3 +131,10 @@ def _local_shape(plan: Plan, module: ModulePlan, tensor: SavedTensor, num_parts:
     # The rows of all tokens are on the ranks of their experts: each axis of the tokens or of the experts divides them.
     axes = {*plan.tokens.axes, *(() if module.dispatch is None else module.dispatch.expert_axes)}
     return (math.prod(local[:num_dims]) // plan.mesh.size(*axes), *local[num_dims:])
+
+
+def message_bytes(model: nn.Module, batch: PlannedBatch) -> int:
+    """Count the bytes of the hidden states of a batch that a rank passes to the next stage."""
+    boundary = Boundary(model, batch.plan)
+    inputs = torch.empty(batch.local_tokens, dtype=torch.int64)
+    return boundary.local_part(boundary.hidden_states(MicroBatch(inputs, None, {}))).nbytes

@@ -1,15 +1,14 @@
 """Predicted time and memory of a training step with one plan."""
 
-import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from maxmoe.adapters import planned_copy
-from maxmoe.declaration import declaration_of
 from maxmoe.nn import recompute_of, set_recompute
 from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.parallel.plan.plan import Plan
@@ -21,11 +20,10 @@ from maxmoe.planning.memory import (
     PARAMETER_DTYPES,
     StateDtypes,
     activation_memory,
-    gathered_memory,
     parameter_dtype,
+    part_memory,
+    rank_memory,
     stored_memory,
-    unit_memory,
-    unsharded_memory,
 )
 from maxmoe.planning.model_parts import FIRST, LAST, ModelParts, StageKind
 from maxmoe.planning.planned_batch import PlannedBatch
@@ -131,27 +129,24 @@ class MeshCosts:
     def __init__(
         self, parts: ModelParts, step: Step, device: Device, mesh: Mesh, rules: LogicalRules, dispatch: Dispatch
     ) -> None:
-        self.step, self.device, self.mesh, self.parts = step, device, mesh, parts
-        within, self._num_stages = mesh.within_stage(), mesh.size(STAGE_AXIS)
-        self.plan, self._plans = parts.plans(
-            lambda module: make_plan(module, within, rules, dispatch=dispatch, allow_unused=True),
-            has_stages=self._num_stages > 1,
-        )
+        self.step, self.device, self.mesh = step, device, mesh
+        self._num_stages = mesh.size(STAGE_AXIS)
+        has_stages = self._num_stages > 1
+        self._stages = parts.stages(self._num_stages)
+        make = partial(make_plan, mesh=mesh.within_stage(), rules=rules, dispatch=dispatch, allow_unused=True)
+        self.plan, self._plans = parts.plans(make, has_stages=has_stages)
         self.rows, _ = self._micro_batch(self.plan).local_tokens
-        self.stages: list[StageKind] = parts.stages(self._num_stages)
-        plans = self._plans.items()
-        # Bytes of a rank by part, of what does not depend on the tokens.
-        self._state = {name: stored_memory(plan, "adamw", (), step.state_dtypes) for name, plan in plans}
-        self._stored = {name: sum(state.values()) for name, state in self._state.items()}
-        self._unsharded = {name: unsharded_memory(plan) for name, plan in plans}
-        self._units = {name: unit_memory(plan) for name, plan in plans}
-        self._parameters = functools.cache(self._parameter_costs)
+        self._sequence_bytes = parts.sequence_bytes(step.sequence_length) if has_stages else 0
+        states = {name: stored_memory(plan, "adamw", (), step.state_dtypes) for name, plan in self._plans.items()}
+        self._memory = {
+            name: part_memory(plan, states[name], has_stages=has_stages) for name, plan in self._plans.items()
+        }
+        self._parameters = cache(self._parameter_costs)
 
     @property
     def least_memory(self) -> float:
         """Mean over the stages of the bytes of parameters, gradients and optimizer state."""
-        stored = (_total(self._stored, stage) * stage.number for stage in self.stages)
-        return sum(stored) / self._num_stages
+        return sum(self._stored(stage) * stage.number for stage in self._stages) / self._num_stages
 
     def memory(self, num_micro_batches: int, num_chunks: int) -> dict[str, int]:
         """Return the bytes of the rank that needs most, by purpose."""
@@ -159,31 +154,17 @@ class MeshCosts:
             name: activation_memory(self._micro_batch(plan, num_micro_batches, num_chunks))
             for name, plan in self._plans.items()
         }
-        kept = {name: saved for name, (saved, _) in activations.items()}
         message, last = self._message(num_micro_batches), self._num_stages - 1
 
         def memory(stage: StageKind) -> dict[str, int]:
-            saved, unsharded = _total(kept, stage), _total(self._unsharded, stage)
-            found = {
-                of: _total({name: self._state[name][of] for name in stage.parts}, stage) for of in self._state[FIRST]
-            }
-            if not last:
-                found["gathered parameters"] = gathered_memory(self.plan)
-            else:  # torch gathers the parameters of a stage ahead, and keeps the gradients of whole parameters
-                units = [self._units[name] for name in stage.parts]
-                gathered = unsharded + sum(whole for whole, _ in units) + max(module for _, module in units)
-                found |= {"unsharded gradients": unsharded, "gathered parameters": gathered}
+            parts = [self._memory[name] for name in stage.parts.elements()]
+            saved = sum(activations[name][0] for name in stage.parts.elements())
             in_flight = min(num_micro_batches, self._num_stages - stage.rank)
-            found["activations"] = in_flight * (saved + message * (stage.rank < last))
-            found["recomputed activations"] = max(activations[name][1] for name in stage.parts)
-            return found
+            kept = in_flight * (saved + message * (stage.rank < last))
+            recomputed = max(activations[name][1] for name in stage.parts)
+            return rank_memory([parts], kept, recomputed, sum(part.unsharded for part in parts) if last else None)
 
-        return max(map(memory, self.stages), key=lambda found: sum(found.values()))
-
-    def seconds(self, num_micro_batches: int, num_chunks: int) -> float:
-        """Return the time of a step."""
-        cost, bubble = self._cost(num_micro_batches, num_chunks)
-        return cost.seconds + bubble
+        return max(map(memory, self._stages), key=lambda found: sum(found.values()))
 
     def predicted(
         self,
@@ -195,7 +176,7 @@ class MeshCosts:
         uncounted: str | None = None,
     ) -> PredictedPlan:
         """Return the plan with its costs; `recompute` names the parts that are recomputed now."""
-        cost, bubble = self._cost(num_micro_batches, num_chunks)
+        cost = self.cost(num_micro_batches, num_chunks)
         return PredictedPlan(
             rules=rules,
             mesh=self.mesh.sizes,
@@ -207,17 +188,17 @@ class MeshCosts:
             compute=cost.compute,
             hidden=cost.hidden,
             exposed=cost.exposed,
-            bubble=bubble,
+            bubble=cost.bubble,
             flops=cost.flops,
             model_flops=cost.model_flops,
-            mfu=cost.model_flops / (cost.seconds + bubble) / self.device.peak(self.step.dtype),
+            mfu=cost.model_flops / cost.seconds / self.device.peak(self.step.dtype),
             intra_bytes=int(cost.intra_bytes),
             inter_bytes=int(cost.inter_bytes),
             uncounted=uncounted,
         )
 
-    def _cost(self, num_micro_batches: int, num_chunks: int) -> tuple[Cost, float]:
-        """Return the cost of a step on the rank that takes most time, and its bubble in seconds.
+    def cost(self, num_micro_batches: int, num_chunks: int) -> Cost:
+        """Return the cost of a step on the rank that takes most time.
 
         With stages, the schedule is 1F1B with one stage per rank:
 
@@ -228,16 +209,16 @@ class MeshCosts:
         parts = {name: self._part(name, num_micro_batches, num_chunks) for name in self._plans}
         message = PlannedCollective("hidden states to stages", "send", (STAGE_AXIS,), self._message(num_micro_batches))
         messages = sent([message, message] if has_stages else [], self.mesh, device)
-        costs = [sum((parts[name] * count for name, count in stage.parts.items()), messages) for stage in self.stages]
+        costs = [sum((parts[name] * count for name, count in stage.parts.items()), messages) for stage in self._stages]
         slowest = max(range(len(costs)), key=lambda index: costs[index].seconds)
-        cost, stage = costs[slowest], self.stages[slowest]
+        cost, stage = costs[slowest], self._stages[slowest]
         reductions = (self._parameters(name, num_chunks)[1] * count for name, count in stage.parts.items())
         reduction = sum(reductions, Cost())
         # FSDP2 reduces gradients beside the backward; with stages, after the last one.
         beside = 0.0 if has_stages else device.overlap * min(reduction.seconds, cost.compute - cost.hidden)
-        update = 2 * _total(self._stored, stage) / device.memory_bandwidth * device.slowdown(self.mesh.num_ranks)
-        bubble = sum(each.seconds * kind.number for each, kind in zip(costs, self.stages, strict=True)) - cost.seconds
-        return cost * num_micro_batches + reduction.hide(beside) + Cost(compute=update), bubble
+        update = 2 * self._stored(stage) / device.memory_bandwidth * device.slowdown(self.mesh.num_ranks)
+        bubble = sum(each.seconds * kind.number for each, kind in zip(costs, self._stages, strict=True)) - cost.seconds
+        return cost * num_micro_batches + reduction.hide(beside) + Cost(compute=update, bubble=bubble)
 
     def _micro_batch(self, plan: Plan, num_micro_batches: int = 1, num_chunks: int = 1) -> PlannedBatch:
         """Return the largest micro-batch of a part."""
@@ -246,12 +227,14 @@ class MeshCosts:
 
     def _message(self, num_micro_batches: int) -> int:
         """Return the bytes of the hidden states of a micro-batch on a rank, which stages send to each other."""
-        stream = declaration_of(self.parts.model).residual_stream
-        if stream is None:
-            return 0
         rows, length = self._micro_batch(self.plan, num_micro_batches).local_tokens
-        elements = rows * length * stream.hidden_size // self.plan.mesh.size(*self.plan.embed_axes)
-        return elements * self.step.dtype.itemsize
+        return (
+            rows * length * self._sequence_bytes // self.step.sequence_length // self.mesh.size(*self.plan.embed_axes)
+        )
+
+    def _stored(self, stage: StageKind) -> int:
+        """Return the bytes of parameters, gradients and optimizer state of a stage."""
+        return sum(sum(self._memory[name].state.values()) * count for name, count in stage.parts.items())
 
     def _parameter_costs(self, name: str, num_chunks: int) -> tuple[Cost, Cost, Cost]:
         """Return the costs of the gathers and of the reductions of FSDP2, and of the collectives of other units."""
@@ -273,11 +256,6 @@ class MeshCosts:
         # The first chunk arrives, and the last one returns, while no expert computes.
         beside = (1 - 1 / num_chunks) * min(dispatched.seconds, compute.routed)
         return (compute + moved).hide(device.overlap * (beside + min(gathered.seconds, compute.seconds - beside)))
-
-
-def _total(values: Mapping[str, int], stage: StageKind) -> int:
-    """Add up a value by part over the parts of a stage."""
-    return sum(values[name] * count for name, count in stage.parts.items())
 
 
 def predict(
@@ -315,22 +293,15 @@ def predict(
 
     Raises:
         ValueError: as `estimate`; for an unknown device, and one without a peak in the dtype of the parameters; for
-            pipeline stages of a module that does not declare `pipeline_parts` and a `residual_stream`.
+            pipeline stages of a module that does not declare `pipeline_parts`.
     """
-    module, loaded, table = planned_copy(module), Device.load(device), LogicalRules.load(rules)
-    one = make_plan(module, Mesh.planned({}), LogicalRules(), allow_unused=True)
-    step = Step(batch_size, sequence_length, parameter_dtype(one), state_dtypes)
-    parts = ModelParts(module)
+    parts, table = ModelParts(planned_copy(module)), LogicalRules.load(rules)
+    batch = PlannedBatch(parts.on_one_rank, batch_size, sequence_length, parameter_dtype(parts.on_one_rank))
+    step = Step(batch_size, sequence_length, batch.dtype, state_dtypes)
     check_schedule("1f1b", mesh.size(STAGE_AXIS), None, num_micro_batches)
-    if mesh.size(STAGE_AXIS) > 1 and not parts.can_be_cut:
-        raise ValueError(
-            f"{type(module).__name__} must declare pipeline_parts and a residual_stream to be planned with pipeline "
-            f"stages, got {mesh}"
-        )
     names = tuple(recompute_of(module) if recompute is None else recompute)
     set_recompute(parts.reduced, names)
     planned = Mesh.planned({axis: size for axis, size in mesh.sizes.items() if size > 1})
-    costs = MeshCosts(parts, step, loaded, planned, table, dispatch)
-    uncounted = PlannedBatch(one, batch_size, sequence_length, step.dtype).trace().problem
+    costs = MeshCosts(parts, step, Device.load(device), planned, table, dispatch)
     many = num_micro_batches if mesh.size(STAGE_AXIS) > 1 else 1
-    return costs.predicted(rules, dispatch, names, many, num_chunks, uncounted)
+    return costs.predicted(rules, dispatch, names, many, num_chunks, batch.trace().problem)

@@ -1,7 +1,8 @@
 """Result of a search, as tables."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from maxmoe.planning.device import Device
 from maxmoe.planning.predict import PredictedPlan, Step
@@ -22,11 +23,16 @@ PLANS = ("plan", "rules", "mesh", "dispatch", "recomputed", "memory", "step", "t
 COSTS = ("plan", "compute", "hidden", "exposed", "bubble", "FLOPs", "sent in the node", "to other nodes")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class SearchResult:
     """Result of `search`. As a string, tables as wide as the terminal.
 
     Args:
+        limit: bytes of a rank.
+        world_size: number of ranks.
+        device: device and network.
+        step: tokens and dtypes.
+        uncounted: what is not counted, because the forward of the module cannot be traced; None if all is.
         plans: the fastest plans, in order.
         num_considered: number of meshes with rules that divide the tokens and the experts.
         num_over_memory: number of them without a plan that fits in memory.
@@ -34,25 +40,20 @@ class SearchResult:
         cannot_run: number of meshes with rules that are not tried, by the reason.
         num_left: number of meshes that were not tried, because the search was interrupted.
         is_refined: whether all strategies, chunks and numbers of micro-batches were tried on the fastest meshes.
-        limit: bytes of a rank.
-        world_size: number of ranks.
-        device: device and network.
-        step: tokens and dtypes.
-        uncounted: what is not counted, because the forward of the module cannot be traced; None if all is.
     """
 
-    plans: tuple[PredictedPlan, ...]
-    num_considered: int
-    num_over_memory: int
-    refused: Sequence[str]
-    cannot_run: Mapping[str, int]
-    num_left: int
-    is_refined: bool
     limit: int
     world_size: int
     device: Device
     step: Step
     uncounted: str | None = None
+    plans: tuple[PredictedPlan, ...] = ()
+    num_considered: int = 0
+    num_over_memory: int = 0
+    refused: list[str] = field(default_factory=list)
+    cannot_run: Counter[str] = field(default_factory=Counter)
+    num_left: int = 0
+    is_refined: bool = False
 
     def tokens_per_second(self, plan: PredictedPlan) -> float:
         """Return the predicted number of tokens per second of each rank with one of the plans."""
@@ -132,10 +133,8 @@ def differences(plans: Sequence[PredictedPlan]) -> str:
     """Say which settings differ between plans, such as "data (1, 2, 8), rules (default, ep-as-dp)"."""
     axes = dict.fromkeys(axis for plan in plans for axis in plan.mesh)
     values: dict[str, list[object]] = {axis: [plan.mesh.get(axis, 1) for plan in plans] for axis in axes}
-    for name in ("rules", "dispatch", "num_micro_batches", "num_chunks"):
-        values[name.replace("num_micro_batches", "micro-batches").replace("num_", "")] = [
-            getattr(plan, name) for plan in plans
-        ]
+    named = {"rules": "rules", "dispatch": "dispatch", "micro-batches": "num_micro_batches", "chunks": "num_chunks"}
+    values |= {label: [getattr(plan, name) for plan in plans] for label, name in named.items()}
     values["recomputed"] = [" ".join(plan.recompute) or "nothing" for plan in plans]
     return ", ".join(
         f"{name} ({', '.join(map(str, dict.fromkeys(of_plans)))})"
@@ -151,7 +150,7 @@ class NoPlanFits(ValueError):  # noqa: N818, the sentence that it says
         nearest: the plans that need least memory, in order.
     """
 
-    def __init__(self, nearest: Sequence[PredictedPlan], limit: int, remedies: Sequence[str]) -> None:
+    def __init__(self, nearest: Sequence[PredictedPlan], limit: int, remedies: Iterable[str]) -> None:
         self.nearest = tuple(nearest)
         lines = [f"no plan fits in {readable_bytes(limit)}; the nearest:"]
         for plan in nearest:

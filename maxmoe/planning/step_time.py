@@ -24,32 +24,22 @@ PASSES_OVER_SENT = 2
 
 
 class Cost(NamedTuple):
-    """Cost of computation and collectives on a rank.
+    """Cost of computation and collectives on a rank, in seconds, floating-point operations and bytes."""
 
-    Attributes:
-        compute: seconds of products and memory traffic.
-        routed: seconds of the products of routed experts, part of `compute`.
-        hidden: seconds of collectives that run beside products.
-        exposed: seconds of all other collectives.
-        flops: floating-point operations.
-        model_flops: floating-point operations without recomputation.
-        intra_bytes: bytes sent to ranks of the same node.
-        inter_bytes: bytes sent to other nodes.
-    """
-
-    compute: float = 0.0
-    routed: float = 0.0
-    hidden: float = 0.0
-    exposed: float = 0.0
+    compute: float = 0.0  # products and memory traffic
+    routed: float = 0.0  # products of routed experts, part of `compute`
+    hidden: float = 0.0  # collectives that run beside products
+    exposed: float = 0.0  # all other collectives
+    bubble: float = 0.0  # waiting for other stages
     flops: float = 0.0
-    model_flops: float = 0.0
-    intra_bytes: float = 0.0
-    inter_bytes: float = 0.0
+    model_flops: float = 0.0  # without recomputation
+    intra_bytes: float = 0.0  # sent to ranks of the same node
+    inter_bytes: float = 0.0  # sent to other nodes
 
     @property
     def seconds(self) -> float:
         """Time that passes."""
-        return self.compute + self.exposed
+        return self.compute + self.exposed + self.bubble
 
     def __add__(self, other: "Cost") -> "Cost":  # type: ignore[override]
         """Return the sum of two costs."""
@@ -107,24 +97,14 @@ def sent(collectives: Iterable[PlannedCollective], mesh: Mesh, device: Device) -
 
 
 class Product(NamedTuple):
-    """Matrix products of a parameter, of attention scores, or of a traced module.
+    """Matrix products of a parameter, of attention scores, or of a traced module."""
 
-    Attributes:
-        flops: floating-point operations in a forward.
-        rows: rows of each product; for routed experts, rows of one expert in one chunk.
-        passes: number of products with the same FLOPs in a step: the forward, and the gradients of the input and of
-            the parameter.
-        repeats: number of times that the backward recomputes the forward.
-        is_routed: whether it is a product of routed experts.
-        channels: channels of a head, for products of attention scores.
-    """
-
-    flops: int
-    rows: int
-    passes: int
-    repeats: int
+    flops: int  # of a forward
+    rows: int  # of each product; for routed experts, rows of one expert in one chunk
+    passes: int  # products with the same FLOPs in a step: the forward, and gradients of the input and of the parameter
+    repeats: int  # how often the backward recomputes the forward
     is_routed: bool = False
-    channels: int | None = None
+    channels: int | None = None  # of a head, for products of attention scores
 
 
 def routed_slots(batch: PlannedBatch) -> Iterator[tuple[str, int]]:

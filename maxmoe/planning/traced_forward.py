@@ -35,19 +35,13 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Trace(NamedTuple):
-    """Result of `trace`.
+    """Result of `trace`."""
 
-    Attributes:
-        saved: bytes that are saved, by the path of the module that saves a storage first, and the paths of the modules
-            that can be recomputed and take it as an argument.
-        flops: floating-point operations of matrix products, convolutions and attention in a forward, by the path of the
-            module.
-        problem: why the forward cannot be traced, or None.
-    """
-
+    # Bytes, by the path of the module that saves a storage first, and the paths of the modules that can be recomputed
+    # and take it as an argument.
     saved: Mapping[tuple[str, frozenset[str]], int]
-    flops: Mapping[str, int]
-    problem: str | None = None
+    flops: Mapping[str, int]  # of matrix products, convolutions and attention in a forward, by the path of the module
+    problem: str | None = None  # why the forward cannot be traced
 
 
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:

@@ -21,7 +21,7 @@ from maxmoe.presets.published import (
     qwen3_next,
     switch_transformers,
 )
-from maxmoe.presets.published_2026 import axk2, beam, inkling, kolibri1, mistral_large4, muse_spark
+from maxmoe.presets.published_2026 import axk2, beam, inkling, kolibri1, mistral_large4, muse_spark, step3p7, zaya
 
 __all__ = [
     "axk2",
@@ -48,5 +48,7 @@ __all__ = [
     "qwen2_moe",
     "qwen3_moe",
     "qwen3_next",
+    "step3p7",
     "switch_transformers",
+    "zaya",
 ]

@@ -1,10 +1,12 @@
 """Conversion of the configs of transformers to `MoEConfig`."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from maxmoe.checks.fields import check_bool, check_int, check_number
 from maxmoe.config import MoEConfig
-from maxmoe.presets.families import FAMILIES, Family
+from maxmoe.presets.families import FAMILIES
+from maxmoe.presets.family import Family, LayerField
 
 # Families whose blocks compute something else in transformers than their paper says.
 _WRONG_THERE = {
@@ -24,7 +26,7 @@ def family_of(config: Any) -> Family:
     return FAMILIES[model_type]
 
 
-def from_transformers(config: Any) -> MoEConfig:
+def from_transformers(config: Any, layer: int | None = None) -> MoEConfig:
     """Convert the config of a transformers model to a `MoEConfig`.
 
     Fields that the transformers config does not have, such as the weights of some losses, are taken from the preset of
@@ -32,24 +34,49 @@ def from_transformers(config: Any) -> MoEConfig:
 
     Args:
         config: transformers config of a family in `maxmoe.presets`, or multimodal config with a `text_config`.
+        layer: index of a layer of the model, for a model whose layers differ, such as Step-3.7.
 
     Returns:
-        Config of the Mixture-of-Experts layers of the model.
+        Config of the Mixture-of-Experts layers of the model, or of this layer.
 
     Raises:
-        ValueError: for another family, and for a field that is missing, contradicts others or is not supported.
+        ValueError: for another family, for a field that is missing, contradicts others or is not supported, and for a
+            field that differs between the layers if `layer` is None.
     """
+    fields, text_config = family_of(config).layer_fields, _text_config(config)
+    return converted(config, {name: _of_layer(text_config, name, field, layer) for name, field in fields.items()})
+
+
+def _of_layer(config: Any, name: str, field: LayerField, layer: int | None) -> Any:
+    """Return the value of a field in a layer, or in all of them."""
+    num_layers = _get(config, "num_hidden_layers", 1)
+    if layer is not None:
+        if layer not in range(num_layers):
+            raise ValueError(f"layer must be in [0, num_hidden_layers ({num_layers})), got {layer}")
+        return field.convert(field.of_config(config, layer))
+    first, *others = (field.convert(field.of_config(config, index)) for index in range(num_layers))
+    for index, value in enumerate(others, 1):
+        if value != first:
+            raise ValueError(
+                f"layer must be given for a {config.model_type} config whose layers differ, got None: {name} is "
+                f"{first!r} in layer 0 and {value!r} in layer {index}"
+            )
+    return first
+
+
+def converted(config: Any, of_layer: Mapping[str, Any]) -> MoEConfig:
+    """Convert the config of a transformers model, given the fields of `MoEConfig` that differ between its layers."""
     family = family_of(config)
     config = _text_config(config)
     for attribute, values in family.required.items():
-        value = _attribute(config, attribute, values[0])
+        value = attribute_at(config, attribute, values[0])
         if value not in values:
             allowed = " or ".join(map(repr, values))
             raise ValueError(f"{attribute} of a {config.model_type} config must be {allowed}, got {value!r}")
     top_k = family.fields.get("top_k")
     fields = {ours: _read(config, theirs, top_k) for ours, theirs in family.fields.items()}
     try:
-        return family.preset(**fields)
+        return family.preset(**fields, **of_layer)
     except ValueError as error:
         renamed = [
             f"{ours} is its {theirs}" for ours, theirs in family.fields.items() if ours in str(error) and ours != theirs
@@ -70,7 +97,7 @@ def _read(config: Any, attribute: str, top_k: str | None) -> Any:
     if attribute == "moe_latent_size":
         return getattr(config, attribute, None)
     if attribute == "ffn_config.moe_normalize_expert_weights":  # p of the p-norm that divides the weights
-        return "none" if _attribute(config, attribute) is None else "sum"
+        return "none" if attribute_at(config, attribute) is None else "sum"
     value = _get(config, attribute)
     where = f"{attribute} of the {config.model_type} config"
     match attribute:
@@ -84,7 +111,7 @@ def _read(config: Any, attribute: str, top_k: str | None) -> Any:
         case "router_aux_loss_coef" | "aux_loss_coef" | "ffn_config.moe_loss_weight":
             check_number(where, value, at_least=0)
             return value * (1 if top_k is None else _get(config, top_k, 1))
-        case "shared_expert_intermediate_size" | "moe_shared_expert_intermediate_size":
+        case "shared_expert_intermediate_size" | "moe_shared_expert_intermediate_size" | "share_expert_dim":
             width, size = _get(config, attribute, 0), _get(config, "moe_intermediate_size", 1)
             if width % size:
                 raise ValueError(f"{attribute} ({width}) must be a multiple of moe_intermediate_size ({size})")
@@ -94,7 +121,7 @@ def _read(config: Any, attribute: str, top_k: str | None) -> Any:
 
 def _get(config: Any, attribute: str, at_least: int | None = None) -> Any:
     """Return an attribute of a transformers config; with a bound, an int."""
-    value = _attribute(config, attribute)
+    value = attribute_at(config, attribute)
     if value is None:
         raise ValueError(f"{attribute} is missing in the {config.model_type} config; transformers >= 5.20 has it")
     if at_least is not None:
@@ -102,8 +129,8 @@ def _get(config: Any, attribute: str, at_least: int | None = None) -> Any:
     return value
 
 
-def _attribute(config: Any, path: str, default: Any = None) -> Any:
-    """Return an attribute of a config, or of a config that it contains."""
+def attribute_at(config: Any, path: str, default: Any = None) -> Any:
+    """Return an attribute of an object, or of an object that it contains."""
     for name in path.split("."):
         config = getattr(config, name, default)
     return config

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from maxmoe.quantization import QuantizedStack
+from maxmoe.text_table import listed
 
 Weight = TypeVar("Weight", Tensor, QuantizedStack)
 
@@ -139,9 +140,9 @@ class Layout:
         entries = [entry for entry in self.entries if not entry.is_optional or state.keys() & entry.names]
         names = {name for entry in entries for name in entry.names}
         if names != set(state):
-            listed = [", ".join(sorted(some)) or "nothing" for some in (names - set(state), set(state) - names)]
+            lacks, unused = (", ".join(sorted(some)) or "nothing" for some in (names - set(state), set(state) - names))
             raise ValueError(
-                f"the layer must have the parameters of the family: it lacks {listed[0]}, has no use for {listed[1]}"
+                f"the layer must have the parameters of the family: it lacks {lacks}, has no use for {unused}"
             )
         tensors = {}
         for entry in entries:
@@ -170,12 +171,6 @@ def check_tensors(where: str, found: Mapping[str, Sequence[int]], expected: Mapp
             raise ValueError(f"{where}: {key} must have shape {tuple(shape)}, got {tuple(found[key])}")
 
 
-def listed(keys: Sequence[str]) -> str:
-    """Format the first four keys for a message, because a layer may have thousands."""
-    most = 4
-    return (", ".join(keys[:most]) + (f" and {len(keys) - most} more" if len(keys) > most else "")) or "nothing"
-
-
 def router(module: str, correction_bias: str | None = None) -> tuple[Entry, ...]:
     """Return the entries of the router weight and of the correction bias if the family has one."""
     weight = Entry(f"{module}.weight", ("router.weight",))
@@ -186,8 +181,7 @@ def router(module: str, correction_bias: str | None = None) -> tuple[Entry, ...]
 
 def shared(module: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> tuple[Entry, ...]:
     """Return the entries of the shared expert."""
-    names = {gate: "shared_experts.gate_proj", up: "shared_experts.up_proj", down: "shared_experts.down_proj"}
-    return tuple(Entry(f"{module}.{theirs}.weight", (ours,), transposed=True) for theirs, ours in names.items())
+    return _linears(module, "shared_experts", (gate, up, down))
 
 
 def within(module: str, entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
@@ -205,7 +199,10 @@ def stacked(*, gated: bool = True, transposed: bool = True, interleaved: bool = 
 
 def per_expert(gate: str, up: str, down: str) -> tuple[Entry, ...]:
     """Return entries of one gate, up and down matrix per routed expert, the most common checkpoint layout."""
-    names = {gate: "experts.gate_proj", up: "experts.up_proj", down: "experts.down_proj"}
-    return tuple(
-        Entry(f"experts.{{expert}}.{theirs}.weight", (ours,), transposed=True) for theirs, ours in names.items()
-    )
+    return _linears("experts.{expert}", "experts", (gate, up, down))
+
+
+def _linears(module: str, ours: str, names: Sequence[str]) -> tuple[Entry, ...]:
+    """Return the entries of the weights of three `nn.Linear`: gate, up and down."""
+    places = zip(names, ("gate_proj", "up_proj", "down_proj"), strict=True)
+    return tuple(Entry(f"{module}.{theirs}.weight", (f"{ours}.{name}",), transposed=True) for theirs, name in places)

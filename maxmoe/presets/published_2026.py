@@ -100,3 +100,51 @@ def muse_spark(**overrides: Any) -> MoEConfig:
         logit_scale=0.1767766952966369,
         expert_norm=True,
     )
+
+
+@_layer_of(
+    "Step-3.7-Flash",
+    layers=45,
+    heads=(64, 8),
+    vocab_size=128815,
+    dense=(3, 11264),
+    differs="no gates of attention, no norms of its queries and keys, full attention in all layers",
+)
+def step3p7(**overrides: Any) -> MoEConfig:
+    """Step-3.7-Flash: sigmoid scores, a correction bias, and a shared expert; the weights are multiplied by 3.
+
+    Its last two layers have ``activation_limit=7.0`` and ``shared_activation_limit=16.0``.
+
+    Source: StepFun 2026, Step3p7TextConfig of transformers 5.24; the factor is the one of Step-3.5-Flash. The update
+    rate of the bias is not published.
+    """
+    return _config(
+        overrides,
+        sizes=(4096, 1280, 288, 8),
+        score_function="sigmoid",
+        score_correction_bias=True,
+        routed_scaling_factor=3.0,
+        num_shared_experts=1,
+        activation_limit_target="output",
+        shared_activation_limit=None,
+    )
+
+
+def zaya(**overrides: Any) -> MoEConfig:
+    """ZAYA1-8B: one of 16 experts or none, chosen by a router with hidden layers and a state from the layer before.
+
+    The zero expert skips the layer. The first layer takes no state: ``router_takes_state=False``. Layers are called
+    with the state that the layer before returns.
+
+    Source: Zyphra 2026, ZayaConfig of transformers 5.24, where the correction bias of the zero expert begins with -1;
+    its update rate is not published.
+    """
+    return _config(
+        overrides,
+        sizes=(2048, 2048, 16, 1),
+        num_zero_experts=1,
+        score_correction_bias=True,
+        router_hidden_size=256,
+        router_takes_state=True,
+        normalization="none",
+    )

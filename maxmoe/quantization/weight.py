@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from maxmoe._torch import ConvertedModule, parameter_in_place, put_in_place
+from maxmoe._torch import ConvertedModule, parameter_table
 from maxmoe.checks.whole_tensors import is_dtensor
 from maxmoe.quantization.formats import check_values, format_named
 from maxmoe.quantization.stack import QuantizedStack
@@ -41,7 +41,7 @@ class QuantizedWeight(ConvertedModule, QuantizedStack):
         for name in ("codes", "scales", "zeros"):
             part = getattr(stack, name)
             parameter = None if part is None else nn.Parameter(part, requires_grad=False)
-            put_in_place(self, self.parameter_name(name), parameter)
+            parameter_table(self)[self.parameter_name(name)] = parameter
         self.register_load_state_dict_pre_hook(_check_loaded)  # type: ignore[no-untyped-call]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -51,18 +51,18 @@ class QuantizedWeight(ConvertedModule, QuantizedStack):
     @property
     def codes(self) -> Tensor:  # type: ignore[override]
         """Codes."""
-        return parameter_in_place(self, self._codes_name)  # type: ignore[return-value]
+        return parameter_table(self)[self._codes_name]  # type: ignore[no-any-return]
 
     # `nn.Module.__getattr__` is called after an exception, which takes more time than all else in these properties.
     @property
     def scales(self) -> Tensor:  # type: ignore[override]
         """Scales."""
-        return parameter_in_place(self, "scales")  # type: ignore[return-value]
+        return parameter_table(self)["scales"]  # type: ignore[no-any-return]
 
     @property
     def zeros(self) -> Tensor | None:  # type: ignore[override]
         """Zero points, or None."""
-        return parameter_in_place(self, "zeros")
+        return parameter_table(self)["zeros"]  # type: ignore[no-any-return]
 
     @property
     def columns(self) -> int:  # type: ignore[override]
@@ -81,7 +81,7 @@ class QuantizedWeight(ConvertedModule, QuantizedStack):
     def conversion(self, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         """Keep the dtype of the scales; change the dtype of the stack alone."""
         self.dtype = function(torch.empty(0, dtype=self.dtype)).dtype
-        scales = parameter_in_place(self, "scales")
+        scales = self.scales
 
         def convert(tensor: Tensor) -> Tensor:
             converted = function(tensor)
@@ -173,7 +173,6 @@ class StackPart:
         format: name of the format.
         sizes: number of rows and of columns of the matrices.
         block: number of rows and of columns that share a scale.
-        num_scales: number of scales along the rows and along the columns.
         is_transposed: whether the dims of the stack are the columns and the rows, in this order.
         dtype: dtype of the stack, in which modules compute.
     """
@@ -182,7 +181,6 @@ class StackPart:
     format: str
     sizes: tuple[int, int]
     block: tuple[int, int]
-    num_scales: tuple[int, int]
     is_transposed: bool
     dtype: torch.dtype
 
@@ -195,9 +193,8 @@ class StackPart:
         rows, columns = reversed(dims) if self.is_transposed else dims
         if self.part == "codes":
             return expert, rows, columns
-        return expert, *(
-            name if count > 1 else None for name, count in zip((rows, columns), self.num_scales, strict=True)
-        )
+        names = zip((rows, columns), self.sizes, self.block, strict=True)
+        return expert, *(name if size > block else None for name, size, block in names)
 
 
 def stack_parts(module: nn.Module) -> dict[str, dict[str, StackPart]]:
@@ -209,7 +206,6 @@ def stack_parts(module: nn.Module) -> dict[str, dict[str, StackPart]]:
                 weight.format,
                 (weight.rows, weight.columns),
                 (weight.rows_per_scale, weight.columns_per_scale),
-                (weight.scales.shape[1], weight.scales.shape[2]),
                 weight.is_transposed,
                 weight.dtype,
             )

@@ -63,9 +63,28 @@ def apply_capacity(experts: Tensor, num_experts: int, capacity_factor: float) ->
     return torch.tensor(slots, dtype=torch.int64).reshape(experts.shape)
 
 
-def router_logits(tokens: Tensor, config: MoEConfig, parameters: dict[str, Tensor]) -> Tensor:
+def router_state(
+    tokens: Tensor, config: MoEConfig, parameters: dict[str, Tensor], previous: Tensor | None = None
+) -> Tensor:
+    """Return the state [T, R] of a router with hidden layers, given the state [T, R] of the layer before."""
+    state = wide(tokens) @ wide(parameters["router.mlp.down_weight"]).T + wide(parameters["router.mlp.down_bias"])
+    if not config.router_takes_state or previous is None:
+        return state
+    return state + wide(parameters["router.mlp.state_scale"]) * wide(previous)
+
+
+def router_logits(
+    tokens: Tensor, config: MoEConfig, parameters: dict[str, Tensor], previous: Tensor | None = None
+) -> Tensor:
     """Return logits [T, E] of tokens [T, D], float32 or wider."""
-    logits = wide(tokens) @ wide(parameters["router.weight"]).T
+    rows = wide(tokens)
+    if config.router_hidden_size is not None:
+        state = router_state(tokens, config, parameters, previous)
+        rows = rms_norm(state, config.norm_eps) * wide(parameters["router.mlp.norm_weight"])
+        for name in ("router.mlp.fc1", "router.mlp.fc2"):
+            rows = rows @ wide(parameters[f"{name}_weight"]).T + wide(parameters[f"{name}_bias"])
+            rows = rows * (1 + torch.erf(rows / math.sqrt(2))) / 2
+    logits = rows @ wide(parameters["router.weight"]).T
     logits = logits + wide(parameters["router.bias"]) if config.router_bias else logits
     return config.logit_scale * logits
 
@@ -85,10 +104,10 @@ def selected_experts(logits: Tensor, config: MoEConfig, correction_bias: Tensor 
 
 
 def routing(
-    tokens: Tensor, config: MoEConfig, parameters: dict[str, Tensor]
+    tokens: Tensor, config: MoEConfig, parameters: dict[str, Tensor], previous: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return logits [T, E], weights and experts [T, K], and weights [T, n] of shared experts that the router scores."""
-    logits = router_logits(tokens, config, parameters)
+    logits = router_logits(tokens, config, parameters, previous)
     logits, of_shared = logits[:, : config.num_selectable_experts], logits[:, config.num_selectable_experts :]
     weights, experts, _ = route(
         logits,
@@ -180,10 +199,10 @@ def shared_experts(
             row = wide(torch.zeros_like(token))
             for j, weight in enumerate(of_experts):
                 expert = [None if each is None else each[j] for each in matrices]
-                row = row + weight * feed_forward(token, expert, **config.activation_arguments)
+                row = row + weight * feed_forward(token, expert, **config.shared_activation_arguments)
             rows.append(row)
         return stack(rows, tokens, tokens.shape[1])
-    out = [feed_forward(token, matrices, **config.activation_arguments) for token in tokens]
+    out = [feed_forward(token, matrices, **config.shared_activation_arguments) for token in tokens]
     if config.shared_expert_gate:
         gate = wide(parameters["shared_experts.output_gate"])
         out = [torch.sigmoid(wide(token) @ gate) * y for token, y in zip(tokens, out, strict=True)]
@@ -210,12 +229,17 @@ def sequences(rows: Tensor, lengths: list[int]) -> list[Tensor]:
 
 
 def moe(
-    x: Tensor, config: MoEConfig, parameters: dict[str, Tensor], token_mask: Tensor | None = None
+    x: Tensor,
+    config: MoEConfig,
+    parameters: dict[str, Tensor],
+    token_mask: Tensor | None = None,
+    previous: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the layer: returns hidden_states, aux_loss, tokens_per_expert, dropped.
 
     x is [..., S, D], sequences of S tokens. token_mask is [..., S], False for padding, which is not routed and
-    has zero output. `parameters` has the names of the layer's state dict.
+    has zero output. `parameters` has the names of the layer's state dict. `previous` is the state [..., S, R] of the
+    router of the layer before.
     """
     if config.router == "random":
         raise ValueError("router must be 'learned' for the reference, got 'random'")
@@ -223,7 +247,8 @@ def moe(
     tokens = x[is_valid]
     lengths = [int(sequence.sum()) for sequence in is_valid.reshape(math.prod(x.shape[:-2]), x.shape[-2])]
 
-    logits, weights, experts, shared_weights = routing(tokens, config, parameters)
+    before = None if previous is None else previous[is_valid]
+    logits, weights, experts, shared_weights = routing(tokens, config, parameters, before)
     kept = experts
     if config.capacity_factor is not None:
         factor = config.capacity_factor

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from maxmoe.ranks.failures import RankError
 from maxmoe.ranks.rank_processes import RankProcesses
-from maxmoe.testing.explanation import Facts, Part, WrongGradient
-from maxmoe.testing.factors import CLOSE, Sizes, is_close, named_factor
+from maxmoe.testing.explanation import CLOSE, Facts, Part, Sizes, WrongGradient, is_close, named_factor
 from maxmoe.testing.layout import Entries, distance, largest_of, locate, missing_entries
 from maxmoe.testing.measurement import (
     WHOLE,
@@ -25,6 +24,7 @@ from maxmoe.testing.measurement import (
 from maxmoe.testing.report import Comparison, Noun, RankComparison, Verdict
 from maxmoe.testing.run_facts import batches_of_shares, partitions, sizes, weights_of
 from maxmoe.testing.starts import by_name, different_buffers
+from maxmoe.text_table import listed
 
 FLOOR = 1e-2  # the scale of a tensor is its largest entry, at least this part of the largest entry of all tensors
 LOSS_FLOOR = 1e-3  # a loss is compared on its own scale, at least this part of the largest gradient
@@ -33,24 +33,17 @@ OF_UPDATES = 1e3  # factor on the tolerance for updates, because Adam divides sm
 
 @dataclass
 class RankComparer:
-    """Comparison of a step, or of the update after it, on the ranks with one process.
+    """Comparison of a step, or of the update after it, on the ranks with one process."""
 
-    Attributes:
-        training: the functions of the user; `steps` is the number of this step.
-        notes: facts for the report, shared by all steps.
-        noun: "update" if the measurements have updates in the place of gradients.
-        before: measurement of the previous step in one process, None for the first step.
-    """
-
-    training: Training
+    training: Training  # its `steps` is the number of this step
     processes: RankProcesses
     one_process: Measurement
     ranks: Sequence[Measurement]
     dtype: torch.dtype
     tolerance: float
-    notes: list[str]
-    noun: Noun = "gradient"
-    before: Measurement | None = None
+    notes: list[str]  # facts for the report, shared by all steps
+    noun: Noun = "gradient"  # "update" if the measurements have updates in the place of gradients
+    before: Measurement | None = None  # of the previous step in one process; None for the first step
     too_small: list[str] = field(default_factory=list)  # names of gradients
     ambiguous: list[str] = field(default_factory=list)  # names of parameters
 
@@ -62,7 +55,7 @@ class RankComparer:
         is_equal = all(item.equal for item in (*loss, *outputs, *gradients))
         not_finite = [item.name for item in (*loss, *gradients) if not math.isfinite(item.one_process)]
         verdict: Verdict = "not finite" if not_finite else "equal" if is_equal else "different"
-        culprits: tuple[str, ...] = (f"Infinite or NaN in one process: {_names(not_finite)}.",) if not_finite else ()
+        culprits: tuple[str, ...] = (f"Infinite or NaN in one process: {listed(not_finite)}.",) if not_finite else ()
         run, notes = (len(self.ranks), self.dtype, self.tolerance), tuple(dict.fromkeys(self.notes))
         step = self.training.steps
         return RankComparison(verdict, *run, loss, outputs, gradients, culprits, notes, step, self.noun)
@@ -148,7 +141,7 @@ class RankComparer:
             (f"Shards with equal values, each matched to the place with the closest {self.noun}", self.ambiguous),
         ):
             if names:
-                self.notes.append(f"{title}: {_names(names)}.")
+                self.notes.append(f"{title}: {listed(names)}.")
         if len(zero) < len(trained) and not any(item.ranks for item in found.values()):
             self.notes.append(
                 "No parameter has a gradient on any rank: step must run the backward, and no zero_grad after it."
@@ -222,9 +215,8 @@ def compare_steps(steps: Sequence[RankComparer]) -> RankComparison:
 def compare_output(whole: Tensor, calls: Sequence[Sequence[Entries]]) -> tuple[float, int] | None:
     """Compare an output of the model on the ranks, in each call, with the closest blocks of the whole output.
 
-    Returns:
-        Largest difference over the ranks and calls, and number of entries that no rank has; None if an output has not
-        the shape of a block.
+    Returns the largest difference, and the number of entries that no rank has; None if an output has not the shape of a
+    block.
     """
     located = [item for parts in calls for item in locate(parts, whole)]
     if not located or not all(candidates for candidates, _ in located):
@@ -267,10 +259,6 @@ def _norms(parts: Sequence[Part], whole: Tensor, is_wrong: bool) -> tuple[float,
 def _once(values: Sequence[float], tolerance: float) -> tuple[float, ...]:
     """Return the value of all ranks, or the values of each if they differ."""
     return tuple(values[:1] if all(is_close(value, values[0], tolerance) for value in values) else values)
-
-
-def _names(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _reduction(copies: int, values: Sequence[float]) -> str:

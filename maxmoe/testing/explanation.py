@@ -6,27 +6,102 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from maxmoe.testing.factors import RIGHT, Share, ShareFactors, Sizes, fit, named_factor
 from maxmoe.testing.layout import distance, largest_of
 from maxmoe.testing.measurement import ADDED, WHOLE
 from maxmoe.testing.report import Noun
 
 Gradients = Mapping[str, Tensor]  # by parameter
+RIGHT = "right"
+CLOSE = 1e-6  # relative difference of factors that are equal
+Sizes = Mapping[str, int]  # of the run, by name, such as the number of ranks
+
+
+def is_close(one: float, other: float, tolerance: float = CLOSE) -> bool:
+    """Return whether two numbers are equal up to a relative tolerance."""
+    return abs(one - other) <= tolerance * max(abs(one), abs(other))
+
+
+def named_factor(factor: float, sizes: Sizes) -> str:
+    """Describe a factor by sizes of the run: "4 times: number of ranks"."""
+    if abs(factor) < CLOSE:
+        return "missing"
+    if is_close(factor, 1):
+        return RIGHT
+    names = [name for name, size in sizes.items() if is_close(factor, size)]
+    names += [f"1 / {name}" for name, size in sizes.items() if is_close(factor, 1 / size)]
+    names += [name for value, name in ((2, "summed twice"), (-1, "wrong sign")) if is_close(factor, value)]
+    return f"{factor:.6g} times: {' or '.join(names)}" if names else f"{factor:.6g} times"
+
+
+def fit(columns: Sequence[Tensor], values: Tensor, largest_error: float) -> list[float] | None:
+    """Return the coefficients with which the columns add up to the values; None if there are none or several."""
+    matrix = torch.stack([column.double().flatten() for column in columns], dim=1)
+    target = values.double().flatten()
+    if not torch.isfinite(matrix).all() or not torch.isfinite(target).all():
+        return None
+    norms = matrix.norm(dim=0)
+    if len(target) <= len(columns) or bool((norms == 0).any()):
+        return None
+    scaled = matrix / norms
+    if int(torch.linalg.matrix_rank(scaled, rtol=1e-8)) < len(columns):
+        return None
+    solution = torch.linalg.lstsq(scaled, target[:, None]).solution[:, 0]
+    if float((scaled @ solution - target).abs().max()) > largest_error:
+        return None
+    return [float(value) for value in solution / norms]
+
+
+@dataclass(frozen=True)
+class Share:
+    """Tokens whose gradients one process has computed alone: one micro-batch of the batch of some ranks."""
+
+    ranks: tuple[int, ...]
+    micro_batch: int
+
+
+@dataclass(frozen=True)
+class ShareFactors:
+    """Factor on the gradient of each share, such as a micro-batch, in the gradient of each rank; 1 is right."""
+
+    ranks: list[int]  # R ranks that have the parameter
+    shares: list[Share]  # all S shares
+    factors: Tensor  # (R, S), float64
+
+    def describe(self, sizes: Sizes) -> str:
+        """Say which tokens are missing or have another factor."""
+        if not all(_is_constant(column) for column in self.factors.unbind(1)):
+            names = ", ".join("+".join(map(str, share.ranks)) for share in self.shares)
+            rows = zip(self.ranks[:4], self.factors.tolist(), strict=False)
+            texts = [
+                f"{', '.join(f'{round(item, 4) + 0.0:g}' for item in row)} times on rank {rank}" for rank, row in rows
+            ]
+            return f"gradient of the tokens of rank {names}: {'; '.join(texts)}"
+        found: dict[str, list[Share]] = {}
+        for share, factor in zip(self.shares, self.factors[0].tolist(), strict=True):
+            found.setdefault(named_factor(factor, sizes), []).append(share)
+        wrong = {text: shares for text, shares in found.items() if text != RIGHT}
+        return "; ".join(f"gradient of the tokens of {self._names(shares)}: {text}" for text, shares in wrong.items())
+
+    def _names(self, found: list[Share]) -> str:
+        """Name shares by micro-batch if they have the micro-batch of every rank, else by rank."""
+        numbers = sorted({share.micro_batch for share in found})
+        if len(found) < len(self.shares) and found == [item for item in self.shares if item.micro_batch in numbers]:
+            return f"micro-batch {', '.join(str(number + 1) for number in numbers)} of each rank"
+        return f"rank {', '.join(str(rank) for rank in sorted({rank for share in found for rank in share.ranks}))}"
+
+
+def _is_constant(factors: Tensor) -> bool:
+    """Return whether there are factors, all equal."""
+    return len(factors) > 0 and bool(((factors - factors[0]).abs() <= CLOSE * max(1.0, abs(float(factors[0])))).all())
 
 
 @dataclass(frozen=True)
 class Part:
-    """Gradient of a parameter on one rank.
-
-    Attributes:
-        rank: the rank.
-        indices: flat indices ``(N,)`` of its entries in the whole parameter.
-        values: gradient ``(N,)`` of these entries.
-    """
+    """Gradient of a parameter on one rank."""
 
     rank: int
-    indices: Tensor
-    values: Tensor
+    indices: Tensor  # (N,), flat, of its entries in the whole parameter
+    values: Tensor  # (N,), gradient of these entries
 
     def of(self, whole: Tensor) -> Tensor:
         """Return these entries of a whole tensor."""
@@ -35,46 +110,27 @@ class Part:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of the run besides a gradient.
+    """What is known of the run besides a gradient."""
 
-    Attributes:
-        sizes: sizes that a factor may come from.
-        partitions: ranks in groups, by the name of the groups.
-        terms: gradients of the terms of the loss, by term, for the whole batch in one process.
-        shares: parts of the batch, with their gradients in one process, by term.
-        weights: numbers by which the gradients of the shares are multiplied in the gradient of the whole batch; empty
-            if the gradients of the shares do not add up to it.
-        known: factors of the shares that explain other gradients.
-        noun: whether gradients or updates are compared.
-        before: gradients of the previous step in one process; empty for the first step.
-    """
-
-    sizes: Sizes
-    partitions: Mapping[str, list[list[int]]]
-    terms: Mapping[str, Gradients] = field(default_factory=dict)
-    shares: list[tuple[Share, Mapping[str, Gradients]]] = field(default_factory=list)
+    sizes: Sizes  # that a factor may come from
+    partitions: Mapping[str, list[list[int]]]  # ranks in groups, by the name of the groups
+    terms: Mapping[str, Gradients] = field(default_factory=dict)  # of the loss, for the whole batch in one process
+    shares: list[tuple[Share, Mapping[str, Gradients]]] = field(default_factory=list)  # parts of the batch, by term
+    # Factors of the gradients of the shares in the gradient of the whole batch; empty if they do not add up to it.
     weights: list[float] = field(default_factory=list)
-    known: list[ShareFactors] = field(default_factory=list)
+    known: list[ShareFactors] = field(default_factory=list)  # that explain other gradients
     noun: Noun = "gradient"
-    before: Gradients = field(default_factory=dict)
+    before: Gradients = field(default_factory=dict)  # of the previous step in one process; empty for the first step
 
 
 @dataclass(frozen=True)
 class WrongGradient:
-    """A gradient that differs from the gradient in one process.
+    """A gradient that differs from the gradient in one process."""
 
-    Attributes:
-        name: name of the parameter.
-        expected: gradient in one process.
-        parts: gradients of the ranks that have the parameter.
-        largest_error: limit below which a difference is rounding.
-        facts: what is known of the run.
-    """
-
-    name: str
-    expected: Tensor
-    parts: Sequence[Part]
-    largest_error: float
+    name: str  # of the parameter
+    expected: Tensor  # gradient in one process
+    parts: Sequence[Part]  # gradients of the ranks that have the parameter
+    largest_error: float  # below which a difference is rounding
     facts: Facts
 
     def explain(self) -> str:

@@ -17,17 +17,11 @@ Block = tuple[slice, ...]
 
 @dataclass
 class Entries:
-    """Entries of a tensor on one rank.
-
-    Attributes:
-        values: this rank's entries.
-        shape: shape of the whole tensor for a `DTensor`, otherwise shape of `values`.
-        indices: flat index of each entry in the whole `DTensor`, in the shape of `values`; None for another tensor.
-    """
+    """Entries of a tensor on one rank."""
 
     values: Tensor
-    shape: Shape
-    indices: Tensor | None = None
+    shape: Shape  # of the whole tensor for a DTensor, otherwise of `values`
+    indices: Tensor | None = None  # flat index of each entry in the whole DTensor; None for another tensor
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Entries":
@@ -46,9 +40,8 @@ class Entries:
 def locate(parts: Sequence[Entries], whole: Tensor) -> list[tuple[list[Tensor], float]]:
     """Find the entries of each rank in a whole tensor.
 
-    Returns:
-        For each rank, flat indices ``(N,)`` of its entries, once for each block that is closest to their values, none
-        if no block has their shape; and their largest difference from the whole tensor there.
+    Returns for each rank the flat indices ``(N,)`` of its entries, once for each block that is closest to their values,
+    none if no block has their shape; and their largest difference from the whole tensor there.
     """
     numbers, shapes = torch.arange(whole.numel()).view(whole.shape), [part.values.shape for part in parts]
     found = []
@@ -88,13 +81,7 @@ def _selection(values: Tensor, whole: Tensor) -> Tensor | None:
 
 
 def blocks(shapes: Sequence[Shape], rank: int, whole: Shape) -> Iterator[Block]:
-    """Yield the blocks of a whole tensor that have the shape of a rank's part, the block after lower ranks first.
-
-    Args:
-        shapes: shapes of the parts of all ranks.
-        rank: the rank whose part is looked for.
-        whole: shape of the whole tensor.
-    """
+    """Yield the blocks of a whole tensor that have the shape of a rank's part, the block after lower ranks first."""
     part = shapes[rank]
     if len(part) != len(whole) or any(size > limit for size, limit in zip(part, whole, strict=True)):
         return

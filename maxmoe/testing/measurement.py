@@ -53,27 +53,16 @@ class ParameterEntries:
 
 @dataclass
 class Measurement:
-    """What a step computes in one process or on one rank.
+    """What a step computes in one process or on one rank."""
 
-    Attributes:
-        loss: terms of the loss; empty if the step returns none.
-        outputs: floating-point tensors that the model returns, by name, for each call.
-        parameters: in the order in which the backward computes their gradients, those without a gradient last.
-        buffers: buffers "before" and "after" the step, by name.
-        batch: the batch.
-        groups: ranks of each process group of this rank.
-        random_state: checksum of torch's random state that `parallelize` left.
-        narrow: a dtype in which the model computes, narrower than the dtype of the parameters, and the function.
-    """
-
-    loss: dict[str, float]
-    outputs: list[dict[str, Entries]]
-    parameters: dict[str, ParameterEntries]
-    buffers: dict[str, dict[str, Entries]]
+    loss: dict[str, float]  # terms of the loss; empty if the step returns none
+    outputs: list[dict[str, Entries]]  # floating-point tensors that the model returns, by name, for each call
+    parameters: dict[str, ParameterEntries]  # in the order of their gradients in the backward, others last
+    buffers: dict[str, dict[str, Entries]]  # "before" and "after" the step, by name
     batch: Any
-    groups: dict[str, list[int]] = field(default_factory=dict)
-    random_state: int = 0
-    narrow: tuple[torch.dtype, str] | None = None
+    groups: dict[str, list[int]] = field(default_factory=dict)  # ranks of each process group of this rank
+    random_state: int = 0  # checksum of torch's random state that `parallelize` left
+    narrow: tuple[torch.dtype, str] | None = None  # dtype below the parameters' in which a function computes, its name
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients of all parameters, zeros for those without one."""

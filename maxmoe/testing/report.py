@@ -100,11 +100,7 @@ class RankComparison:
         return next((gradient for gradient in self.gradients if not gradient.equal), None)
 
     def raise_if_different(self) -> None:
-        """Raise an error with the report unless the verdict is "equal".
-
-        Raises:
-            AssertionError: if the verdict is another one.
-        """
+        """Raise an AssertionError with the report unless the verdict is "equal"."""
         __tracebackhide__ = True  # for pytest
         if not self.equal:
             raise AssertionError(str(self))

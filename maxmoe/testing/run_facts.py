@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from maxmoe.testing.batches import batch_sizes, have_same_tensors, micro_batches
-from maxmoe.testing.explanation import Gradients
-from maxmoe.testing.factors import Share, Sizes, fit
+from maxmoe.testing.explanation import Gradients, Share, Sizes, fit
 from maxmoe.testing.measurement import Measurement
 
 

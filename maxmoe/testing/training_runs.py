@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from maxmoe.checks.fields import check_int, check_number
 from maxmoe.ranks.failures import RankError
 from maxmoe.ranks.rank_processes import RankProcesses
 from maxmoe.testing.comparison import RankComparer, compare_steps
@@ -82,9 +83,15 @@ def compare_ranks(
     """
     __tracebackhide__ = True  # for pytest
     training = Training(build_model, parallelize, make_batch, loss, step, make_update, steps)
-    _check(num_ranks, dtype, tolerance, timeout, steps)
+    check_int("num_ranks", num_ranks, at_least=2)
+    check_int("steps", steps, at_least=1)
+    check_number("timeout", timeout, above=0.0)
     if steps > 1 and make_update is None:
         raise ValueError(f"{steps} steps need make_update, got None")
+    if dtype is not None and dtype not in TOLERANCES:
+        raise ValueError(f"dtype must be {', '.join(map(str, TOLERANCES))} or None, got {dtype!r}")
+    if tolerance is not None and not (isinstance(tolerance, int | float) and 0 < tolerance < 1):
+        raise ValueError(f"tolerance must be a number above 0 and below 1 or None, got {tolerance!r}")
     _check_functions(training)
     return Run(training, num_ranks, dtype, tolerance, RankProcesses(timeout=timeout, deadline=timeout)).compare()
 
@@ -154,19 +161,6 @@ class Run:
             run = training, self.processes, one_process, of_ranks, dtype, tolerance, notes
             comparers.append(RankComparer(*run, before=before))
         return compare_steps(comparers)
-
-
-def _check(num_ranks: Any, dtype: Any, tolerance: Any, timeout: Any, steps: Any) -> None:
-    for name, number, least in (("num_ranks", num_ranks, 2), ("steps", steps, 1)):
-        if not isinstance(number, int) or number < least:
-            raise ValueError(f"{name} must be an integer of at least {least}, got {number!r}")
-    if dtype is not None and dtype not in TOLERANCES:
-        names = ", ".join(str(known) for known in TOLERANCES)
-        raise ValueError(f"dtype must be {names} or None, got {dtype!r}")
-    if tolerance is not None and not (isinstance(tolerance, int | float) and 0 < tolerance < 1):
-        raise ValueError(f"tolerance must be a number above 0 and below 1 or None, got {tolerance!r}")
-    if not (isinstance(timeout, int | float) and 0 < timeout < float("inf")):
-        raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
 
 
 def _check_functions(training: Training) -> None:

@@ -1,4 +1,4 @@
-"""Who takes part: shared weights, memory that does not suffice, results that differ."""
+"""Which contenders are timed: shared weights, too little memory, wrong results."""
 
 import gc
 from typing import ClassVar
@@ -52,7 +52,7 @@ def problem() -> Problem:
 
 
 def pretend_free(monkeypatch: pytest.MonkeyPatch, problem: Problem, copies: float) -> None:
-    """Memory for the work of a call and for so many copies of the weights."""
+    """Pretend that memory for a call and for a number of copies of the weights is available."""
     working = admission.TENSORS_OF_ROWS * SHAPE.num_rows * (SHAPE.hidden_size + 2 * SHAPE.intermediate_size) * 4
     free = (working + copies * problem.weight_bytes) / admission.USABLE
     monkeypatch.setattr(machine, "available_memory", lambda: free)
@@ -83,7 +83,7 @@ def test_what_does_not_fit_together_is_prepared_by_turns(
     assert alive == [["a"], ["a", "b"] if together else ["b"]]
     alive.clear()
     list(round_robin(runners, 2))
-    # By turns, one call of each turn is not timed: its memory is new.
+    # If both do not fit at once, the first call of each turn is not timed, because its memory is new.
     timed = sum(len(each.seconds) for each in runners)
     assert len(alive) == timed + (0 if together else 2 * 2)
     assert [len(each.seconds) > 1 for each in runners] == [True, True]
@@ -98,7 +98,7 @@ def test_what_does_not_fit_says_so(problem: Problem, monkeypatch: pytest.MonkeyP
     runners, reasons = Admission(problem, "forward", 1e-5).runners([MaxmoeExperts(), TorchGroupedMM()])
     assert [each.name for each in runners] == ["maxmoe"]
     assert reasons["torch grouped_mm"].startswith("does not fit into memory: needs about 0.0 GiB")
-    # The gradients take as much again as the weights, those of eager twice as much.
+    # The gradients take the memory of the weights once more, the gradients of eager twice.
     assert set(Admission(problem, "forward+backward", 1e-5).runners([MaxmoeExperts()])[1]) == {"maxmoe"}
     pretend_free(monkeypatch, problem, 2.5)
     both = [TransformersExperts("grouped_mm"), TransformersExperts("eager")]

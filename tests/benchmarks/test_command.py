@@ -1,4 +1,4 @@
-"""Runs of the benchmarks: what they write, wrong contenders, Ctrl-C, options."""
+"""Runs of the benchmarks: files, wrong contenders, Ctrl-C, options."""
 
 import dataclasses
 import json
@@ -57,7 +57,7 @@ def short_curves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Doubled(MaxmoeExperts):
-    """Computes the wrong thing."""
+    """A contender with wrong results."""
 
     name, kind = "doubled", "alternative"
 
@@ -92,7 +92,7 @@ def measure_here(name: str, case: Case, threads: int, experts: Any = None) -> tu
 def test_a_run_writes_table_json_and_picture(
     benchmark: command.Benchmark, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # A process takes seconds to start: `memory` gets one, `local` and `adapters` do without.
+    # A process takes seconds to start: `memory` starts one, `local` and `adapters` measure in this process.
     monkeypatch.setattr(memory, "contenders", lambda: [MaxmoeExperts()])
     monkeypatch.setattr(local, "measure_apart", measure_here)
     monkeypatch.setattr(adapters, "measure_apart", measure_here)
@@ -128,7 +128,7 @@ def test_medians_of_adapters_are_those_of_the_rounds() -> None:
 
 
 def test_formats_are_compared_round_by_round() -> None:
-    """Times over those without quantization, and bytes per second over those of a read."""
+    """Times relative to dense weights, and bytes per second relative to a read of memory."""
     shape = quantized.BENCHMARK.shapes["gpt-oss"]._replace(num_tokens=3)
     case = Case("one", shape, torch.bfloat16, "forward")
     seconds = {quantized.DENSE: [4.0, 40.0, 4.4], quantized.NAMES["mxfp4"]: [2.0, 10.0, 1.1], quantized.READ: [1.0]}
@@ -177,7 +177,7 @@ def test_ctrl_c_keeps_what_is_measured(tmp_path: Path, capsys: pytest.CaptureFix
 def test_ctrl_c_at_any_time_gives_a_report(
     benchmark: command.Benchmark, num_calls: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever is missing of a case: the report leaves it out."""
+    """The report leaves out cases with missing results."""
 
     def interrupted(runners: list[Runner], rounds: int) -> Any:
         for each in runners[:num_calls]:

@@ -1,4 +1,4 @@
-"""What the contenders of the benchmarks compute."""
+"""The results of the contenders of the benchmarks."""
 
 import os
 
@@ -20,7 +20,7 @@ from benchmarks.contender import TOLERANCE, AutogradContender, Contender, Mode, 
 from benchmarks.layers import layer_contenders
 from benchmarks.problem import Problem, make_problem
 
-# The optional libraries want multiples of 32.
+# The optional libraries need multiples of 32.
 SHAPE = shapes.Shape(num_tokens=7, hidden_size=64, intermediate_size=32, num_experts=4, top_k=2)
 
 

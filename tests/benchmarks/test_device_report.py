@@ -1,4 +1,4 @@
-"""The tables of a device check: those of the pages are what `benchmarks.device_report` prints."""
+"""The tables of a device check: the tables in docs are the output of `benchmarks.device_report`."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def test_kernels_are_counted_once(folder: Path) -> None:
 
 
 def test_what_failed_or_was_not_run_is_said() -> None:
-    """And what was not measured has no row."""
+    """Cases that were not measured have no row."""
     passed = {"dtype": "float32", "error": 1e-6, "limit": 1e-5, "same_bits": True, "ok": True}
     failed = {"ok": False, "error_message": "RuntimeError: no memory", "traceback": ""}
     missing = {"not_run": "no time was left"}

@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 from benchmarks import peak, shapes
 from benchmarks.contender import AutogradContender
 
-# The optional libraries want multiples of 32.
+# The optional libraries need multiples of 32.
 SHAPE = shapes.Shape(num_tokens=7, hidden_size=64, intermediate_size=32, num_experts=4, top_k=2)
 
 

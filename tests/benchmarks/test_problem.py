@@ -1,4 +1,4 @@
-"""What the benchmarks compute on: routing, local experts, rows."""
+"""The inputs of the benchmarks: routing, local experts, rows."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The table of docs/planning.md is what `benchmarks.published_steps` prints."""
+"""The table in docs/planning.md is the output of `benchmarks.published_steps`."""
 
 from pathlib import Path
 

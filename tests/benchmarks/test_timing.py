@@ -1,4 +1,4 @@
-"""The clock of the benchmarks: contenders in turn, rounds, what is left out."""
+"""The clock of the benchmarks: contenders in turn, rounds, calls that are not timed."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from benchmarks.timing import Runner, round_robin
 
 
 class Clock:
-    """Time that passes when somebody says so."""
+    """A clock that a test advances."""
 
     def __init__(self) -> None:
         self.now, self.log = 0.0, ""

@@ -1,4 +1,4 @@
-"""What `python -m maxmoe info` says of waiting threads, and that libgomp waits so."""
+"""The text of `python -m maxmoe info` about waiting threads, and the behaviour of libgomp that it describes."""
 
 import os
 import sys

@@ -41,8 +41,12 @@ def run_layer(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def routing_of(block: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights and experts of the block's own router, by rising expert."""
+    """Weights and experts of the block's router, in ascending order of experts."""
     tokens = x.flatten(0, 1)
+    if type(block).__name__ == "ZayaSparseMoeBlock":  # whose router hides the tokens that skip the layer
+        scores = block.gate(x)[0].softmax(-1)
+        experts = (scores + block.gate.balancing_biases).topk(1).indices
+        return scores.gather(1, experts), experts
     if hasattr(block, "e_score_correction_bias"):
         _, weights, experts = block.gate(tokens, block.e_score_correction_bias)
     elif hasattr(block, "route_tokens_to_experts"):
@@ -54,8 +58,8 @@ def routing_of(block: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     else:  # Llama 4 gives the weights of all experts, 0 for those not chosen
         scores, _ = block.router(tokens)
         weights, experts = scores.topk(block.top_k)
-    if type(block).__name__ == "BeamMoE":
-        weights = weights * block.routed_scaling_factor  # of the sum there
+    if type(block).__name__ in ("BeamMoE", "Step3p7SparseMoeBlock"):
+        weights = weights * block.routed_scaling_factor  # the block scales the sum
     order = experts.argsort(-1)
     return weights.gather(1, order), experts.gather(1, order)
 
@@ -85,7 +89,7 @@ def test_layer_is_the_block(name: str, options: dict[str, Any]) -> None:
 
 @each_family
 def test_gradients_are_those_of_the_block(name: str) -> None:
-    """Moved like weights, the gradients of our parameters are those of the block's."""
+    """The gradients of our parameters, converted like weights, equal the gradients of the block."""
     block = block_of(name)
     layer = MoE.from_transformers(copy.deepcopy(block))
     x, cotangent = torch.randn(2, 9, 16), torch.randn(2, 9, 16)
@@ -125,7 +129,7 @@ def test_round_trip_is_bitwise(name: str, dtype: torch.dtype) -> None:
 
 
 def test_to_another_block() -> None:
-    """A block of its own, whose weights were never there."""
+    """Conversion to a second block, on the meta device."""
     block = block_of("deepseek_v3")
     expected = copy.deepcopy(block.state_dict())
     other = block_of("deepseek_v3").to("meta")
@@ -167,7 +171,7 @@ def test_trains_and_saves(name: str, tmp_path: Any) -> None:
 
 
 def test_memory() -> None:
-    """One tensor more than the model has, each way: gate and up of all experts."""
+    """Each conversion takes memory for one more tensor: gate and up of all experts."""
     block = block_of("qwen3_moe", hidden_size=512, moe_intermediate_size=256, num_experts=72)
     largest = block.experts.gate_up_proj.nbytes
     assert largest / 2 == block.experts.down_proj.nbytes > memory.SELF_CONTAINED  # gate alone, up alone and down

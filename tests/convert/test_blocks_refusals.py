@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 
 
 class Reversed(Router):
-    """A custom router with the weights of the library's."""
+    """A custom router with the weights of `Router`."""
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None, experts: Tensor | None = None) -> Routing:
         return super().forward(-x, token_mask, experts)

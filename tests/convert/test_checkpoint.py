@@ -27,10 +27,10 @@ def family_of(name: str) -> str:
 
 
 def empty_layers(name: str) -> dict[str, MoE]:
-    config = presets.from_transformers(small_models.config_of(name))
+    config = small_models.config_of(name)
     decoder = "model.language_model" if name in small_models.MULTIMODAL else "model"
     layers = "transformer.blocks" if name == "dbrx" else f"{decoder}.layers"
-    return {f"{layers}.{number}": MoE(config) for number in range(2)}
+    return {f"{layers}.{number}": MoE(presets.from_transformers(config, number)) for number in range(2)}
 
 
 def converted_layers(model: torch.nn.Module) -> dict[str, MoE]:
@@ -39,15 +39,17 @@ def converted_layers(model: torch.nn.Module) -> dict[str, MoE]:
 
 
 def is_stacked(name: str, stacked: bool) -> bool:
-    """Whether transformers writes the names in memory; of a language model without its towers, it knows no others."""
+    """Whether transformers writes the names in memory, as it does for a language model without its towers."""
     return stacked or name == "inkling"
 
 
 def as_saved(name: str, layers: dict[str, MoE], *, stacked: bool = False) -> dict[str, MoE]:
-    """The layers by their names in files: some are published with another name of the decoder, or without one."""
-    ours, theirs = {"nemotron_h": ("model.", "backbone."), "mistral_large4": ("model.language_model.", "")}.get(
-        name, ("", "")
-    )
+    """The layers by their names in files: some files name the decoder differently, or omit its name."""
+    ours, theirs = {
+        "nemotron_h": ("model.", "backbone."),
+        "mistral_large4": ("model.language_model.", ""),
+        "step3p7": ("model.language_model.", "model."),
+    }.get(name, ("", ""))
     return {block if stacked else block.replace(ours, theirs, 1): layer for block, layer in layers.items()}
 
 
@@ -64,14 +66,16 @@ def moe_tensors(folder: Path) -> dict[str, Tensor]:
     for file in folder.glob("*.safetensors"):
         tensors |= load_file(file)
     decoder = r"((model|backbone|transformer)\.)?(language_model\.)?(layers|blocks)\.\d"
-    names = rf"{decoder}\.(mlp|moe|block_sparse_moe|feed_forward|mixer|ffn|gate|experts|shared_experts)\..*"
+    names = (
+        rf"{decoder}\.(mlp|moe|block_sparse_moe|feed_forward|mixer|ffn|gate|experts|shared_experts|share_expert)\..*"
+    )
     return {key: tensor for key, tensor in tensors.items() if re.fullmatch(names, key)}
 
 
 @each_family
 @pytest.mark.parametrize("stacked", [False, True])
 def test_checkpoint_of_transformers(name: str, stacked: bool, tmp_path: Path) -> None:
-    """Read what a model of transformers saves, and write the same; published keys, and those in memory."""
+    """Read the files of a model of transformers, and write the same; with published keys, and with keys in memory."""
     model = small_models.model_of(name)
     model.save_pretrained(tmp_path, save_original_format=not stacked)
     layers = empty_layers(name)
@@ -108,7 +112,7 @@ def test_transformers_reads_what_we_write(name: str, tmp_path: Path) -> None:
 
 
 def test_published_names_of_inkling(tmp_path: Path) -> None:
-    """As transformers converts them for the whole model, whose towers need more libraries than its language model."""
+    """The names that transformers converts for the whole model, whose towers need more libraries."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     layers = converted_layers(small_models.model_of("inkling"))
@@ -131,7 +135,7 @@ def test_published_names_of_inkling(tmp_path: Path) -> None:
 
 
 def test_copy_experts_have_no_matrices(tmp_path: Path) -> None:
-    """transformers keeps, and saves, gate and up matrices of theirs that nothing reads."""
+    """transformers keeps and saves gate and up matrices of zero-computation experts, which are never read."""
     model = small_models.model_of("longcat_flash")
     model.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -161,9 +165,9 @@ def test_several_files(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss"])
 def test_dtypes(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Written as they are, the correction bias wider than the rest; read into the dtype of the layer.
+    """Tensors are written in their dtypes, the correction bias wider than the rest, and read into the layer's dtype.
 
-    With the bytes that the library writes, which has the widest dtype first for the alignment.
+    The bytes equal those of the safetensors library, which writes the widest dtype first for the alignment.
     """
     layers = {block: layer.to(dtype) for block, layer in empty_layers(name).items()}
     write_checkpoint(tmp_path / "ours", layers, family_of(name))
@@ -186,7 +190,7 @@ EXPERT = 3 * 512 * 256 * 4
 
 @pytest.mark.parametrize("stacked", [False, True])
 def test_memory(stacked: bool, tmp_path: Path) -> None:
-    """One expert over the layers; torch maps the file, which costs addresses alone."""
+    """Memory for one expert beyond the layers; torch maps the file, which takes address space only."""
     layers = {"model.layers.0": MoE(BIG)}
     path = tmp_path / "ours"
     with memory.at_most(EXPERT):

@@ -1,4 +1,4 @@
-"""Checkpoints that are no safetensors files: the error says which file it is."""
+"""Checkpoints that are not in safetensors format: the error names the file."""
 
 import os
 from pathlib import Path

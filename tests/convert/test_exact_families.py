@@ -20,7 +20,7 @@ from support.operator_calls import assert_near
 from support.run_ranks import run_ranks
 from support.small_models import MODELS, REPLACED_ONLY, block_of, import_models
 
-# Families whose routers or experts differ from those of DeepSeek-V3, with 8 experts, which 4 ranks divide.
+# Families whose routers or experts differ from DeepSeek-V3's, with 8 experts, which are divisible by 4 ranks.
 ON_RANKS: dict[str, dict[str, Any]] = {
     "kolibri1": {"num_experts": 8, "norm_topk_prob": True},
     "axk2": {},
@@ -28,6 +28,8 @@ ON_RANKS: dict[str, dict[str, Any]] = {
     "beam": {},
     "inkling": {},
     "muse_spark": {},
+    "step3p7": {},
+    "zaya": {"layer": 1},  # which takes a state
 }
 import_models(*ON_RANKS)
 
@@ -45,13 +47,16 @@ class InFloat64(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class Step:
-    """Tokens ``(4, 7, D)`` with a mask, and what a block makes of them; gradients by the names of our parameters."""
+    """Tokens ``(4, 7, D)`` with a mask, and a block's results; gradients by the names of our parameters.
+
+    With a state of the router, one from the layer before, and the state for the next layer.
+    """
 
     block: nn.Module
-    x: Tensor
+    inputs: dict[str, Tensor]
     mask: Tensor
-    cotangent: Tensor
-    hidden_states: Tensor
+    cotangents: list[Tensor]
+    outputs: dict[str, Tensor]
     gradients: dict[str, Tensor]
 
     @classmethod
@@ -62,30 +67,41 @@ class Step:
             block.gate.e_score_correction_bias -= 2
         mask = torch.ones(4, 7).bool()
         mask[0, :3], mask[2, 5:], mask[3] = False, False, False
-        x = torch.randn(4, 7, 16, dtype=torch.float64, requires_grad=True)
-        cotangent = torch.randn_like(x).masked_fill(~mask.unsqueeze(2), 0.0)
+        sizes = {"x": 16, "router_state": 6} if preset == "zaya" and block.gate.use_eda else {"x": 16}
+        inputs = {
+            name: torch.randn(4, 7, size, dtype=torch.float64, requires_grad=True) for name, size in sizes.items()
+        }
         carrier = copy.deepcopy(block)
         with InFloat64():
-            output = carrier(x)
-            output = (output[0] if isinstance(output, tuple) else output).reshape(x.shape)
-            output.backward(cotangent)
+            output = carrier(*inputs.values())
+            outputs = [*output] if preset == "zaya" else [output[0] if isinstance(output, tuple) else output]
+            outputs[0] = outputs[0].reshape(4, 7, 16)
+            cotangents = [torch.randn_like(each) * mask.unsqueeze(2) for each in outputs]
+            torch.autograd.backward(outputs, cotangents)
         for parameter in carrier.parameters():
             parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         gradients = dict(MoE.from_transformers(carrier).named_parameters())
-        gradients["x"] = x.grad
-        return cls(block, x.detach(), mask, cotangent, output.detach() * mask.unsqueeze(2), gradients)
+        gradients |= {name: leaf.grad for name, leaf in inputs.items()}
+        named = zip(("hidden_states", "router_state"), outputs, strict=False)
+        outputs = {name: each.detach() * mask.unsqueeze(2) for name, each in named}
+        return cls(block, {name: leaf.detach() for name, leaf in inputs.items()}, mask, cotangents, outputs, gradients)
 
     def check(self, layer: MoE, part: Any = ...) -> None:
         """Take the step with a layer, on a mesh with this rank's part of the tokens, and compare all values."""
-        x = self.x[part].clone().requires_grad_()
-        output = layer(x.masked_fill(~self.mask[part].unsqueeze(2), float("nan")), self.mask[part])
-        output.hidden_states.backward(self.cotangent[part])
-        assert_near(output.hidden_states.detach(), self.hidden_states[part], 1e-12, "hidden_states")
+        inputs = {name: value[part].clone().requires_grad_() for name, value in self.inputs.items()}
+        mask = self.mask[part]
+        padded = {name: leaf.masked_fill(~mask.unsqueeze(2), float("nan")) for name, leaf in inputs.items()}
+        output = layer(token_mask=mask, **padded)
+        outputs = [getattr(output, name) for name in self.outputs]
+        torch.autograd.backward(outputs, [cotangent[part] for cotangent in self.cotangents])
+        for (name, expected), got in zip(self.outputs.items(), outputs, strict=True):
+            assert_near(got.detach() * mask.unsqueeze(2), expected[part], 1e-12, name)
+        assert not outputs[0][~mask].any()
         gradients: dict[str, Any] = {name: parameter.grad for name, parameter in layer.named_parameters()}
-        gradients["x"] = x.grad
+        gradients |= {name: leaf.grad for name, leaf in inputs.items()}
         assert gradients.keys() == self.gradients.keys()
         for name, expected in self.gradients.items():
-            got, whole = gradients[name], expected[part] if name == "x" else expected
+            got, whole = gradients[name], expected[part] if name in inputs else expected
             assert_near(got.full_tensor() if isinstance(got, DTensor) else got, whole, 1e-12, name)
 
 

@@ -185,7 +185,7 @@ WRONG: dict[str, tuple[str, dict[str, Tensor | None], tuple[str, ...]]] = {
 
 @pytest.mark.parametrize(("kind", "changes", "words"), WRONG.values(), ids=WRONG)
 def test_wrong_tensors(kind: str, changes: dict[str, Any], words: tuple[str, ...], tmp_path: Path) -> None:
-    """Nothing is read, not even another layer that is right."""
+    """Nothing is read, not even the tensors of another, correct layer."""
     right = read(written(tmp_path, kind), kind)
     for each in right.experts.children():
         each.codes.zero_()
@@ -209,7 +209,7 @@ BLOCK_SIZES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", BLOCK_SIZES)
 def test_block_sizes_that_no_format_has(kind: str, tmp_path: Path) -> None:
-    """Two scales for 192 weights may be for 128 and 64 or for 96 and 96: only the config tells."""
+    """Two scales of 192 weights may belong to 128 and 64 or to 96 and 96 weights, depending on the config."""
     written(tmp_path, kind)
     config = tmp_path / "config.json"
     text = json.dumps({"quantization_config": BLOCK_SIZES[kind]})
@@ -262,7 +262,7 @@ EXPERT = 3 * 1024 * 512  # bytes in 8 bits
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("format", ["fp8_block", "int4"])
 def test_memory(format: str, tmp_path: Path) -> None:
-    """One expert over the layer, read and written; torch maps the file, which costs addresses alone."""
+    """Memory for one expert beyond the layer, read and written; torch maps the file, which takes address space only."""
     layer = MoE(BIG).requires_grad_(False)
     quantize_experts(layer, format)
     path = tmp_path / "ours"

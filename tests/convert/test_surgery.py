@@ -1,4 +1,4 @@
-"""prune_experts, merge_experts and duplicate_experts: outputs that stay, and a layer that is one of its config."""
+"""prune_experts, merge_experts and duplicate_experts: unchanged outputs, and a layer that fits its config."""
 
 import copy
 from typing import Any
@@ -65,7 +65,7 @@ def test_the_others_keep_their_order() -> None:
 @each_score
 @pytest.mark.parametrize("copies", [2, 3])
 def test_copies_of_all_experts_with_as_many_times_top_k(copies: int, options: dict[str, Any]) -> None:
-    """Outputs and balance loss are the same; merging the copies brings the layer back."""
+    """Outputs and balance loss are the same; merging the copies restores the layer."""
     layer = make(**options)
     x, whole = tokens(layer), copy.deepcopy(layer)
     duplicate_experts(layer, [*range(6)] * (copies - 1), top_k=3 * copies)
@@ -90,7 +90,7 @@ def test_copies_come_after_their_originals() -> None:
 
 
 def test_with_one_expert_per_token_a_copy_takes_over_where_noise_says_so() -> None:
-    """Its output is that of the original, so that outputs stay up to the noise."""
+    """The copy has the output of the original, so that outputs change by the noise only."""
     layer = make(top_k=1, score_function="sigmoid", normalization="none")
     x, whole = tokens(layer, 1, 2000), copy.deepcopy(layer)
     duplicate_experts(layer, range(6), noise=1e-6)
@@ -118,7 +118,7 @@ def test_noise_is_on_the_copies() -> None:
 
 @pytest.mark.parametrize("normalization", ["sum", "none"])
 def test_experts_that_compute_nothing_stay(normalization: str) -> None:
-    """Their rows in the router come after those of the others, and are not named by ids."""
+    """Their rows of the router come after the rows of other experts, and ids do not name them."""
     options: dict[str, Any] = {
         "score_function": "sigmoid",
         "normalization": normalization,
@@ -176,7 +176,7 @@ def test_a_model_has_layers_by_path() -> None:
         prune_experts(model, {"two": [1]})
     plain = nn.Sequential(MoE(config))
     compiled: Any = torch.compile(plain, backend="aot_eager")
-    prune_experts(compiled, {"0": [1]})  # as in the statistics
+    prune_experts(compiled, {"0": [1]})  # the paths of the statistics
     assert plain[0].config.num_experts == 5
     with pytest.raises(ValueError, match="Linear must have layers of type MoE, got none"):
         prune_experts(nn.Linear(2, 2), [1])
@@ -195,7 +195,7 @@ def test_statistics_go_on() -> None:
 
 @pytest.mark.parametrize("format", ["mxfp4", "int4", "fp8_block"])
 def test_quantized_experts(format: str) -> None:
-    """Codes and scales are selected, not quantized again; what would need other values is refused."""
+    """Codes and scales are selected, not requantized; surgery that needs other values is refused."""
     layer = make(torch.float32, hidden_size=48, intermediate_size=40, num_experts=16).requires_grad_(False)
     maxmoe.quantize_experts(layer, format)
     x = tokens(layer, 3)

@@ -1,4 +1,4 @@
-"""The state of the optimizer follows the experts: training goes on as if the others had never been there."""
+"""The optimizer state follows the experts: training continues as if the removed experts had never existed."""
 
 import copy
 from collections.abc import Callable
@@ -74,7 +74,7 @@ def test_moments_are_copied_and_averaged(make_optimizer: Callable[[MoE], Optimiz
         if value.dim() == 0:
             assert torch.equal(copied[key], value) and torch.equal(merged[key], value)
             continue
-        if value.shape[0] == 1:  # of Adafactor, over the experts
+        if value.shape[0] == 1:  # Adafactor's mean over the experts
             continue
         assert torch.equal(copied[key], value[[0, 1, 2, 2, 3, 4, 5]])
         expected = torch.cat([(value[:1] + value[5:]) / 2, value[[1, 2, 2, 3, 4]]])
@@ -91,7 +91,7 @@ def moments(layer: MoE, optimizer: Optimizer) -> dict[Any, Tensor]:
 
 @each_optimizer
 def test_a_checkpoint_is_that_of_the_new_config(make_optimizer: Callable[[MoE], Optimizer]) -> None:
-    """A layer with the config and an optimizer of its own take it, and go on with the same bits."""
+    """A new layer of the config, with a new optimizer, loads it and continues with the same bits."""
     layer = make()
     optimizer = make_optimizer(layer)
     train(layer, optimizer, [tokens(layer)])
@@ -141,7 +141,7 @@ def test_what_is_frozen_stays_frozen() -> None:
 
 
 def refusals() -> list[str]:
-    """What surgery says of layers that run on a mesh or are sharded by FSDP2."""
+    """Error messages of surgery for layers that run on a mesh or are sharded by FSDP2."""
     layer = maxmoe.parallelize(make(), Mesh({"expert": -1}), "ep-as-dp")
     sharded = make()
     fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
@@ -162,7 +162,7 @@ def test_sharded_layers_are_refused() -> None:
 
 
 def test_gradients_follow_the_experts() -> None:
-    """Between backward and step: as if the others had never been there."""
+    """Between backward and step, as if the removed experts had never existed."""
     layer = make()
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     layer(tokens(layer)).hidden_states.square().mean().backward()

@@ -1,4 +1,4 @@
-"""What surgery refuses, before anything changes."""
+"""Arguments that surgery refuses before anything changes."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""MoE.from_dense: the output of the dense block where that is possible, and what the options change."""
+"""MoE.from_dense: the output of the dense block where this is possible, and the effect of the options."""
 
 import re
 from typing import Any
@@ -86,7 +86,7 @@ def test_blocks_of_all_kinds(block: tuple[str, bool], bias: bool, options: dict[
 @pytest.mark.parametrize("score_function", ["softmax", "sigmoid", "sqrtsoftplus"])
 @pytest.mark.parametrize("options", [{}, SLICES], ids=["copies", "slices"])
 def test_weights_that_are_not_normalized(score_function: str, options: dict[str, Any]) -> None:
-    """Equal as long as the router does not prefer an expert; then, equal for a factor per token."""
+    """The output is equal for a router without preferences, otherwise equal up to a factor per token."""
     dense = Dense()
     layer = upcycled(dense, **options, score_function=score_function, normalization="none", routed_scaling_factor=1.5)
     x = torch.randn(500, 24)
@@ -99,7 +99,7 @@ def test_weights_that_are_not_normalized(score_function: str, options: dict[str,
 
 @pytest.mark.parametrize("top_k", [4, 8])
 def test_a_token_gets_every_slice(top_k: int) -> None:
-    """Also of another token than the first: groups differ, slices do not."""
+    """Every token selects all slices, and different tokens select different groups."""
     layer = upcycled(Dense(), **{**SLICES, "top_k": top_k})
     experts = layer.router(torch.randn(200, 24)).experts
     slices = (experts % 4).sort(-1).values
@@ -144,7 +144,7 @@ def test_scaling_of_all_matrices_is_that_of_megatron() -> None:
 
 
 def test_the_router_gets_no_gradient_from_copies_in_the_first_step() -> None:
-    """The weights add up to one and all experts compute the same: the docs say so. Noise tells them apart."""
+    """The weights sum to one and the experts are equal, as the docs say; with noise there is a gradient."""
     for noise, is_trained in ((0.0, False), (0.1, True)):
         layer = upcycled(Dense(), {"noise": noise})
         layer(torch.randn(2, 50, 24)).hidden_states.square().sum().backward()
@@ -168,7 +168,7 @@ def test_noise() -> None:
 
 
 def test_reinitialized_channels() -> None:
-    """The channels are those of all three matrices, others in every expert, and the rest stays."""
+    """The same channels of all three matrices are drawn anew, different ones in every expert."""
     dense = Dense()
     with torch.no_grad():
         dense.up_proj.weight += 3

@@ -1,4 +1,4 @@
-"""Cases of a device check: each one is caught by itself, and what comes of it is written to a JSON file at once.
+"""Cases of a device check: errors are caught per case, and each result is written to a JSON file at once.
 
 The file holds the sections of all steps: `{"machine": {...}, "<step>": {"<group>": {"<case>": {...}}}}`.
 """
@@ -96,7 +96,7 @@ def rounded(value: float) -> float:
 
 
 def within(limit: float, got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Values:
-    """Compare tensors by the norm of their difference, relative to the norm of what is expected.
+    """Compare tensors by the norm of their difference, relative to the norm of the expected values.
 
     Returns:
         The largest error, the name of its tensor, and whether it is below the limit. NaN is above every limit.

@@ -1,4 +1,4 @@
-"""Problems for the experts, drawn on a device, and the ways to compute them that are compared."""
+"""Inputs of experts, drawn on a device, and the implementations that are compared."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -66,7 +66,7 @@ def _step(outputs: Callable[..., Tensor], leaves: Results, gradient: Tensor | No
 
 
 def ours(problem: Problem, *, backward: bool) -> Results:
-    """Plan and experts as a layer has them: gate and up apart."""
+    """Plan and experts as in a layer, with separate gate and up."""
     x, weights, experts, gate, up, _, down, gradient = problem
 
     def outputs(x: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ def ours(problem: Problem, *, backward: bool) -> Results:
 
 
 def ours_through_aten(problem: Problem, *, backward: bool) -> Results:
-    """The same without CUDA kernels of our own."""
+    """The same without the CUDA kernels of maxmoe."""
     with ops.force_aten():
         return ours(problem, backward=backward)
 
@@ -124,7 +124,7 @@ def _by_hand(problem: Problem, summed: Callable[[Tensor, Tensor, Tensor], Tensor
         expert_of_slot = experts.flatten()
         slots = expert_of_slot.argsort(stable=True)
         local = torch.arange(len(down), device=slots.device)
-        ends = torch.searchsorted(expert_of_slot[slots], local, right=True).int()  # bincount would wait
+        ends = torch.searchsorted(expert_of_slot[slots], local, right=True).int()  # bincount would wait for the device
         gate, up = grouped_mm(x.index_select(0, slots // experts.shape[1]), gate_up, offs=ends).chunk(2, 1)
         rows = grouped_mm(silu(gate) * up, down, offs=ends)
         return summed(rows * weights.flatten().index_select(0, slots).unsqueeze(1), x, slots)

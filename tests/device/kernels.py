@@ -1,4 +1,4 @@
-"""Where the time of the experts goes on a device.
+"""The time of each kernel of the experts on a device.
 
     python -m device.kernels --device cuda --out results.json
 
@@ -16,7 +16,7 @@ from device.cases import Cases, Values, main
 
 CONTENDERS = ("ours", "grouped_mm by hand", "grouped_mm by hand, in order")
 NUM_CALLS = 3
-NAME_LENGTH = 150  # of mangled names of templates the first characters say which kernel it is
+NAME_LENGTH = 150  # the first characters of a mangled template name identify the kernel
 SMALLEST_SHARE = 0.004  # kernels below are summed up
 
 

@@ -2,8 +2,8 @@
 
     python -m device.layers --device cuda --out results.json
 
-Outputs, auxiliary loss, counts and all gradients are compared. Then what a layer is used with: autocast, activation
-checkpointing, torch.compile, replay, balancing, quantized experts, a CUDA graph.
+Outputs, auxiliary loss, counts and all gradients are compared, also with autocast, activation checkpointing,
+torch.compile, replay, balancing, quantized experts and a CUDA graph.
 """
 
 import copy
@@ -63,7 +63,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "balance by step": {"load_balance_scope": "step"},
     "64 experts, top 8": {"num_experts": 64, "top_k": 8},
 }
-# Of the norm. Rounding of the scores may not choose another expert at these sizes and seeds.
+# Relative to the norm. At these sizes and seeds, rounding of the scores must not select another expert.
 LIMITS = {torch.float64: 1e-11, torch.float32: 1e-4}
 
 
@@ -88,7 +88,7 @@ def compare(
     limit: float | None = None,
     **options: Any,
 ) -> Values:
-    """Compare a layer on the device with its copy on the CPU; `wrap` changes what is called on the device."""
+    """Compare a layer on the device with its copy on the CPU; `wrap` wraps the layer on the device."""
     torch.manual_seed(0)
     layer = maxmoe.MoE(maxmoe.MoEConfig(**{**SIZES, **LOSSES, **options})).double()
     for value in layer.state_dict().values():
@@ -184,7 +184,7 @@ def large(cases: Cases) -> tuple[maxmoe.MoE, Tensor]:
 
 
 def no_wait(cases: Cases) -> Values:
-    """Run a layer while every wait of the host is an error."""
+    """Run a layer while every wait of the host for the device is an error."""
     layer, x = large(cases)
     step(layer, x)
     torch.cuda.set_sync_debug_mode("error")
@@ -221,7 +221,7 @@ def cuda_graph(cases: Cases) -> Values:
 
 
 def check_use(cases: Cases) -> None:
-    """Check a layer with what it is used with; compilation takes longest, so that it comes last."""
+    """Check a layer with autocast, checkpointing and so on; compilation takes longest, so that it comes last."""
     group = "layers, used with"
     cases.run(group, "padding", compare, padded=True)
     cases.run(group, "padding, dense", compare, padded=True, implementation="dense")

@@ -29,7 +29,7 @@ TESTS = Path(__file__).parents[1]
 SHAPES = [SKEWED, ODD_WIDTHS, EMPTY_EXPERTS, UNROUTED, NO_TOKEN, SEVERAL_BLOCKS]
 # T, D, F, E, K. The products of the second and the fourth are larger than the tiles of the kernels.
 SIZES = [Sizes(64, 64, 48, 8, 2), Sizes(129, 72, 40, 16, 4), Sizes(1, 64, 32, 4, 4), Sizes(300, 256, 96, 128, 8)]
-# Of the norm. In 16 bits preactivations, activations and rows are rounded on the way.
+# Relative to the norm. In 16 bits preactivations, activations and rows are rounded.
 LIMITS = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 WAITLESS = Sizes(300, 256, 96, 16, 4)
 
@@ -107,7 +107,7 @@ def experts_errors(cases: Cases, sizes: Sizes, dtype: torch.dtype, skew: float) 
 
 
 def no_wait(cases: Cases) -> Values:
-    """Run forward and backward while every wait of the host is an error."""
+    """Run forward and backward while every wait of the host for the device is an error."""
     problem = experts.draw(WAITLESS, torch.bfloat16, cases.device)
     experts.ours(problem, backward=True)
     torch.cuda.set_sync_debug_mode("error")
@@ -177,7 +177,7 @@ def wrong_value(cases: Cases) -> Values:
 
 
 def check_results(cases: Cases, suffix: str) -> None:
-    """Compare what operators compute by one implementation."""
+    """Check the operators with one implementation."""
     for name, tests in operator_tests():
         for dtype in [torch.float32] if cases.is_tiny else DTYPES:
             cases.run(f"operators{suffix}", f"{name}, {name_of(dtype)}", operator_errors, tests, dtype)
@@ -189,9 +189,9 @@ def check_results(cases: Cases, suffix: str) -> None:
 
 
 def implementations(cases: Cases) -> Iterator[tuple[str, Callable[[], AbstractContextManager[None]]]]:
-    """Yield what is added to the name of a group, and a context: what operators run by default first, then the other.
+    """Yield a suffix of group names and a context, for the default implementation and for another one.
 
-    On a GPU with CUDA kernels this is ATen. On the CPU it is these kernels in the emulator, if that is built.
+    The other one is ATen on a GPU with CUDA kernels, and on the CPU these kernels in the emulator, if it is built.
     """
     yield "", nullcontext
     if cases.is_cuda and build_info()["cuda_kernels"] == "usable":

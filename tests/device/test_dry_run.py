@@ -42,7 +42,7 @@ def test_contenders_compute_the_same() -> None:
 
 
 def test_the_script_runs_the_steps(tmp_path: Path) -> None:
-    """One of them here; it names the others as files."""
+    """Run one of the scripts here; the others are files that it names."""
     assert f"STEPS:={' '.join(STEPS)}" in SCRIPT.read_text()
     assert {path.stem for path in SCRIPT.parent.glob("*.py")} >= set(STEPS)
     settings = {"OUT": str(tmp_path), "PYTHON": sys.executable, "STEPS": "threads", "OMP_NUM_THREADS": "1"}

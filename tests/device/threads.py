@@ -2,7 +2,7 @@
 
     python -m device.threads --out results.json
 
-MAXMOE_ISA chooses the instruction set of our kernels, ONEDNN_MAX_CPU_ISA that of torch's products, which we call in
+MAXMOE_ISA chooses the instruction set of our kernels, ONEDNN_MAX_CPU_ISA the one of torch's products, which we call in
 bfloat16 if the processor has matrix units (AMX). Each choice is a group of the file. The large shape is timed without
 one.
 """

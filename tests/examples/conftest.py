@@ -1,4 +1,4 @@
-"""What the examples read, and how they run."""
+"""The texts that examples read, and their number of threads."""
 
 from pathlib import Path
 
@@ -14,5 +14,5 @@ def text(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the processes that a test starts, as of its own."""
+    """The processes that a test starts have one thread, as the test has."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -1,4 +1,4 @@
-"""`examples/balancing.py`: every way trains, the results are kept, and specialisation is mutual information."""
+"""`examples/balancing.py`: every method trains, results are cached, and specialisation is mutual information."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`examples/finetune_transformers.py`: whole runs, equal losses, and one line for what a user can do wrong."""
+"""`examples/finetune_transformers.py`: whole runs, equal losses, and one line for mistakes of users."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -88,7 +88,7 @@ def test_it_learns() -> None:
 
 
 def test_the_balance_loss_is_part_of_the_loss() -> None:
-    """Of Mixtral, as its configuration weighs it."""
+    """Mixtral's balance loss, with the weight in its config."""
     wanted = options()
     with patch.object(models, "small_config", lambda *_: changed(router_aux_loss_coef=10.0)):
         weighty = train(wanted, text(), "maxmoe").losses[0]
@@ -111,7 +111,7 @@ def test_the_sizes_are_those_of_the_options() -> None:
     experts = model.model.layers[1].mlp.experts
     assert experts.gate_up_proj.shape == (4, 16, 16) and experts.down_proj.shape == (4, 16, 8)
     assert (model.config.num_experts_per_tok, len(model.model.layers), model.vocab_size) == (3, 2, 256)
-    assert models.small_config("hunyuan_v1_moe", options("--top-k", "3")).moe_topk == 3  # each family has its names
+    assert models.small_config("hunyuan_v1_moe", options("--top-k", "3")).moe_topk == 3  # each family has its own names
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ class Kill:
 
 
 def test_the_implementations_take_turns() -> None:
-    """A step of each, and another one first every time."""
+    """The implementations take steps in turn; another one is first in every round."""
     taken = []
 
     class Recorded(turns.Apart):
@@ -209,7 +209,7 @@ def test_the_picture_shows_every_run(tmp_path: Path) -> None:
 
 
 def test_the_picture_shows_the_difference_of_every_run(tmp_path: Path) -> None:
-    """One that is far off, and one that is equal."""
+    """A run with another loss, and a run with equal losses."""
     sizes = []
     for difference in (0.0, 1e-3):
         runs = [Run("eager", [5.0, 4.0], 1.0, 1, 1), Run("maxmoe", [5.0, 4.0 + difference], 1.0, 1, 1)]

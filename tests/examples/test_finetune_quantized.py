@@ -1,4 +1,4 @@
-"""`examples/finetune_quantized.py`: whole runs, resumption, published checkpoints, and what a user can do wrong."""
+"""`examples/finetune_quantized.py`: whole runs, resumption, published checkpoints, and mistakes of users."""
 
 import json
 import signal
@@ -110,7 +110,7 @@ def test_a_stopped_run_resumes_bit_for_bit(
     with monkeypatch.context() as patch:
         stop_after(patch, 2, lambda: signal.raise_signal(number))
         assert run(text, tmp_path / "halves") == 128 + number
-    assert "Stopped and saved at step 2. To go on: finetune_quantized.py --resume" in capsys.readouterr().out
+    assert "Stopped and saved at step 2. To continue: finetune_quantized.py --resume" in capsys.readouterr().out
     assert losses(tmp_path / "halves") == whole[:2]
     assert not (tmp_path / "halves/adapters").exists()
     assert trained(text, tmp_path / "halves", "--resume") == whole
@@ -132,7 +132,7 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[], 
 
 
 def test_expanded_experts_have_the_same_losses(text: Path, tmp_path: Path) -> None:
-    """To the bit; a run may be resumed with the other kind."""
+    """Losses are equal to the bit; a run with one kind of experts may be resumed with the other."""
     quantized = trained(text, tmp_path / "quantized")
     assert trained(text, tmp_path / "expanded", "--experts", "bfloat16") == quantized
     run(text, tmp_path / "both", "--steps", "3")
@@ -237,7 +237,7 @@ def test_more_layers_than_a_checkpoint_has(tmp_path: Path) -> None:
 
 def test_a_resumed_run_has_the_same_options(text: Path, tmp_path: Path) -> None:
     run(text, tmp_path / "out", "--steps", "1")
-    with pytest.raises(InputError, match="of another configuration: seed is 0 there and 1 here"):
+    with pytest.raises(InputError, match="has another configuration: seed is 0 in the checkpoint and 1 in this run"):
         run(text, tmp_path / "out", "--resume", "--seed", "1")
 
 

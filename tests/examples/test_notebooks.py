@@ -18,7 +18,7 @@ from support.pretrain_run import EXAMPLES
 
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 MAX_BYTES = 500_000
-# Numbers of training steps, and as many as the test needs: it asks what cells leave, not how far a loss has come.
+# Numbers of training steps, and smaller ones for the test, which checks the kinds of outputs, not the losses.
 SHORTER = {
     "moe_against_dense": ("steps=500", "steps=30"),
     "muon": ("steps=150", "steps=20"),
@@ -68,18 +68,18 @@ def executed(
 def test_runs_from_top_to_bottom(path: Path, executed: dict[Path, Future[nbformat.NotebookNode]]) -> None:
     stored = nbformat.read(path, as_version=4)
     for old, new in zip(code_cells(stored), code_cells(executed[path].result()), strict=True):
-        assert kinds(new) == kinds(old), new.source  # the stored ones are of this code
+        assert kinds(new) == kinds(old), new.source  # the stored outputs belong to this code
 
 
 def test_the_first_cells_can_be_copied(tmp_path: Path) -> None:
-    """They need the package, and no file beside the notebook."""
+    """The first cells need the package, but no other file."""
     cells = {path.name: code_cells(nbformat.read(path, as_version=4))[0].source for path in NOTEBOOKS}
     done = programs.python(f"for name, cell in {cells}.items(): exec(compile(cell, name, 'exec'), {{}})", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 
 def kinds(cell: nbformat.NotebookNode) -> set[str]:
-    """What a cell left: text, pictures, values. The numbers differ from one processor and Python to the next."""
+    """The kinds of a cell's outputs: text, pictures, values. Their numbers depend on processor and Python."""
     return {kind for output in cell.outputs for kind in output.get("data", {output.get("name"): None})}
 
 

@@ -16,7 +16,7 @@ def test_four_ranks_print_the_losses_of_one_process(tmp_path: Path) -> None:
     script.write_text(MODEL + ONE_PROCESS)
     alone = programs.printed(programs.run([sys.executable, str(script)]))
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", alone)]
-    assert len(losses) == 4 and losses[-1] < 1.5  # of ln(256) = 5.5 at the start
+    assert len(losses) == 4 and losses[-1] < 1.5  # initially ln(256) = 5.5
     (shown,) = re.findall(r"^```text\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
     assert len(shown.splitlines()) == 4 and shown.startswith("step 10: loss")
 
@@ -25,4 +25,4 @@ def test_four_ranks_print_the_losses_of_one_process(tmp_path: Path) -> None:
     ranks = programs.printed(programs.run(torchrun, env=os.environ | {"OMP_NUM_THREADS": "1"}))
     on_mesh = [float(loss) for loss in re.findall(r"loss ([\d.]+)", ranks)]
     assert len(on_mesh) == 4
-    assert all(abs(one - other) < 0.02 for one, other in zip(losses, on_mesh, strict=True))  # of near ties
+    assert all(abs(one - other) < 0.02 for one, other in zip(losses, on_mesh, strict=True))  # near ties differ

@@ -50,7 +50,7 @@ def test_bfloat16_stays_close_to_float32(text: Path, tmp_path: Path) -> None:
 
 
 def test_muon_beside_adamw(text: Path, tmp_path: Path) -> None:
-    """Both from the same parameters; the first steps already differ."""
+    """Both runs begin with the same parameters and differ from the first steps on."""
     assert run(text, tmp_path / "adamw") == 0
     beside = ("--optimizer", "muon", "--beside", str(tmp_path / "adamw"))
     assert run(text, tmp_path / "muon", *beside, looks_at_pictures=True) == 0
@@ -81,7 +81,7 @@ def test_a_signal_saves_and_the_resumed_run_is_the_uninterrupted_one(
         after_step(patch, 3, lambda: signal.raise_signal(number))
         assert run(text, tmp_path / "halves", "--optimizer", optimizer) == 128 + number
     assert signal.getsignal(number) == before
-    assert "Stopped and saved at step 3. To go on: pretrain.py --resume" in capsys.readouterr().out
+    assert "Stopped and saved at step 3. To continue: pretrain.py --resume" in capsys.readouterr().out
     assert len(saved(tmp_path / "halves")["training"]) == 3
     assert run(text, tmp_path / "halves", "--optimizer", optimizer, "--resume") == 0
     assert "Resumed at step 3 of 8" in capsys.readouterr().out

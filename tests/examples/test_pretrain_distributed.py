@@ -33,7 +33,7 @@ run_ranks = partial(run_ranks_in_time, timeout=60, deadline=180)  # pictures and
 
 
 def printed(text: Path, out: Path, *arguments: str) -> str:
-    """What a run prints on this rank, but for the folder."""
+    """The output of a run on this rank, without the folder."""
     with redirect_stdout(io.StringIO()) as stream:
         assert run(text, out, *SHORT, *arguments) == 0
     return stream.getvalue().replace(str(out), "")
@@ -135,7 +135,7 @@ def test_what_fails_on_one_rank_fails_on_all(
 def test_ranks_refuse_a_folder_in_which_another_run_writes(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every rank raises the error; the first run goes on."""
+    """Every rank raises the error; the first run continues."""
     refused: list[list[str]] = []
     out, arguments = tmp_path / "out", [[], ["--resume"]]
     run(text, out, "--steps", "1")
@@ -150,7 +150,7 @@ def test_a_killed_rank_ends_the_others(text: Path, tmp_path: Path, monkeypatch: 
     with pytest.raises(RuntimeError) as error:
         run_ranks(run, 2, text, tmp_path / "out", *SHORT)
     message = "rank 1 of 2 failed first:\nit died: exit code -9\n\nranks that failed too: [0]"
-    assert str(error.value).startswith(message)  # none hung
+    assert str(error.value).startswith(message)  # no rank hung
 
 
 def torchrun(text: Path, out: Path, *arguments: str, script: Path = EXAMPLES / "pretrain.py") -> Program:
@@ -197,7 +197,7 @@ sys.exit(pretrain.main())
 def test_torchrun_names_the_rank_that_failed(
     text: Path, tmp_path: Path, mesh: tuple[str, ...], failure: str, other_rank: str, cause: str
 ) -> None:
-    """The checkpoint before goes on, on another mesh and with another strategy."""
+    """A run resumes from the last checkpoint, on another mesh and with another strategy."""
     script, options = tmp_path / "failing.py", [*SHORT, "--save-every", "2"]
     script.write_text(FAILING_STEP.format(failure=failure, examples=str(EXAMPLES)))
     with torchrun(text, tmp_path / "out", *options, *mesh, script=script) as program:
@@ -229,7 +229,7 @@ def test_an_interrupt_saves(text: Path, tmp_path: Path) -> None:
         done = program.wait()
     step = len(saved(tmp_path / "out")["training"])
     assert re.findall("^Stopped.*--out", done.stdout, re.MULTILINE) == [
-        f"Stopped and saved at step {step}. To go on: torchrun --nproc-per-node 2 {EXAMPLES}/pretrain.py "
+        f"Stopped and saved at step {step}. To continue: torchrun --nproc-per-node 2 {EXAMPLES}/pretrain.py "
         f"{' '.join(TINY)} --data {text} --out"
     ]
     assert "examples/pretrain" not in "".join(re.findall(r"^.*line \d+, in.*$", done.stderr, re.MULTILINE))

@@ -1,4 +1,4 @@
-"""What a user of `examples/pretrain.py` can do wrong gets one line that names it."""
+"""Mistakes of users of `examples/pretrain.py` get one line that names them."""
 
 import errno
 import json
@@ -18,10 +18,10 @@ from support.pretrain_run import EXAMPLES, TINY, InputError, assert_same, pretra
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--hidden-size", "32"], "hidden_size is 16 there and 32 here"),
-        (["--seed", "5"], "seed is 0 there and 5 here"),
-        (["--dtype", "bfloat16"], "dtype is float32 there and bfloat16 here"),
-        (["--optimizer", "muon"], "optimizer is adamw there and muon here"),
+        (["--hidden-size", "32"], "hidden_size is 16 in the checkpoint and 32 in this run"),
+        (["--seed", "5"], "seed is 0 in the checkpoint and 5 in this run"),
+        (["--dtype", "bfloat16"], "dtype is float32 in the checkpoint and bfloat16 in this run"),
+        (["--optimizer", "muon"], "optimizer is adamw in the checkpoint and muon in this run"),
     ],
 )
 def test_a_checkpoint_of_another_configuration_names_the_field(
@@ -29,7 +29,7 @@ def test_a_checkpoint_of_another_configuration_names_the_field(
 ) -> None:
     run(text, tmp_path / "out")
     before = saved(tmp_path / "out")
-    with pytest.raises(InputError, match=f"is of another configuration: {message}"):
+    with pytest.raises(InputError, match=f"has another configuration: {message}"):
         run(text, tmp_path / "out", "--resume", *arguments)
     assert_same(saved(tmp_path / "out"), before)
 
@@ -37,7 +37,7 @@ def test_a_checkpoint_of_another_configuration_names_the_field(
 def test_a_checkpoint_of_another_text_is_refused(text: Path, tmp_path: Path) -> None:
     run(text, tmp_path / "out")
     (text / "3.txt").write_text("changed " * 200)
-    with pytest.raises(InputError, match=r"another configuration: data is [0-9a-f]{16} there"):
+    with pytest.raises(InputError, match=r"another configuration: data is [0-9a-f]{16} in the checkpoint"):
         run(text, tmp_path / "out", "--resume")
 
 
@@ -57,14 +57,14 @@ def test_a_damaged_checkpoint_is_named(text: Path, tmp_path: Path, name: str) ->
     ids=["steps", "held_out", "training"],
 )
 def test_a_number_of_400_digits_in_a_checkpoint_is_named(text: Path, tmp_path: Path, field: str, value: object) -> None:
-    """No library is asked to convert it: neither where a run resumes nor where its curve is drawn."""
+    """The number is not converted, neither when a run resumes nor when its curve is drawn."""
     run(text, tmp_path / "out")
     folder = tmp_path / "out/checkpoint"
     training = json.loads((folder / "training.json").read_text())
     (folder / "training.json").write_text(json.dumps({**training, field: value}))
     add_sums(folder)
     for out, option in (("out", "--resume"), ("new", f"--beside={tmp_path / 'out'}")):
-        with pytest.raises(InputError, match=rf"/checkpoint: training.json has no proper {field}: \[?10000"):
+        with pytest.raises(InputError, match=rf"/checkpoint: training.json has an invalid {field}: \[?10000"):
             run(text, tmp_path / out, option)
 
 
@@ -75,7 +75,7 @@ def test_a_run_that_cannot_stand_beside_is_named_before_the_work_begins(text: Pa
     expected = {
         "none": "cannot read the checkpoint .*none/checkpoint: No such file or directory",
         "empty": "cannot read the checkpoint .*training.json does not have exactly configuration, steps",
-        "long": "is of another configuration: sequence_length is 8 there and 16 here",
+        "long": "has another configuration: sequence_length is 8 in the checkpoint and 16 in this run",
     }
     for name, message in expected.items():
         with pytest.raises(InputError, match=message):

@@ -1,4 +1,4 @@
-"""`examples/pretrain.py --resume --steps N`: a run that goes on for longer, or ends earlier, than it began."""
+"""`examples/pretrain.py --resume --steps N`: resumed runs with more or fewer steps."""
 
 import signal
 from pathlib import Path
@@ -27,7 +27,7 @@ def test_an_extended_run_is_the_same_however_often_it_is_interrupted(
 
 
 def test_an_extended_run_follows_the_schedule_of_all_its_steps(text: Path, tmp_path: Path) -> None:
-    """From the step where it goes on; what it has done stays."""
+    """The schedule is recomputed from the resumed step on; earlier steps keep their rates."""
     run(text, tmp_path / "out")
     first = saved(tmp_path / "out")
     run(text, tmp_path / "out", "--resume", "--steps", "12")

@@ -36,7 +36,7 @@ def test_a_run_on_a_full_disk_ends_with_one_line_and_can_go_on(
 def test_a_second_run_in_the_same_folder_is_refused(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also one that resumes, which would read a checkpoint that the first run is replacing."""
+    """Also a resumed run, which could read a checkpoint that the first run is replacing."""
     refused = []
 
     def second_run(*arguments: str) -> None:

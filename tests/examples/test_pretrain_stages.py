@@ -1,4 +1,4 @@
-"""`examples/pretrain.py` in pipeline stages: the losses of one process, on every mesh on which a run goes on."""
+"""`examples/pretrain.py` in pipeline stages: the losses of one process, also after a resumption on another mesh."""
 
 import io
 import os
@@ -51,7 +51,7 @@ def test_stages_compute_what_one_process_computes(text: Path, tmp_path: Path, me
 def test_a_run_whose_ranks_die_or_hang_in_a_stage_goes_on_with_other_numbers_of_stages(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All other ranks name the rank; what was saved goes on with 2, 4 and 1 stages, and none."""
+    """All other ranks name the rank; the checkpoint resumes with 2, 4 and 1 stages, and without stages."""
     out, options = tmp_path / "out", (*SHORT, "--steps", "12")
     assert run(text, tmp_path / "whole", *options) == 0
 
@@ -89,9 +89,9 @@ def test_a_run_whose_ranks_die_or_hang_in_a_stage_goes_on_with_other_numbers_of_
         after_step(monkeypatch, step, lambda: signal.raise_signal(signal.SIGTERM))
         return run(text, out, *options, *arguments)
 
-    fail(3, signal.SIGKILL, 4 * 2 + 2, *EXPERTS)  # of four micro-batches: in the third step
+    fail(3, signal.SIGKILL, 4 * 2 + 2, *EXPERTS)  # with four micro-batches: in the third step
     assert len(saved(out)["training"]) == 2
-    fail(1, signal.SIGSTOP, 8 * 2 + 5, *FOUR, "--resume")  # of eight: in the fifth step
+    fail(1, signal.SIGSTOP, 8 * 2 + 5, *FOUR, "--resume")  # with eight: in the fifth step
     assert len(saved(out)["training"]) == 4
     assert run_ranks(stopping, 2, 9, *ONE, "--resume") == [143] * 2
     assert run(text, out, *options, "--resume") == 0

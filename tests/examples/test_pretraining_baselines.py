@@ -1,4 +1,4 @@
-"""The baselines beside the loss of `examples/pretrain.py`: of the same bytes."""
+"""The baselines of `examples/pretrain.py`, computed on the same bytes as its loss."""
 
 import math
 import zlib

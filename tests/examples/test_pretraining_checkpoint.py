@@ -1,4 +1,4 @@
-"""The checkpoints of `examples/pretrain.py`: whole, whenever the process or the disk gives up."""
+"""The checkpoints of `examples/pretrain.py`: complete, whenever the process ends or the disk is full."""
 
 import os
 import resource
@@ -55,7 +55,7 @@ def test_a_large_state_is_written_to_several_files(tmp_path: Path, monkeypatch: 
 
 
 def save_and_die(folder: Path, value: float, moment: int) -> None:
-    """Save in a process of its own, which ends before or after one of the calls that change the disk."""
+    """Save in a new process, which ends before or after one of the calls that change the disk."""
     left = moment
 
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,7 +77,7 @@ def save_and_die(folder: Path, value: float, moment: int) -> None:
 
 
 def test_a_kill_at_any_moment_leaves_the_old_or_the_new_checkpoint(tmp_path: Path) -> None:
-    """Every call that changes the disk is the last one once: before it has begun, and after it has ended."""
+    """The process is killed before and after every call that changes the disk."""
     found, moment, died = set(), 0, True
     while died:
         folder = tmp_path / str(moment) / "checkpoint"
@@ -98,7 +98,7 @@ def test_a_kill_at_any_moment_leaves_the_old_or_the_new_checkpoint(tmp_path: Pat
 
 @contextmanager
 def largest_file(size: int) -> Iterator[None]:
-    """What a full disk does: writing goes so far and then fails."""
+    """A limit at which writes fail, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -134,7 +134,7 @@ def test_a_second_interrupt_ends_a_save(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_checkpoint_may_be_a_link_to_a_folder_elsewhere(tmp_path: Path) -> None:
-    """It is replaced where it lies."""
+    """The target of the link is replaced."""
     (tmp_path / "disk").mkdir()
     (tmp_path / "out").mkdir()
     (tmp_path / "out/checkpoint").symlink_to(tmp_path / "disk/checkpoint")

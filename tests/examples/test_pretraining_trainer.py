@@ -47,7 +47,7 @@ def test_decay_is_for_matrices_only() -> None:
 
 
 def test_muon_is_for_the_matrices_of_blocks() -> None:
-    """The others have the options of AdamW alone; what decays there decays here."""
+    """Other parameters have the options of a run with AdamW alone, including weight decay."""
     model = trainer.build_model(OPTIONS)
     optimizer = trainer.build_optimizer(model, Namespace(**{**vars(OPTIONS), "optimizer": "muon"}))
     names = {id(parameter): name for name, parameter in model.named_parameters()}

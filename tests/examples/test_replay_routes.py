@@ -24,7 +24,7 @@ def options(*arguments: str) -> Namespace:
 
 
 def taken(is_rounded: bool) -> dict[str, Run]:
-    """Both ways after one step from the same parameters, with a sampler in bfloat16 or in float32."""
+    """Both models after one step from the same parameters, with a sampler in bfloat16 or in float32."""
     torch.manual_seed(0)
     moe = MoEConfig(hidden_size=32, intermediate_size=16, num_experts=16, top_k=2)
     sizes = {"vocab_size": replay_routes.VOCABULARY, "hidden_size": 32, "num_layers": 3, "num_heads": 4}
@@ -39,7 +39,7 @@ def taken(is_rounded: bool) -> dict[str, Run]:
 
 
 def test_the_difference_is_that_of_rounding() -> None:
-    """Without rounding there is none, since tokens, log-probabilities and routes belong together."""
+    """Without rounding there is no difference, because tokens, log-probabilities and routes fit together."""
     assert all(run.differences[0] < 1e-6 for run in taken(is_rounded=False).values())
     runs = taken(is_rounded=True)
     replayed, anew = (runs[way] for way in ("replayed", "routed anew"))
@@ -55,7 +55,7 @@ def test_a_run_leaves_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_an_interrupted_run_draws_what_it_has(tmp_path: Path) -> None:
-    """The step is finished by both models."""
+    """Both models finish the current step."""
     original, drawn = Run.step, []
 
     def step(run: Run, *arguments: Any) -> None:

@@ -1,4 +1,4 @@
-"""`examples/strategies.py`: all strategies have the losses and gradients of one process, and bytes are those sent."""
+"""`examples/strategies.py`: losses and gradients of all strategies equal one process's; sent bytes are printed."""
 
 import multiprocessing
 import os
@@ -26,14 +26,14 @@ from support.pretrain_run import words
 
 
 def rows_of(text: str) -> dict[str, list[str]]:
-    """The cells of a table in Markdown, by those of its first column."""
+    """The rows of a table in Markdown, by the cell in the first column."""
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
     return {name: cells for name, *cells in lines[2:]}
 
 
 @pytest.fixture
 def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of some of the strategies, and nothing but these runs."""
+    """The names of some strategies; only these run."""
     some = strategies.strategies(request.param[0])[request.param[1]]
     monkeypatch.setattr(training, "strategies", lambda num_ranks: some)
     monkeypatch.setattr(strategies, "COMPARISON", replace(strategies.COMPARISON, strategies=lambda num_ranks: some))

@@ -14,7 +14,7 @@ SIZES = {"STEPS_PER_LINE": 10, "BATCH": 4, "LENGTH": 16, "WIDTH": 16}
 
 
 def printed(steps: int, is_launched: bool = False) -> str:
-    """What a short run of a narrow model prints on this rank, whose process group is there already."""
+    """The output of a short run of a narrow model on this rank, whose process group exists already."""
     with (
         patch.multiple(train_minimal, STEPS=steps, **SIZES),
         patch.object(train_minimal.dist, "is_torchelastic_launched", lambda: is_launched),
@@ -32,7 +32,7 @@ def printed_under_torchrun(steps: int) -> str:
 
 def test_two_ranks_print_the_losses_of_one_process() -> None:
     alone = printed(50)
-    assert float(re.findall(r"loss ([\d.]+)", alone)[-1]) < 4.5  # of ln(256) = 5.5 at the start
+    assert float(re.findall(r"loss ([\d.]+)", alone)[-1]) < 4.5  # initially ln(256) = 5.5
     lines = alone.splitlines(keepends=True)
     assert len(lines) == 5
     assert run_ranks(printed_under_torchrun, 2, 20) == ["".join(lines[:2]), ""]

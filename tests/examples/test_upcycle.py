@@ -57,7 +57,7 @@ def number(text: str) -> int:
 
 
 def test_both_models_read_the_same_batches(text: Path, tmp_path: Path) -> None:
-    """The dense model goes on where it was, and trains as without the MoE model beside it."""
+    """The dense model continues from its state, and trains as without the MoE model."""
     drawn: list[tuple[ModelRun, Sequence[ModelRun]]] = []
     steps: list[tuple[str, torch.Tensor]] = []
 
@@ -81,7 +81,7 @@ def test_both_models_read_the_same_batches(text: Path, tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_goes_on(text: Path, tmp_path: Path) -> None:
-    """It is not trained before, unless --dense-steps says so."""
+    """A checkpoint is not trained before the conversion, except with --dense-steps."""
     dense = upcycling.dense_model(options())
     dense.save_pretrained(tmp_path / "llama")
     parsed = upcycle.parse_options(["--checkpoint", str(tmp_path / "llama")])

@@ -79,7 +79,7 @@ def test_a_layer_without_tokens_keeps_its_bias(rule: dict[str, Any]) -> None:
 
 
 def differing(rule: dict[str, Any], wrap: Callable[[nn.Module], nn.Module]) -> Callable[[], list[str]]:
-    """One rank skips an update; returns the messages of the updates."""
+    """Return the messages of updates, one of which a rank skips."""
 
     def run() -> list[str]:
         model = wrap(model_of(rule))
@@ -97,7 +97,7 @@ def differing(rule: dict[str, Any], wrap: Callable[[nn.Module], nn.Module]) -> C
 
 
 def alone(model: nn.Module) -> nn.Module:
-    """As under DDP, which copies the buffers of the first rank by default."""
+    """One process per model, as under DDP, which copies the buffers of the first rank by default."""
     return model
 
 
@@ -120,7 +120,7 @@ def test_checksum(dtype: torch.dtype) -> None:
     mine = checksum(bias)
 
     def agree(*others: Tensor, copies: int = 1) -> bool:
-        """Whether ranks agree, of which `copies` have the bias."""
+        """Whether the checksums of ranks agree, `copies` of which have the bias."""
         checksums = torch.stack([checksum(other) for other in others] or [torch.zeros_like(mine)])
         return bool(are_equal(checksums.sum(0) + mine.expand(copies, *mine.shape).sum(0)))
 

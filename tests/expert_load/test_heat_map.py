@@ -31,7 +31,7 @@ def test_layers_with_different_numbers_of_experts_have_a_scale_each() -> None:
 
 
 def test_an_expert_without_tokens_has_a_color_of_its_own(tmp_path: Path) -> None:
-    """A single token is drawn as the least load, and none at all in yellow."""
+    """One token is drawn with the color of the least load, no token in yellow."""
     counts = torch.full((10, 4), 1000)
     pictures = {}
     for tokens in (1, 0):

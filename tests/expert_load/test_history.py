@@ -1,4 +1,4 @@
-"""LoadHistory: every step is on record, no device is waited for, and what is written can be read back."""
+"""LoadHistory: every step is recorded without waiting for a device, and written files can be read back."""
 
 import csv
 import json
@@ -40,7 +40,7 @@ def recorded(num_steps: int) -> tuple[LoadHistory, list[dict[str, MoEStats]]]:
 
 
 def by_hand(step: int, layer: str, stats: MoEStats) -> LayerLoad:
-    """The same, with lists."""
+    """The rows of a history, computed with lists."""
     load: list[int] = stats.tokens_per_expert.tolist()
     most, least, mean = max(load), min(load), sum(load) / len(load)
     return LayerLoad(
@@ -79,7 +79,7 @@ def test_rows_may_be_read_in_between() -> None:
 
 
 def test_add_waits_for_no_device() -> None:
-    """Meta tensors have no values: whatever would wait for one raises."""
+    """Meta tensors have no values: a wait for one raises an error."""
     history, generator = LoadHistory(), torch.Generator().manual_seed(0)
     for _ in range(300):
         history.add(statistics(generator, "meta"))

@@ -1,4 +1,4 @@
-"""StatsAccumulator: each forward of a step counts once, those of an evaluation do not, and all ranks agree."""
+"""StatsAccumulator: each forward of a step counts once, evaluations do not count, and all ranks agree."""
 
 import copy
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def block(**options: Any) -> MoEFeedForward:
 
 
 def report(layer: MoE, x: Tensor) -> MoEOutput:
-    """What the layer returns where it is a `MoE`."""
+    """The output of the layer if it is a `MoE`."""
     return MoE.forward(layer, x)
 
 
@@ -72,7 +72,7 @@ def test_micro_batches_count_once_and_evaluation_does_not(
             forward(x).sum().backward()
         with torch.no_grad():
             layer(batches[0])
-        layer(batches[0])  # nobody calls its backward
+        layer(batches[0])  # its backward is never called
         step = accumulator.update()
         stats = step.layers["moe"]
         assert stats.tokens_per_expert.equal(counts) and stats.dropped == 0
@@ -115,7 +115,7 @@ def test_a_whole_model() -> None:
 
 
 class Named(nn.Module):
-    """A model whose parts have the names that wrappers use."""
+    """A model whose modules have the names that wrappers use."""
 
     def __init__(self) -> None:
         super().__init__()

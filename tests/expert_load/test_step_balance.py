@@ -109,7 +109,7 @@ def test_a_whole_step_is_the_batch() -> None:
 
 
 def test_micro_batches_come_closer_to_the_whole_batch() -> None:
-    """What the docs say: nearer than the loss of each micro-batch by itself."""
+    """The gradient is nearer than with a loss per micro-batch, as the docs say."""
     _, whole = accumulated(make("batch"), batch(), None, 1)
 
     def distance(scope: str) -> float:
@@ -137,7 +137,7 @@ def test_update_ends_the_step() -> None:
 
 @pytest.mark.parametrize("is_recomputed", [False, True])
 def test_micro_batches_in_flight(is_recomputed: bool) -> None:
-    """As in a pipeline: the backward has the counts of all micro-batches whose backward has run, recomputed or not."""
+    """As in a pipeline: a backward uses the counts of all micro-batches whose backward has run, recomputed or not."""
     layer, parts = make(), batch().chunk(4)
     maxmoe.StatsAccumulator(layer)
     losses = [
@@ -154,7 +154,7 @@ def test_micro_batches_in_flight(is_recomputed: bool) -> None:
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [2, 0, 3, 1]])
 def test_the_reported_loss_is_that_of_the_backward(order: list[int]) -> None:
-    """Recomputed or not: the loss whose gradient was taken, with the counts of all whose backward had run."""
+    """Recomputed or not: the loss that was differentiated, with the counts of all earlier backwards."""
     layer, x = make(), batch()
     parts = x.chunk(4)
     ordered = torch.cat([parts[index] for index in order])
@@ -257,7 +257,7 @@ each_evaluation = pytest.mark.parametrize("context", [nullcontext, torch.no_grad
 
 @each_evaluation
 def test_an_evaluation_belongs_to_no_step(context: Callable[[], Any]) -> None:
-    """Its loss is that of the scope "batch", wherever in a step it is, and later losses are as without it."""
+    """An evaluation inside of a step has the loss of the scope "batch", and does not change later losses."""
     x = batch()
     layer = make()
     expected = make("batch")(x[:3]).aux_loss
@@ -274,7 +274,7 @@ def test_an_evaluation_belongs_to_no_step(context: Callable[[], Any]) -> None:
 
 @each_evaluation
 def test_one_rank_of_ddp_evaluates_alone(context: Callable[[], Any]) -> None:
-    """It neither waits for the other ranks nor takes part in their next forward."""
+    """An evaluation neither waits for the other ranks nor takes part in their next forward."""
     x = batch()
 
     def check() -> None:

@@ -1,4 +1,4 @@
-"""Runs cases in a process of its own, for what may end the process or never return."""
+"""Runs cases in another process, because a case may crash or hang it."""
 
 import multiprocessing
 import os
@@ -20,9 +20,9 @@ MEMORY = 2**30  # bytes for all cases of a process
 
 
 def work(connection: Connection, sent: bytes) -> None:
-    """Run the cases that come, each in an empty folder, and send what came of it and what failed."""
+    """Run the received cases, each in an empty folder, and send its result and its error."""
     one_case: Case = pickle.loads(sent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the other one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the other process
     virtual = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (virtual + MEMORY, virtual + MEMORY))
     with suppress(EOFError):
@@ -71,7 +71,7 @@ class Child:
         return outcome
 
     def answer(self) -> tuple[str, str | None]:
-        """Wait for what came of the case, and what failed."""
+        """Wait for the result and the error of the case."""
         if not self.connection.poll(PATIENCE):
             return "", f"it took more than {PATIENCE} s"
         try:

@@ -1,11 +1,11 @@
-"""Damages small checkpoints of `examples/pretrain.py` in every way that comes to hand, and loads them.
+"""Damages small checkpoints of `examples/pretrain.py` in many ways, and loads them.
 
     python tests/fuzz/fuzz_checkpoints.py --seconds 3600 --seed 1
     python tests/fuzz/fuzz_checkpoints.py --seed 1 --case 4711
 
-A damaged checkpoint is an `InputError` of one line. With SHA256SUMS as it was, nothing else will do unless all files
-are as they were; where the sums were made anew, as a stranger would, it may load. No case may run code that is in the
-files, raise anything else, change what was not damaged, end the process, take much memory or long.
+A damaged checkpoint is an `InputError` of one line. With the original SHA256SUMS this is required unless all files are
+unchanged; with new sums, as an attacker would write, the checkpoint may load. No case may run code from the files,
+raise another error, change undamaged values, end the process, or take much memory or time.
 """
 
 import io
@@ -56,7 +56,7 @@ NUMBERS = [
 
 @cache
 def written_checkpoints() -> list[Files]:
-    """One that one process has written, and one as two ranks write it."""
+    """A checkpoint written by one process, and one in the form that two ranks write."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "checkpoint"
         save_small(folder, 1.0)
@@ -153,7 +153,7 @@ DAMAGES = [flip, flip, cut, repeat, splice, overwrite, renumber, renumber, renum
 
 
 def replaced(path: Path, random: Random) -> None:
-    """Put something that is not a file there, or nothing."""
+    """Replace the file by something else, or by nothing."""
     path.unlink()
     random.choice([
         lambda: None,
@@ -166,7 +166,7 @@ def replaced(path: Path, random: Random) -> None:
 
 
 def added(folder: Path, random: Random) -> None:
-    """Add a file, under a name that something may read."""
+    """Add a file, under a name that a reader may open."""
     names = [".metadata", "__0_0.distcp", "training.pt", "x.safetensors", "\x1b[2J\n", "model.safetensors.index.json"]
     path = folder / random.choice(names)
     if not path.is_dir():  # an earlier damage may have made a folder of that name
@@ -174,7 +174,7 @@ def added(folder: Path, random: Random) -> None:
 
 
 def exchanged(folder: Path, random: Random) -> None:
-    """Let two files have each other's name."""
+    """Exchange the names of two files."""
     one, other = random.sample(sorted(folder.iterdir()), 2)
     data = one.read_bytes()
     one.write_bytes(other.read_bytes())
@@ -182,14 +182,14 @@ def exchanged(folder: Path, random: Random) -> None:
 
 
 def one_case(random: Random) -> str:
-    """Damage a checkpoint, load it, and say what came of it."""
+    """Damage a checkpoint, load it, and return the outcome."""
     outcome = damaged_and_loaded(Path("checkpoint"), random)
     assert not Path("created").exists(), "a file ran code"
     return outcome
 
 
 def damaged_and_loaded(folder: Path, random: Random) -> str:
-    """Compare what was loaded with what was written."""
+    """Compare the loaded values with the written ones."""
     good = random.choice(written_checkpoints())
     write(folder, good)
     for _ in range(random.choice([1, 1, 1, 2, 4])):
@@ -236,7 +236,7 @@ def same(path: Path, data: bytes) -> bool:
 
 
 def check_loaded(good: Files, unchanged: set[str], state: dict, training: dict) -> None:
-    """What was loaded has its shape, and what was not damaged its value."""
+    """Loaded values have their shapes, and undamaged ones their values."""
     assert state["model"]["weight"].shape == (4, 6) and state["model"]["weight"].dtype == torch.float32
     assert type(training["steps"]) is int and all(type(step) is int for step, _ in training["held_out"])
     assert sum(training["training"]) < float("inf")

@@ -1,4 +1,4 @@
-"""Makes configs of values of every kind and size, and layers and decoders of those that are accepted.
+"""Makes configs of values of every kind and size, and layers and decoders of the accepted configs.
 
     python tests/fuzz/fuzz_configs.py --seconds 3600 --seed 1
     python tests/fuzz/fuzz_configs.py --seed 1 --case 4711
@@ -37,13 +37,13 @@ VALUES: list[Any] = [
     *(np.int64(4), np.float32(0.5), np.float64(0.5), np.bool_(True)),
     *(np.array([1, 2]), torch.tensor(4), torch.tensor(0.5)),
 ]
-ARRAYS = (np.ndarray, torch.Tensor)  # no file has those
+ARRAYS = (np.ndarray, torch.Tensor)  # not in files
 SMALL = 64  # sizes that are computed
-BYTES = 2**28  # of memory for a case, what it imports included
+BYTES = 2**28  # memory for a case, including imports
 
 
 def value_for(random: Random, default: Any) -> Any:
-    """A value of the kind of the default, or any."""
+    """A random value of the type of the default, or of any type."""
     if random.random() < 0.2:
         return random.choice(VALUES)
     if isinstance(default, bool):
@@ -66,7 +66,7 @@ def drawn_fields(random: Random, kind: type[Any], sizes: dict[str, int], share: 
 
 
 def made(kind: type[Any], fields: dict[str, Any], names: list[str]) -> Any:
-    """Make a config; None for one that is refused as it should be."""
+    """Make a config; None if it is refused with a good error."""
     try:
         return kind(**fields)
     except ValueError as error:
@@ -119,7 +119,7 @@ def decoder_config(random: Random) -> str:
 
 
 def family_config(random: Random) -> str:
-    """A config as transformers has it, of which some values are others."""
+    """A config of transformers with some values replaced."""
     name = random.choice(list(FAMILIES))
     family = FAMILIES[name]
     theirs = {their: getattr(family.preset(), ours) for ours, their in family.fields.items()}

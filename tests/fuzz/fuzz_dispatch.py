@@ -39,7 +39,7 @@ from maxmoe.sharding import LogicalRules, Mesh  # noqa: E402
 from support.dispatched_layer import Batch, Outcome, check_part, make_layer, take_step  # noqa: E402
 from support.run_ranks import run_ranks  # noqa: E402
 
-STEPS = 10  # of a case
+STEPS = 10  # per case
 DTYPES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.1}
 RULES = {
     **{name: LogicalRules.load(name) for name in ("default", "ep-as-dp", "ep-as-cp", "cp-as-ep", "ep-tp", "pure-fsdp")},
@@ -52,7 +52,7 @@ AXES = ("data", "fsdp", "fsdp_transpose", "context", "tensor", "expert")
 
 @dataclass(frozen=True)
 class Step:
-    """A step, what one process makes of it, and which tokens each rank has if the rules do not say."""
+    """A step, the results of one process, and the tokens of each rank if the rules do not define them."""
 
     config: MoEConfig
     batch: Batch
@@ -82,9 +82,9 @@ def draw_mesh(random: Random, rules: LogicalRules) -> dict[str, int]:
 
 
 def draw_config(random: Random, num_parts: int, needs_sparse: bool) -> MoEConfig:
-    """Draw until the experts divide, and rounding is not blown up by a division by nearly zero."""
+    """Draw until the experts are divisible, and no division by nearly zero amplifies rounding."""
     while True:
-        config = replace(fuzz_layers.draw_config(random), router="learned")
+        config = replace(fuzz_layers.draw_config(random), router="learned", router_takes_state=False)
         if config.num_experts % num_parts or (config.score_function, config.normalization) == ("identity", "sum"):
             continue
         return replace(config, implementation="sparse", capacity_factor=None) if needs_sparse else config
@@ -99,7 +99,7 @@ def draw_options(random: Random, config: MoEConfig) -> dict[str, Any]:
 
 
 def draw_experts(random: Random, config: MoEConfig, shape: tuple[int, int]) -> Tensor | None:
-    """Draw who goes where: mostly the router's choice, otherwise any experts, few of them, or none; no token twice."""
+    """Draw the experts of each token: the router's, any, few of them, or none; no expert twice per token."""
     kind, top_k, num_experts = (
         random.choice(["router", "router", "any", "few", "none"]),
         config.top_k,
@@ -143,7 +143,7 @@ def forward_of(layer: MoE, checkpointing: str) -> Callable[..., Any]:
 
 
 def run_step(step: Step, mesh: Mesh, rules: LogicalRules, repetitions: int) -> None:
-    """Compare this rank's part of a step; repeat it, and see what is left."""
+    """Compare this rank's part of a step; repeat it, and check that no memory is left."""
     least_loaded.FLOP_PER_BYTE = dict.fromkeys(least_loaded.FLOP_PER_BYTE, 0)  # sends weights for a few rows
     layer = make_layer(step.config, step.batch.x.dtype)
     shardings = parameter_shardings(layer, mesh, rules, allow_unused=True)
@@ -169,11 +169,11 @@ def run_step(step: Step, mesh: Mesh, rules: LogicalRules, repetitions: int) -> N
 
 
 def remains(layer: MoE, batch: Batch, forward: Callable[..., Any]) -> tuple[int, int, int]:
-    """Take a step; return how many process groups and tensors there are then, and the bytes of these."""
+    """Take a step; return the number of process groups, the number of tensors, and the bytes of the tensors."""
     take_step(layer, batch, forward)
     gc.collect()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of modules that gc finds, whose classes are looked up
+        warnings.simplefilter("ignore")  # warnings of modules whose classes are read from gc's objects
         tensors = [found for found in gc.get_objects() if issubclass(type(found), Tensor)]
     return len(dist.distributed_c10d._world.pg_map), len(tensors), sum(map(Tensor.numel, tensors))
 

@@ -3,9 +3,9 @@
     python tests/fuzz/fuzz_layers.py --seconds 3600 --seed 1
     python tests/fuzz/fuzz_layers.py --seed 1 --case 4711
 
-Outputs, losses, statistics and all gradients must be those of `maxmoe.reference`, up to rounding: some eps of the
-largest value, and what the specification itself changes by when its arguments are rounded otherwise. Where that is
-another routing, nothing is compared.
+Outputs, losses, statistics and all gradients must equal `maxmoe.reference` up to rounding: some eps of the largest
+value, plus the change of the reference when its arguments are rounded differently. If this changes the routing, nothing
+is compared.
 """
 
 import math
@@ -67,6 +67,7 @@ def draw_config(random: Random) -> MoEConfig:
         router_bias=random.random() < 0.4,
         logit_scale=sometimes(0.3, 1.0, 0.2),
         router_scale=random.random() < 0.2,
+        **draw_router_state(random),
         score_correction_bias=correction,
         num_groups=num_groups,
         top_k_groups=top_k_groups,
@@ -77,7 +78,7 @@ def draw_config(random: Random) -> MoEConfig:
         routed_scaling_factor=random.choice([1.0, 1, 0.25, 2.5]),
         apply_weights_to=weights_to,
         router=sometimes("random", "learned", 0.15),
-        **draw_activation(random),
+        **draw_activation(random, num_shared_experts),
         expert_bias=random.random() < 0.4,
         num_shared_experts=num_shared_experts,
         shared_expert_gate=num_shared_experts > 0 and not scored and random.random() < 0.5,
@@ -89,10 +90,20 @@ def draw_config(random: Random) -> MoEConfig:
     )
 
 
-def draw_activation(random: Random) -> dict[str, Any]:
+def draw_router_state(random: Random) -> dict[str, Any]:
+    """Draw the width of a router with hidden layers: often none."""
+    size = random.choice(WIDTHS) if random.random() < 0.2 else None
+    return {"router_hidden_size": size, "router_takes_state": size is not None and random.random() < 0.6}
+
+
+def draw_activation(random: Random, num_shared_experts: int) -> dict[str, Any]:
     gated = random.random() < 0.75
     arguments = random.choice([*activations.EACH, *activations.LIMITED] if gated else activations.PLAIN)
-    return {**activations.fields(arguments), "gated": gated}
+    shared: dict[str, Any] = {}
+    if num_shared_experts and random.random() < 0.3:
+        can_be_limited = gated and arguments["activation"] != "situ"
+        shared["shared_activation_limit"] = random.choice([None, 0.6]) if can_be_limited else None
+    return {**activations.fields(arguments), **shared, "gated": gated}
 
 
 def draw_implementation(random: Random, num_experts: int) -> dict[str, Any]:
@@ -158,7 +169,7 @@ def draw_tokens(random: Random, layer: MoE, dtype: torch.dtype) -> Tensor:
 
 
 def draw_mask(random: Random, x: Tensor) -> Tensor | None:
-    """Draw which tokens are no padding, and fill the padding with NaN at times."""
+    """Draw a mask of tokens, and sometimes fill the padding with NaN."""
     match random.choice(["no mask", "no mask", "no mask", "scattered", "tail", "all", "none"]):
         case "no mask":
             return None
@@ -173,15 +184,25 @@ def draw_mask(random: Random, x: Tensor) -> Tensor | None:
     return mask
 
 
+def leaves_of(layer: MoE, x: Tensor) -> dict[str, Tensor]:
+    """Tokens, and if the layer takes one, a state of the router before: the same random values at every call."""
+    leaves = {"x": x.detach()}
+    if layer.config.router_takes_state:
+        generator = torch.Generator().manual_seed(1)
+        shape = (*x.shape[:-1], layer.config.router_hidden_size)
+        leaves["router_state"] = torch.randn(shape, generator=generator, dtype=torch.float64).to(x.dtype)
+    return leaves
+
+
 def run_layer(layer: MoE, x: Tensor, token_mask: Tensor | None) -> Result:
-    x = x.detach().requires_grad_()
-    # The noise of the random router becomes the logits: then it is the learned one.
+    leaves = {name: leaf.requires_grad_() for name, leaf in leaves_of(layer, x).items()}
+    # The noise of the random router is replaced by the logits, which makes it the learned router.
     noise = patch("maxmoe.nn.router.rand_of_tokens", lambda logits, _tokens: logits.detach())
     with noise, patch("torch.special.ndtri", Tensor.detach):
-        hidden_states, aux_loss, stats = layer(x, token_mask)
+        hidden_states, aux_loss, stats = layer(token_mask=token_mask, **leaves)[:3]
     outputs = (hidden_states, aux_loss, stats.router_entropy, stats.tokens_per_expert, stats.dropped)
     assert hidden_states.requires_grad, "hidden_states have no gradient"
-    return differentiate(outputs, {"x": x, **dict(layer.named_parameters())}, cotangents(outputs))
+    return differentiate(outputs, {**leaves, **dict(layer.named_parameters())}, cotangents(outputs))
 
 
 def cotangents(outputs: tuple[Tensor, ...]) -> list[Tensor]:
@@ -190,20 +211,23 @@ def cotangents(outputs: tuple[Tensor, ...]) -> list[Tensor]:
 
 def run_reference(layer: MoE, x: Tensor, mask: Tensor | None, got: Result, noise: float = 0.0, seed: int = 0) -> Result:
     """Run the specification in float64; with noise, on arguments that are rounded otherwise."""
-    limit = layer.config.activation_limit
-    limit = None if limit is None else limit * (1 + noise)
-    settings = MoEConfig(**{**vars(layer.config), "router": "learned", "activation_limit": limit})
-    state, generator = {"x": x, **layer.state_dict()}, torch.Generator().manual_seed(seed)
+    limits = {name: getattr(layer.config, name) for name in ("activation_limit", "shared_activation_limit")}
+    limits = {name: limit if limit in (None, "same") else limit * (1 + noise) for name, limit in limits.items()}
+    settings = MoEConfig(**{**vars(layer.config), "router": "learned", **limits})
+    state, generator = {**leaves_of(layer, x), **layer.state_dict()}, torch.Generator().manual_seed(seed)
     # The router is computed in float32 at least, from the values as they are.
     fine = min(abs(noise), 16 * torch.finfo(torch.float32).eps)
     for name, value in state.items():
         exact = value.detach().double()
-        scale = math.copysign(fine, noise) if name == "x" or name.startswith("router.") else noise
+        scale = math.copysign(fine, noise) if name == "x" or name.startswith("router") else noise
         noisy = exact * (1 + scale * torch.randn(exact.shape, generator=generator, dtype=torch.float64))
         state[name] = noisy.requires_grad_()
-    hidden_states, aux_loss, load, dropped = reference.moe(state["x"], settings, state, mask)
-    tokens = state["x"].flatten(0, -2) if mask is None else state["x"][mask]
-    logits = reference.layer.router_logits(tokens, settings, state)[:, : settings.num_selectable_experts]
+    before = state.get("router_state")
+    hidden_states, aux_loss, load, dropped = reference.moe(state["x"], settings, state, mask, before)
+    is_token = torch.ones(x.shape[:-1], dtype=torch.bool) if mask is None else mask
+    previous = None if before is None else before[is_token]
+    logits = reference.layer.router_logits(state["x"][is_token], settings, state, previous)
+    logits = logits[:, : settings.num_selectable_experts]
     scores = reference.routing.scores(
         logits, "softmax" if settings.score_function == "identity" else settings.score_function
     )
@@ -216,7 +240,7 @@ def run_reference(layer: MoE, x: Tensor, mask: Tensor | None, got: Result, noise
 
 
 def pairs(got: Result, expected: Result) -> dict[str, tuple[Tensor | None, Tensor | None]]:
-    """What must be near, by name."""
+    """Pairs of tensors that must be close, by name."""
     names = ("hidden_states", "aux_loss", "router_entropy")
     values: dict[str, Any] = dict(zip(names, zip(got.outputs, expected.outputs, strict=True), strict=False))
     gradients = {f"gradient of {name}": (grad, expected.gradients[name]) for name, grad in got.gradients.items()}
@@ -224,7 +248,7 @@ def pairs(got: Result, expected: Result) -> dict[str, tuple[Tensor | None, Tenso
 
 
 def one_case(random: Random) -> str:
-    """Compare one layer, and say what came of it."""
+    """Compare one layer, and return the outcome."""
     torch.manual_seed(random.getrandbits(60))
     torch.set_num_threads(random.choice([1, 1, 2]))
     dtype = random.choice(DTYPES)
@@ -235,7 +259,7 @@ def one_case(random: Random) -> str:
         got = run_layer(layer, x, mask)
     eps = torch.finfo(dtype).eps
     expected = run_reference(layer, x, mask, got)
-    # A preactivation next to the limit or to 0 of a relu, where the gradient jumps, gets there by one of two opposites.
+    # Noise of both signs, because a preactivation may be near the limit or the 0 of a relu, where the gradient jumps.
     others = [run_reference(layer, x, mask, got, *noise) for noise in [(4 * eps, 0), (-4 * eps, 0), (4 * eps, 1)]]
     if any(not torch.equal(one, two) for other in others for one, two in zip(*integers(expected, other), strict=True)):
         return "another routing is as good"
@@ -250,12 +274,12 @@ def one_case(random: Random) -> str:
 
 
 def compare(layer: MoE, got: Result, expected: Result, others: list[Result]) -> None:
-    """Compare what is near."""
+    """Compare the pairs."""
     dtype = got.outputs[0].dtype
     eps, wide_eps = torch.finfo(dtype).eps, torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     frozen = {f"gradient of {name}" for name, value in layer.named_parameters() if not value.requires_grad}
     changed = [pairs(other, expected) for other in others]
-    # Terms of this size cancel: in the gradient of weights that are scaled to sum one, and of a loss that is balanced.
+    # Terms of this size cancel in the gradient of weights that are scaled to sum one, and of a balanced loss.
     terms = max(largest(value) for value in [expected.outputs[1], *expected.gradients.values()])
     for name, (value, exact) in pairs(got, expected).items():
         where = f"{layer.config} {dtype} {tuple(got.outputs[0].shape)}: {name}"

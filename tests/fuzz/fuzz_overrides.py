@@ -49,7 +49,7 @@ from support.parts import assert_same, part_by_definition  # noqa: E402
 from support.run_ranks import run_ranks  # noqa: E402
 
 PRESETS = tuple(path.stem for path in sorted(FOLDER.glob("*.yaml")))
-TABLES = 10  # of a case
+TABLES = 10  # per case
 DISPATCHES = ("auto", "auto", "ring_of_experts", "ragged_all_to_all", "gather_weights")
 LAYERS = {**FAMILIES, "biases": replace(FAMILIES["deepseek_v3"], expert_bias=True, group_score="max", **LOSSES)}
 DECODERS: dict[str, DecoderConfig] = {
@@ -71,7 +71,7 @@ TOLERANCE = 1e-11
 
 @dataclass(frozen=True)
 class Table:
-    """A table of rules, the model that runs under it, and why `explain` refuses it."""
+    """A table of rules, the model that runs under it, and the error of `explain` if it refuses the table."""
 
     overrides: list[tuple[str, tuple[str, ...]]]
     rules: LogicalRules
@@ -97,7 +97,7 @@ def draw_mesh(random: Random, preset: LogicalRules) -> dict[str, int]:
 
 
 def draw_table(random: Random, preset: LogicalRules, sizes: dict[str, int]) -> Table:
-    """Give one to three names of a preset any axes, those of the mesh more often than others."""
+    """Assign random axes to one to three names of a preset, axes of the mesh more often than others."""
     names = random.sample(sorted(preset.names - {"layers"}), random.choice([1, 1, 2, 3]))
     overrides = []
     for name in names:
@@ -159,7 +159,7 @@ def check_decoder(name: str, mesh: Mesh, table: Table) -> None:
 
 
 def check_refusal(table: Table, mesh: Mesh) -> None:
-    """`parallelize` says what `explain` has said, and changes nothing."""
+    """`parallelize` raises the error of `explain`, and changes nothing."""
     model = make_model(table.model)
     with pytest.raises(ValueError, match=f"^{re.escape(table.refusal or '')}$"):
         parallelize(model, mesh, table.rules, allow_unused=True, dispatch=table.dispatch)

@@ -3,8 +3,8 @@
     python tests/fuzz/fuzz_replaced_blocks.py --seconds 3600 --seed 1
     python tests/fuzz/fuzz_replaced_blocks.py --seed 1 --case 4711
 
-Family, sizes, masks, batch, dtype, gradient checkpointing, router logits and what is saved are random. Logits (without
-those of padding), losses and gradients are those of the code of the family; files hold the same bits.
+Family, sizes, masks, batch, dtype, gradient checkpointing, router logits and the saved model are random. Logits of
+tokens that are not padding, losses and gradients equal the code of the family; files hold the same bits.
 """
 
 import copy
@@ -39,7 +39,7 @@ WIDTHS = ("intermediate_size", "moe_intermediate_size", "expert_ffn_hidden_size"
 
 
 def one_case(random: Random) -> str:
-    """Compare one model; return its dtype and what was compared."""
+    """Compare one model; return its dtype and the kind of comparison."""
     # JetMoE has no activation checkpointing, Switch Transformers drops tokens.
     preset = random.choice([preset for preset in PRESETS if preset not in REPLACED_ONLY])
     dtype = random.choice([torch.float64, torch.float64, torch.float32, torch.bfloat16])
@@ -60,6 +60,8 @@ def random_model(random: Random, preset: str) -> Any:
     sizes = dict.fromkeys(WIDTHS, width)
     if preset in ("qwen2_moe", "qwen3_next", "kolibri1"):
         sizes["shared_expert_intermediate_size"] = width * random.choice([1, 2])
+    if preset == "step3p7":
+        sizes["share_expert_dim"] = width * random.choice([1, 2])
     if preset == "nemotron_h":
         sizes["moe_shared_expert_intermediate_size"] = width
         sizes["moe_latent_size"] = random.choice([None, 6, 16])
@@ -113,7 +115,7 @@ def ours_layers(model: nn.Module) -> list[Any]:
 
 
 def check_files(random: Random, eager: Any, ours: Any, folder: Path, has_own_names: bool) -> None:
-    """Both models write the same files, which `from_pretrained` reads, and `load_state_dict` if it knows all names."""
+    """Both models write the same files, which `from_pretrained` reads; `load_state_dict` too if all names match."""
     options = {"max_shard_size": random.choice(["5GB", "20KB"]), "save_original_format": random.random() < 0.7}
     for name, model in (("eager", eager), ("ours", ours)):
         model.save_pretrained(folder / name, **options)

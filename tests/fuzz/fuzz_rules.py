@@ -4,7 +4,7 @@
     python tests/fuzz/fuzz_rules.py --seed 1 --case 4711
 
 A file is read as PyYAML reads it, or refused with a ValueError of one line that begins with its path, in a moment and
-without much memory. A name without effect is refused, a table without any is not.
+without much memory. A name without effect is refused, an empty table is not.
 """
 
 import sys
@@ -42,13 +42,13 @@ PIECES = [
 ]
 MESH_AXES = [*AXES, "x", "", "é", "fsdp "]
 SIZES = ["1", "2", "2", "2", "-1", "0", "1e3", "²", "٣", "9" * 5000, "", "+2", "0x2", " 2", "2_0"]
-SECONDS = 20  # of processor for a file, on a busy machine
-BYTES = 2**28  # of memory for a case, what it imports included
+SECONDS = 20  # processor time for a file, on a busy machine
+BYTES = 2**28  # memory for a case, including imports
 LONG = 2**15  # bytes, which PyYAML reads in a moment
 
 
 def invented(random: Random) -> str:
-    """Make a table, or what looks like one."""
+    """Make a table, or something similar."""
     if random.random() < 0.3:
         return "".join(random.choice(PIECES) for _ in range(random.choice([3, 10, 30])))
     if random.random() < 0.2:
@@ -109,12 +109,12 @@ def read_file(random: Random) -> str:
 
 
 def by_pyyaml(data: bytes) -> list[tuple[str, tuple[str, ...]]]:
-    """Read a good file without our own reader: no key twice, strings and lists of them only."""
+    """Read a good file with PyYAML: no duplicate keys, values are strings and lists of strings."""
     rules = []
     for rule in yaml.safe_load(data.decode()):
         ((name, value),) = rule.items()
         entries = [value] if isinstance(value, str) else value or []
-        assert all(isinstance(part, str) and part for part in (name, *entries)), "it is no rule"
+        assert all(isinstance(part, str) and part for part in (name, *entries)), "not a rule"
         rules.append((name, tuple(entries)))
     return rules
 
@@ -130,12 +130,12 @@ def dump_and_load(random: Random) -> str:
         path = Path(folder) / "rules.yml"
         style = {"default_flow_style": random.choice([True, False, None]), "allow_unicode": random.random() < 0.5}
         path.write_text(yaml.dump([dict([rule]) for rule in rules], Dumper=Plain, **style), encoding="utf-8")
-        assert LogicalRules.load(path) == LogicalRules(rules), "it is not what was written"
+        assert LogicalRules.load(path) == LogicalRules(rules), "the loaded rules differ from the written ones"
     return "file written and read"
 
 
 class Plain(yaml.SafeDumper):
-    """Without aliases."""
+    """A dumper without aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

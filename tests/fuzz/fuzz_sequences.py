@@ -48,7 +48,7 @@ TOLERANCE = 1e-10
 
 
 class Operation(NamedTuple):
-    """What is done, with which batch, and where and how it is interrupted."""
+    """An operation, its batch, and where and how it is interrupted."""
 
     name: str
     number: int
@@ -128,7 +128,7 @@ NAMES = ("backward", "two_backwards", "step", "clip", "evaluate", "load", "inter
 
 
 def draw(random: Random) -> list[Operation]:
-    """Backwards and interruptions more often than others; the last one leaves gradients."""
+    """Draw operations, backwards and interruptions more often than others; the last one leaves gradients."""
     weights = (3, 2, 3, 1, 2, 1, 4, 4)
     operations = [
         Operation(name, random.randrange(4), random.choice(PLACES), random.choice(ERRORS))
@@ -166,7 +166,7 @@ def on_ranks(layout: MeshRules, recompute: tuple[str, ...], operations: list[Ope
 
 
 def one_case(random: Random, cases: int = 8) -> Counter[str]:
-    """Several sequences on the same ranks, each with a preset of its own."""
+    """Several sequences on the same ranks, each with its own preset."""
     num_ranks = random.choice([2, 2, 4])
     drawn = []
     for _ in range(cases):

@@ -1,4 +1,4 @@
-"""Runs random cases, each from a seed of its own, for a number of cases or a time."""
+"""Runs random cases, each with its own seed, for a number of cases or a time."""
 
 import argparse
 import signal
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from random import Random
 
-# Returns what came of the case, or counts of what came of its parts.
+# Returns the outcome of the case, or counts of the outcomes of its parts.
 Case = Callable[[Random], str | Counter[str]]
 
 
@@ -18,7 +18,7 @@ def random_of(seed: int, case: int) -> Random:
 
 
 def fuzz(one_case: Case, seed: int, cases: range, seconds: float) -> Counter[str]:
-    """Count what came of the cases; an AssertionError names the first one that failed."""
+    """Count the outcomes of the cases; an AssertionError names the first case that failed."""
     outcomes: Counter[str] = Counter()
     deadline = time.monotonic() + seconds
     for case in cases:

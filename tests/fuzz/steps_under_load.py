@@ -31,7 +31,7 @@ from maxmoe.ranks.rank_processes import RankProcesses
 from maxmoe.sharding import Mesh
 from support.parallel_decoder import MeshRules, batch, decoder, layouts, loss
 
-NICENESS = 5  # of the threads of gloo
+NICENESS = 5  # added to the threads of gloo
 SEED = 7
 
 

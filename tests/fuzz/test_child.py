@@ -1,4 +1,4 @@
-"""What a case must not do is noticed, and the next case has a process again."""
+"""Crashes, hangs and errors of a case are reported, and the next case gets a new process."""
 
 import os
 import time

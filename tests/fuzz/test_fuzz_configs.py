@@ -1,4 +1,4 @@
-"""A short run of `fuzz_configs.py`; the command line runs it for as long as one likes."""
+"""A short run of `fuzz_configs.py`; the command line runs it for any time."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from fuzz import fuzz_configs
 from fuzz.loop import fuzz
 
-# The fuzzer draws them too: the layer computes what is specified, even where that trains no router.
+# Warnings of settings that train no router, which the fuzzer draws too.
 pytestmark = pytest.mark.filterwarnings("ignore:top_k=1 with normalization:UserWarning")
 
 

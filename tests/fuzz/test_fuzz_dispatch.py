@@ -1,4 +1,4 @@
-"""A short run of `fuzz_dispatch.py`; the command line runs it for as long as one likes."""
+"""A short run of `fuzz_dispatch.py`; the command line runs it for any time."""
 
 from random import Random
 
@@ -8,7 +8,7 @@ from fuzz import fuzz_dispatch
 from fuzz.loop import fuzz
 from maxmoe.sharding import Mesh
 
-# The fuzzer draws them too: the layer computes what is specified, even where that trains no router.
+# Warnings of settings that train no router, which the fuzzer draws too.
 pytestmark = pytest.mark.filterwarnings("ignore:top_k=1 with normalization:UserWarning")
 
 

@@ -1,4 +1,4 @@
-"""A short run of `fuzz_replaced_blocks.py`; the command line runs it for as long as one likes."""
+"""A short run of `fuzz_replaced_blocks.py`; the command line runs it for any time."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Random sequences of operations on a mesh, and that the fuzzer sees what it looks for."""
+"""Random sequences of operations on a mesh, and mistakes that the fuzzer must find."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What the command line of a fuzzer prints."""
+"""The output of a fuzzer's command line."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""The callbacks of transformers.Trainer and Lightning record what a StatsAccumulator gives in a loop by hand."""
+"""The callbacks of transformers.Trainer and Lightning record the same values as a StatsAccumulator in a plain loop."""
 
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,7 @@ def test_transformers_trainer(tmp_path: Path) -> None:
 
 
 def test_transformers_trainer_resumed(tmp_path: Path) -> None:
-    """A resumed training goes on with the record of its checkpoint, and after its steps if that is not there."""
+    """A resumed training continues the record of its checkpoint, or starts a record at its step without one."""
     pytest.importorskip("accelerate", reason="transformers.Trainer needs it")
     from maxmoe.integrations.transformers import LoadCallback
 
@@ -158,7 +158,7 @@ def test_lightning(tmp_path: Path) -> None:
     assert_same(callback.history, by_hand())
     rows = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
     assert len(rows) == 1 + STEPS and "load_max_over_mean/model.model.layers.0.mlp" in rows[0]
-    # A training that is resumed goes on with the record of its checkpoint.
+    # A resumed training continues the record of its checkpoint.
     first, second = LoadCallback(), LoadCallback()
     trained(first, 2).save_checkpoint(tmp_path / "checkpoint.pt")
     trained(second, STEPS, ckpt_path=tmp_path / "checkpoint.pt")

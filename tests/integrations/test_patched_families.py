@@ -1,4 +1,4 @@
-"""Blocks of families whose experts take no experts implementation: in float64, the values of their own code."""
+"""Blocks of families without experts implementations: the values of the family's code in float64."""
 
 import copy
 from typing import Any
@@ -29,7 +29,7 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def values(block: nn.Module, x: Tensor, cotangent: Tensor, **options: Any) -> dict[str, Tensor]:
-    """Output and gradients; zero for experts without tokens, which have none in their own code."""
+    """Output and gradients; zero for experts without tokens, which have no gradient in the family's code."""
     leaf = x.clone().requires_grad_()
     out = block(leaf, **options)
     out = (out[0] if isinstance(out, tuple) else out).view(x.shape)

@@ -1,7 +1,5 @@
 """LoRA of the library peft on the layer, through `target_parameters`: trained, merged, saved."""
 
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,11 +7,8 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 
-import maxmoe
 from maxmoe import MoE
-from maxmoe.sharding import Mesh
 from support.moe_layers import EVERYTHING, Options, make, tokens
-from support.run_ranks import fake_rank
 
 RANK, ALPHA = 2, 6
 EXPERTS = ("experts.gate_proj", "experts.up_proj", "experts.down_proj")
@@ -40,7 +35,7 @@ def adapted(layer: MoE, targets: tuple[str, ...], **options: Any) -> PeftModel:
 
 
 def factors(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
-    """Of every adapted parameter, the two matrices of LoRA."""
+    """The two matrices of LoRA of every adapted parameter."""
     wrappers = [module for module in model.modules() if hasattr(module, "parameter_name")]
     return {
         wrapper.parameter_name: (wrapper.lora_A["default"].weight, wrapper.lora_B["default"].weight)
@@ -103,17 +98,6 @@ def test_merged_it_is_the_layer_again(targets: tuple[str, ...]) -> None:
     assert abs(expected.item() - without) > 1e-3
 
 
-def test_saved_adapters_are_loaded(tmp_path: Path) -> None:
-    layer = make(**EVERYTHING)
-    state, x = {name: value.clone() for name, value in layer.state_dict().items()}, tokens(layer)
-    model = adapted(layer, EXPERTS)
-    model.save_pretrained(tmp_path)
-    other = make(**EVERYTHING)
-    other.load_state_dict(state)
-    loaded = PeftModel.from_pretrained(Model(other), tmp_path)
-    assert torch.equal(loaded(x), model(x))
-
-
 def test_the_layer_around_the_adapters_works_as_before() -> None:
     layer = make(correction_bias_update_rate=0.25, **EVERYTHING)
     x = tokens(layer)
@@ -136,15 +120,3 @@ def test_bfloat16_with_adapters_in_float32() -> None:
     assert {matrix.dtype for pair in factors(model).values() for matrix in pair} == {torch.float32}
     model(tokens(layer)).backward()
     assert all(matrix.grad.any() for pair in factors(model).values() for matrix in pair)
-
-
-@pytest.mark.parametrize("targets", [("router.weight",), SHARED], ids=["router", "shared"])
-def test_adapters_of_other_parts_must_be_merged_before_parallelize(targets: tuple[str, ...]) -> None:
-    model = adapted(make(**EVERYTHING), targets)
-    part = targets[0].partition(".")[0]
-    message = f"base_model.model.moe.{part} must have no adapters around it, got ParamWrapper: merge them before"
-    with fake_rank(0, 2):
-        mesh = Mesh({"expert": 2})
-        with pytest.raises(ValueError, match=f"^{re.escape(message)} parallelize"):
-            maxmoe.parallelize(model, mesh, "ep-as-dp")
-        maxmoe.parallelize(model.merge_and_unload(), mesh, "ep-as-dp")

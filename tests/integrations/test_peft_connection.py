@@ -1,4 +1,4 @@
-"""The connection to PEFT, and what it does when PEFT keeps adapters otherwise."""
+"""The connection to PEFT, also with versions of PEFT that store adapters differently."""
 
 from pathlib import Path
 
@@ -97,13 +97,13 @@ assert not torch.equal(model.unload().moe(x).hidden_states, first)
 
 @pytest.mark.parametrize(("imports", "first_call"), [(order, call) for order, calls in CALLS.items() for call in calls])
 def test_any_order_of_imports(imports: str, first_call: str) -> None:
-    """In a process of its own."""
+    """The script in a new process."""
     programs.printed(programs.python(imports + CHECK.replace("FIRST_CALL", first_call)))
 
 
 @pytest.mark.parametrize("imports", ["import peft; maxmoe.MoE", "maxmoe.MoE; import peft"])
 def test_a_peft_that_wraps_no_parameters_is_left_alone(imports: str, tmp_path: Path) -> None:
-    """It can be imported, and layers run, with a warning."""
+    """maxmoe can be imported and layers run, with a warning."""
     (tmp_path / "peft").mkdir()
     (tmp_path / "peft/__init__.py").touch()
     code = f"""

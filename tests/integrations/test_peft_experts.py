@@ -25,12 +25,12 @@ CLASSES = {c.__name__: c for model in families.models() for c in families.expert
 each_class = pytest.mark.parametrize("experts_class", CLASSES.values(), ids=CLASSES)
 
 
-# Their own code computes partly in float32.
+# The code of these families computes partly in float32.
 FLOAT32_INSIDE = {"BeamExperts", "Inkling2Experts", "Inkling2LoopExperts", "OpenAIPrivacyFilterExperts"}
 
 
 class Block(nn.Module):
-    """What holds the experts, as PEFT needs it."""
+    """A model around the experts, as PEFT needs it."""
 
     def __init__(self, experts: nn.Module) -> None:
         super().__init__()

@@ -79,7 +79,7 @@ def test_a_step_takes_less_memory_than_one_stack_of_matrices(model: nn.Module) -
 
 
 def test_the_sum_of_weights_and_adapters_takes_more(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the connection, PEFT adds the product of the factors to the weights."""
+    """PEFT alone, without the connection, adds the product of the factors to the weights."""
     monkeypatch.setattr(connection, "takes", lambda module, parameter: False)
     with pytest.raises(RuntimeError, match="allocate memory"):
         assert_lean(model)

@@ -68,7 +68,7 @@ def test_losses_and_saved_adapters_are_those_of_eager(preset: str, tmp_path: Pat
     assert len({*losses["maxmoe"]}) == STEPS
     torch.testing.assert_close(torch.tensor(losses["maxmoe"]), torch.tensor(losses["eager"]), rtol=2e-5, atol=0)
 
-    model.save_pretrained(tmp_path / "adapters")  # those of maxmoe
+    model.save_pretrained(tmp_path / "adapters")  # the adapters trained with maxmoe
     loaded = PeftModel.from_pretrained(base_model(preset, "eager"), tmp_path / "adapters")
     torch.testing.assert_close(logits(loaded), logits(model), rtol=0, atol=1e-5)
     with loaded.disable_adapter():

@@ -1,4 +1,4 @@
-"""Models of transformers with replaced blocks: outputs, losses and gradients are those of their own code."""
+"""Models of transformers with replaced blocks: outputs, losses and gradients equal the original code's."""
 
 import copy
 from typing import Any
@@ -70,7 +70,7 @@ def test_dense_layers_stay() -> None:
 
 
 def test_no_auxiliary_loss_by_default() -> None:
-    """As in transformers, although the config of the model has a coefficient."""
+    """No balance loss, as in transformers, although the config of the model has a coefficient."""
     model = replaced("mixtral")
     assert model.config.router_aux_loss_coef > 0
     accumulator = StatsAccumulator(model)
@@ -138,7 +138,7 @@ def test_a_block_without_the_logits_of_its_shared_experts_replays_nothing() -> N
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_block_alone(preset: str) -> None:
-    """The layer computes what the block does, whose modules it has, so that nothing is converted."""
+    """The layer has the output of the block, and its modules, so that nothing is converted."""
     block = block_of(preset).double()
     x = torch.randn(2, 5, 16, dtype=torch.float64)
     expected = block(x)

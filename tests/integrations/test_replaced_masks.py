@@ -71,7 +71,7 @@ FORMS: dict[str, Callable[[Any, Tensor], Any]] = {
 @sides
 @pytest.mark.parametrize("form", FORMS)
 def test_forms_of_masks(form: str, side: str) -> None:
-    model, mask = replaced("mixtral").float(), padding(3, side)  # theirs makes NaN in float64
+    model, mask = replaced("mixtral").float(), padding(3, side)  # the original code makes NaN in float64
     given = FORMS[form](model, mask)
     assert form not in ("added", "allowed") or given.dim() == 4
     seen = seen_masks(model)
@@ -82,7 +82,7 @@ def test_forms_of_masks(form: str, side: str) -> None:
 
 
 def test_several_masks_by_name() -> None:
-    """As `generate` gives them to models with sliding windows and static caches."""
+    """Masks by name, as `generate` passes them to models with sliding windows and static caches."""
     mask = padding(3, "left")
     assert torch.equal(token_mask({"full_attention": None, "linear_attention": mask}, 3, 7), mask.bool())  # type: ignore[arg-type]
     assert token_mask({"full_attention": None}, 3, 7) is None
@@ -189,7 +189,7 @@ def test_backward_after_another_forward(use_reentrant: bool) -> None:
 
 
 class Stop(BaseException):
-    """An exception as KeyboardInterrupt is one."""
+    """An exception that does not derive from Exception, like KeyboardInterrupt."""
 
 
 @pytest.mark.parametrize("error", [RuntimeError, Stop])

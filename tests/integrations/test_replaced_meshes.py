@@ -21,7 +21,19 @@ from support.replaced_models import TOLERANCE, replaced, small_model
 from support.run_ranks import run_ranks
 from support.small_models import import_models
 
-PRESETS = ["mixtral", "qwen2_moe", "deepseek_v3", "nemotron_h", "gpt_oss", "llama4", "dbrx", "inkling", "muse_spark"]
+PRESETS = [
+    "mixtral",
+    "qwen2_moe",
+    "deepseek_v3",
+    "nemotron_h",
+    "gpt_oss",
+    "llama4",
+    "dbrx",
+    "inkling",
+    "muse_spark",
+    "step3p7",
+    "zaya",
+]
 REPLICATED = ["longcat_flash", "jetmoe", "switch_transformers"]
 import_models(*PRESETS, *REPLICATED)
 IDS = torch.randint(3, 32, (4, 6), generator=torch.Generator().manual_seed(1))
@@ -116,7 +128,7 @@ def test_experts_without_an_interface_are_lent(preset: str) -> None:
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .FSDPSwitchTransformersBlock. returned a view")
 @pytest.mark.parametrize("preset", REPLICATED)
 def test_experts_that_cannot_be_sharded_are_replicated(preset: str) -> None:
-    """The stack of LongCat-Flash has unused matrices after the experts, others have two modules or no stack."""
+    """LongCat-Flash's stack has unused matrices after the experts, other families have two modules or no stack."""
 
     def check() -> None:
         whole = replaced(preset)
@@ -133,7 +145,7 @@ def test_experts_that_cannot_be_sharded_are_replicated(preset: str) -> None:
 
 
 def test_experts_that_the_ranks_do_not_divide_are_refused() -> None:
-    """Also where they are one matrix whose rows the ranks divide."""
+    """Also for experts in one matrix whose number of rows is divisible by the ranks."""
 
     def check() -> None:
         model = small_model("dbrx", ffn_config={"moe_num_experts": 5})

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.filterwarnings(
 )  # by PEFT, Trainer
 SQUARE = {"intermediate_size": 16, "moe_intermediate_size": 16, "expert_ffn_hidden_size": 16}
 SQUARE |= {"moe_shared_expert_intermediate_size": 16, "shared_expert_intermediate_size": 16, "d_ff": 16}
+SQUARE |= {"share_expert_dim": 16}
 SQUARE |= {"ffn_config": {"ffn_hidden_size": 16}}
 # Reads a folder and writes its state dict, in a process that cannot import this library.
 READ = """
@@ -146,7 +147,7 @@ def test_trainer_loads_the_best_model(tmp_path: Path) -> None:
 
 
 def test_losses_of_trainer_are_those_of_eager(tmp_path: Path) -> None:
-    """With the balance loss that transformers adds."""
+    """The losses include the balance loss that transformers adds."""
     pytest.importorskip("accelerate")
     options = {"router_aux_loss_coef": 0.5, "output_router_logits": True}
     eager = trained(small_model("qwen3_moe", **options).float(), tmp_path / "eager")

@@ -37,7 +37,7 @@ def logits(model: nn.Module) -> Tensor:
 
 
 def read(folder: Path) -> tuple[dict[str, Tensor], float, dict[str, Any]]:
-    """What a server reads: factors by module, and one scale for all of them."""
+    """The data that a server reads: factors by module, and one scale for all of them."""
     config = json.loads((folder / "adapter_config.json").read_text())
     tensors = load_file(folder / "adapter_model.safetensors")
     prefix = "base_model.model."
@@ -96,7 +96,7 @@ def of_vllm(factors: dict[str, Tensor], path: str, count: int) -> dict[str, Tens
 
 
 def of_sglang(factors: dict[str, Tensor], path: str, count: int) -> dict[str, Tensor]:
-    """Products (E, out, in) by parameter, of tensors with three dims; A of the fused projection is of both halves."""
+    """Products (E, out, in) by parameter, of tensors with three dims; both halves of gate_up_proj share one A."""
     products = {}
     for parameter in ("gate_up_proj", "down_proj"):
         a, b = (factors[f"{path}.{parameter}.lora_{factor}.weight"] for factor in "AB")
@@ -138,7 +138,7 @@ def test_stacks_are_read_as_the_server_does(
 
 
 def test_replaced_blocks_saved_adapters_and_one_projection(tmp_path: Path) -> None:
-    """As of the model with its own blocks. A projection without an adapter has factors of zero: none is missing."""
+    """The same file as for the original blocks. Projections without an adapter have factors of zero."""
     own = adapted("qwen3_moe", ["experts.down_proj"])
     own.save_pretrained(tmp_path / "trained")
     export_adapter(own, tmp_path / "own", layout="per_expert")

@@ -94,7 +94,7 @@ def test_ranks_train_as_one_process(wrap: Callable[[nn.Module], nn.Module], tmp_
     for got in run_ranks(on_rank, RANKS):
         torch.testing.assert_close(got, (expected, counts), rtol=1e-12, atol=1e-12)
 
-    # One process goes on from the checkpoint of two.
+    # One process resumes from the checkpoint of two.
     model = make_model()
     loaded = make_optimizer(model)
     model_state, optimizer_state = get_state_dict(model, loaded)

@@ -1,4 +1,4 @@
-"""Trainers of other libraries: the losses of the operators are those of the code of transformers, step by step.
+"""Trainers of other libraries: the losses with maxmoe equal the losses of the code of transformers in every step.
 
 Losses are printed in float32, so they agree to a few units of its precision.
 """
@@ -94,7 +94,7 @@ def test_sft_trainer(tmp_path: Path, make_model: Any) -> None:
 
 
 def tokenizer() -> Any:
-    """SFTTrainer wants one, though the data are tokens already."""
+    """SFTTrainer requires a tokenizer, though the data are tokens already."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast

@@ -29,7 +29,7 @@ OURS = {"maxmoe_ring_of_experts": RingOfExpertsEP, "maxmoe_ragged_all_to_all": R
 
 
 def model(preset: str) -> Any:
-    """The same parameters at every call."""
+    """A small model with the same parameters at every call."""
     torch.manual_seed(0)
     built = model_of(preset, num_hidden_layers=2).double()
     for parameter in built.parameters():
@@ -47,7 +47,7 @@ def step(module: nn.Module, ids: Tensor) -> Tensor:
 
 
 def check_gradients(module: nn.Module, whole: nn.Module) -> None:
-    """Those of experts are DTensors; a plain one is of the tokens of this rank, or of all if they are the same."""
+    """Compare gradients with one process's, as full tensors if they are DTensors."""
     for name, parameter in whole.named_parameters():
         gradient = module.get_parameter(name).grad
         assert_same(gradient.full_tensor() if isinstance(gradient, DTensor) else gradient, parameter.grad, name)
@@ -79,7 +79,7 @@ def test_other_tokens_on_every_rank(preset: str, implementation: str) -> None:
 
 
 def test_the_same_tokens_on_every_rank() -> None:
-    """Experts of other ranks are masked: id num_local_experts, weight 0. Ours need other tokens on every rank."""
+    """Experts of other ranks are masked: id num_local_experts, weight 0. maxmoe needs different tokens per rank."""
 
     def check() -> None:
         whole, ours = model("mixtral"), model("mixtral")
@@ -106,7 +106,7 @@ def with_our_layers(preset: str) -> nn.Module:
 @pytest.mark.parametrize("sizes", [{"expert": 2}, {"fsdp": 2, "expert": 2}], ids=str)
 @pytest.mark.parametrize("preset", ["mixtral", "qwen3_moe"])
 def test_our_layers_in_their_models(preset: str, sizes: dict[str, int]) -> None:
-    """What declares no names is replicated; losses and all gradients equal one process's."""
+    """Modules that declare no names are replicated; losses and all gradients equal one process's."""
 
     def check() -> None:
         whole = with_our_layers(preset)

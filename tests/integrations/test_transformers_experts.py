@@ -29,7 +29,7 @@ from support.transformers_experts import (
 )
 
 FLAGS = ("is_concatenated", "is_transposed", "has_bias", "has_gate", "has_post_expert_norm")
-# One of each kind: silu; interleaved, transposed, bias; norm after the experts; gates of their own (not in every
+# One of each kind: silu; interleaved, transposed, bias; norm after the experts; custom gates (not in every
 # version); no gate.
 KINDS = ["mixtral", "gpt_oss", "muse_spark", "beam", "inkling2", "nemotron_h"]
 KINDS = [name for name in KINDS if name in families.models()]
@@ -46,7 +46,7 @@ def test_every_declared_layout(path: str, act_fn: Any) -> None:
             assert_equals_eager(declared(act_fn, **flags), routed(torch.float64), 1e-13)
 
 
-# Parameters where they lie
+# Layouts of parameters in memory
 
 
 def test_the_operator_reads_the_parameters_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +68,7 @@ def test_the_operator_reads_the_parameters_themselves(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("experts_class", [MixtralExperts, GptOssExperts])
 def test_gradients_are_written_into_the_layout_of_the_parameters(experts_class: type[nn.Module]) -> None:
-    """Backward makes two tensors of the size of the parameters or above: their gradients."""
+    """The only tensors that the backward allocates in the size of the parameters are their two gradients."""
     experts = small(experts_class)
     experts.config._experts_implementation = "maxmoe"
     out = experts(*routed(torch.float64))
@@ -90,11 +90,11 @@ def test_gradients_are_written_into_the_layout_of_the_parameters(experts_class: 
         assert parameter.grad.stride() == parameter.stride()
 
 
-# What comes in
+# Inputs
 
 
 def test_experts_of_other_ranks_are_left_out() -> None:
-    """As transformers marks them under expert parallelism: id num_experts or above, weight 0. Their rows may be NaN."""
+    """Experts of other ranks, marked as in transformers by ids >= num_experts and weight 0; their rows may be NaN."""
     experts = small(MixtralExperts)
     experts._is_expert_parallel = True
     hidden_states, index, weights = routed(torch.float64)

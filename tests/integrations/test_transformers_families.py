@@ -32,12 +32,12 @@ def test_the_families_are_found() -> None:
 
 @pytest.mark.parametrize("model", families.sparse_models())
 def test_every_model_with_experts_is_replaced_or_lacks_something(model: str) -> None:
-    """A new one of transformers is an error here: it needs a preset, or a line in docs/family_tables.py."""
+    """A new family of transformers is an error here: it needs a preset, or a line in docs/family_tables.py."""
     assert len([*families.replaced_as(model)[:1], *families.missing(model)]) == 1
 
 
 def test_models_with_experts_are_found() -> None:
-    """All that take experts implementations, and others."""
+    """All families that take experts implementations, and others."""
     others = {"dbrx", "doge", "jetmoe", "llama4", "longcat_flash", "nllb_moe", "switch_transformers"}
     assert set(families.models()) | others <= set(families.sparse_models())
     assert not {"llama", "bert", "t5"} & set(families.sparse_models())
@@ -55,14 +55,14 @@ def test_equals_the_code_of_the_family(path: str, model: str) -> None:
 
 
 def lower_constants(experts: Any) -> None:
-    """Set limits and softcaps so low that they change something."""
+    """Set limits and softcaps so low that they change the results."""
     for limit in {"limit", "swiglu_limit"} & vars(experts).keys():
         setattr(experts, limit, 0.75)
     for softcap in (module for module in experts.modules() if hasattr(module, "softcap")):
         softcap.softcap /= 8
 
 
-# Families with a gate of their own that `expert_ffn` computes.
+# Families with a custom gate that `expert_ffn` computes.
 FUSED = [
     "beam",
     "deepseek_v4",

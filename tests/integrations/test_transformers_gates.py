@@ -57,7 +57,7 @@ def test_other_constants_of_gpt_oss(name: str, value: float) -> None:
     assert_equals_eager(experts, routed(torch.float64), 1e-13)
 
 
-@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward"])
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
 def test_hooks_of_the_activation_are_called(kind: str) -> None:
     experts = declared(ACT2FN["silu"])
     calls = []

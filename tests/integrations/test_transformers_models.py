@@ -24,7 +24,7 @@ from support.replaced_models import enable_checkpointing
 from support.transformers_experts import WithoutFloat32
 
 FAMILIES = ["mixtral", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss", "llama4_text"]
-# Those that want more of their configuration than small numbers; test_transformers_families.py has their experts.
+# Models whose config needs more than small numbers; test_transformers_families.py tests their experts.
 NOT_SMALL = {"dots3_note", "dots3_note_text", "gemma4", "gemma4_text", "lfm2_moe", "mimo_v2_flash", "qwen4_exp"}
 NOT_SMALL |= {"qwen4_exp_text"}
 OPTIONS = {"hidden_size": 64, "intermediate_size": 13, "num_layers": 4, "num_experts": 7, "seed": 0}
@@ -32,10 +32,10 @@ OPTIONS = {"hidden_size": 64, "intermediate_size": 13, "num_layers": 4, "num_exp
 
 def build(family: str, dtype: torch.dtype = torch.float64) -> Any:
     """A small model with its own code, and with every kind of loss that it has."""
-    top_k = 1 if family == "zaya" else 2  # it takes no other
+    top_k = 1 if family == "zaya" else 2  # the only value that it supports
     model = models.small_model(Namespace(family=family, top_k=top_k, **OPTIONS), "eager").to(dtype)
     generator = torch.Generator().manual_seed(1)
-    for parameter in model.parameters():  # enough to tell them apart
+    for parameter in model.parameters():  # large enough to differ
         parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(dtype)
     if hasattr(model.config, "output_router_logits"):
         model.config.output_router_logits = True
@@ -48,7 +48,7 @@ def tokens(length: int = 9) -> Tensor:
 
 @contextmanager
 def operators_called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Who computes: an implementation that is silently ignored would equal the model's own code, too."""
+    """The called operators: an implementation that is silently ignored would have the same results, too."""
     called: list[str] = []
 
     def counted(operator: Any) -> Any:
@@ -125,7 +125,7 @@ def test_ten_steps(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generates_the_same_tokens(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through `from_pretrained`, as users load a model."""
+    """The model is loaded by `from_pretrained`, as users do."""
     build(family, torch.float32).save_pretrained(tmp_path)
     generated = []
     for name in ("eager", "maxmoe"):
@@ -148,7 +148,7 @@ def test_gradient_checkpointing(family: str) -> None:
 @pytest.mark.parametrize("is_autocast", [False, True], ids=["bfloat16", "autocast"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16(family: str, is_autocast: bool) -> None:
-    """Beside the float64 model: no further away from it than the model's own code, by a factor."""
+    """The error against the float64 model is at most some times the error of the model's own code."""
     exact = step(build(family), tokens())["logits"]
     model = build(family, torch.float32 if is_autocast else torch.bfloat16)
     errors = {}

@@ -36,7 +36,7 @@ def test_experts_with_the_limit_of_their_layer(
 
 
 def test_a_limit_of_zero_is_left_to_the_family() -> None:
-    """A config cannot ask for it: 0 stands for no limit there."""
+    """A config cannot set it, because 0 means no limit there."""
     assert fused_gate(small_experts(0.0)) is None
 
 

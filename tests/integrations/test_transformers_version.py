@@ -1,4 +1,4 @@
-"""The versions of transformers that are taken and refused."""
+"""The versions of transformers that are accepted and refused."""
 
 import re
 from importlib import metadata
@@ -37,7 +37,7 @@ def test_a_newer_transformers_is_taken(monkeypatch: pytest.MonkeyPatch, installe
 
 
 def test_without_the_import_the_implementation_is_not_known() -> None:
-    """As docs/troubleshooting.md says."""
+    """The error that docs/troubleshooting.md explains."""
     code = """
 import maxmoe
 from transformers import MixtralConfig, MixtralForCausalLM

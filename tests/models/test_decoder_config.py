@@ -1,4 +1,4 @@
-"""DecoderConfig: what contradicts itself is refused."""
+"""DecoderConfig: contradictions are refused."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""A decoder whose layers have configs of their own, against one assembled from the layers of other decoders."""
+"""A decoder with one config per layer, against a decoder assembled from the layers of other decoders."""
 
 import dataclasses
 

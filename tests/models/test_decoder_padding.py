@@ -48,7 +48,7 @@ def test_packed_documents_are_computed_one_by_one(model: Decoder) -> None:
 
 
 def test_gradients_of_packed_documents_with_padding(model: Decoder) -> None:
-    """They equal the gradients of a sum over the documents, each alone, without the auxiliary loss of the batch."""
+    """The gradients equal those of a sum over separate documents, without the auxiliary loss of the batch."""
     documents = tokens_like(model).flatten()[:5].split([3, 2])
     parameters = dict(model.named_parameters())
     loss = torch.stack([logits.square().sum() for logits in logits_of(model, *documents)]).sum()

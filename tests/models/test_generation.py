@@ -1,4 +1,4 @@
-"""Tokens that a Decoder generates, and what wrong calls get."""
+"""Tokens that a Decoder generates, and errors of wrong calls."""
 
 from dataclasses import replace
 from typing import Any
@@ -65,11 +65,11 @@ def graphs_since(counted: list[int]) -> int:
     return number
 
 
-# Torch hides this warning of its own, unless warnings are errors.
+# A warning of torch that is hidden unless warnings are errors.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("is_whole", [True, False], ids=["model", "blocks"])
 def test_a_compiled_model_trains_with_compiled_code_afterwards(is_whole: bool) -> None:
-    """torch.compile compiles a module eight times, for other arguments each time, and then no more."""
+    """torch.compile compiles a module for at most eight kinds of arguments."""
     torch._dynamo.reset()
     model, counted = make(), list[int]()
 

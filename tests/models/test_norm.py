@@ -1,4 +1,4 @@
-"""RMSNorm of the decoder beside torch's, which autograd records operator by operator."""
+"""RMSNorm of the decoder against torch's, which autograd records operator by operator."""
 
 import pytest
 import torch

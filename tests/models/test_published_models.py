@@ -1,11 +1,11 @@
-"""Sizes of published models, against what their authors say."""
+"""Sizes of published models, against the numbers of their authors."""
 
 import pytest
 
 from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.presets.published import PUBLISHED
 
-# Billions of parameters as their authors count them, for the models whose attention a Decoder has.
+# Billions of parameters as their authors count them, for models whose attention Decoder implements.
 BILLIONS = {
     "mixtral": 46.7,
     "qwen2_moe": 57.4,

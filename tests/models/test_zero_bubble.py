@@ -21,14 +21,14 @@ from support.operator_checks import ExecutedOperators
 
 
 class Gradients(NamedTuple):
-    """Of x and of the parameters, with the operators that computed them: of one backward, or of two halves."""
+    """Gradients of x and of the parameters, and the operators of one backward, or of its two halves."""
 
     values: dict[str, Tensor | None]
     executed: list[ExecutedOperators]
 
 
 def outputs_of(module: nn.Module, x: Tensor) -> list[Tensor]:
-    torch.manual_seed(3)  # of random routers
+    torch.manual_seed(3)  # seed of random routers
     return [out for out in module(x)[:2] if out is not None and out.requires_grad]
 
 
@@ -55,7 +55,7 @@ def apart(module: nn.Module, x: Tensor) -> Gradients:
 
 
 def gradients_computed(executed: list[ExecutedOperators]) -> Counter[str]:
-    """How often an operator was executed; expert_ffn_backward counts for each gradient that it was asked for."""
+    """Number of calls of an operator; expert_ffn_backward counts once per gradient that it computes."""
     count: Counter[str] = Counter()
     for name, arguments in (call for operators in executed for call in operators.calls):
         if name == "expert_ffn_backward":

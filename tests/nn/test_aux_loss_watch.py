@@ -32,7 +32,7 @@ class Model(nn.Module):
 
 
 def messages_of(step: Callable[[Tensor], Tensor], steps: int = STEPS) -> list[str]:
-    """The warnings of a training."""
+    """Return the warnings of some training steps."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(steps):
@@ -53,7 +53,7 @@ def test_a_forgotten_loss_warns_once_by_name(options: dict[str, float]) -> None:
 def test_a_loss_that_is_added_does_not() -> None:
     model = Model(**LOSSES[0])
     assert messages_of(lambda x: sum(model(x), torch.zeros(())).sum()) == []
-    assert messages_of(lambda x: model(x)[0].sum()) == []  # it was not forgotten
+    assert messages_of(lambda x: model(x)[0].sum()) == []  # its auxiliary loss was added
 
 
 def test_one_layer_of_two() -> None:
@@ -91,7 +91,7 @@ def frozen_router() -> Callable[[Tensor], Tensor]:
 
 
 def evaluated() -> Callable[[Tensor], Tensor]:
-    """An attack or a saliency map: gradients, but no training."""
+    """Gradients in eval mode, as for an attack or a saliency map."""
     model = Model(**LOSSES[0]).eval()
     return lambda x: model(x.requires_grad_())[0].sum()
 

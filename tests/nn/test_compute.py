@@ -30,7 +30,7 @@ ONE_EACH: Options = {"hidden_size": 3, "num_experts": 2, "top_k": 1, "normalizat
 
 
 def twin(layer: MoE, **options: Any) -> MoE:
-    """The same parameters under other options."""
+    """A layer with the same parameters and other options."""
     other = make(layer.router.weight.dtype, **{**vars(layer.config), **options})
     other.load_state_dict(layer.state_dict())
     return other
@@ -56,7 +56,7 @@ def test_dense_is_sparse(every_path: str, dtype: torch.dtype, options: Options) 
 
 @each_compute
 def test_an_expert_without_tokens_is_never_heard(every_path: str, compute: Options) -> None:
-    """Whatever comes of its parameters: infinity and NaN do not reach a result by way of a zero."""
+    """Infinite and NaN parameters of an expert without tokens reach no result, not even times zero."""
     layer = make(score_correction_bias=True, top_k=1, normalization="none", expert_bias=True, **compute)
     assert layer.router.score_correction_bias is not None
     layer.router.score_correction_bias[4] = -100.0
@@ -112,7 +112,7 @@ def test_capacity_is_that_of_the_specification(every_path: str, shape: tuple[int
 
 
 def test_capacity_beyond_the_slots_of_a_sequence_costs_nothing() -> None:
-    """One token asks for 2 of 64 experts: two slots, and not the capacity of 64 of each."""
+    """A sequence of one token has two slots: the buffer has two rows per expert, not the capacity of 64."""
     layer = make(implementation="dense", num_experts=64, top_k=2, capacity_factor=64.0)
     x = tokens(layer, 3, 1)
     dispatched = layer.runner.dispatcher.dispatch(x.flatten(0, 1), layer.router(x.flatten(0, 1)).top_k, 3)()
@@ -137,7 +137,7 @@ def test_buffer_drops_the_last_experts_and_counts(every_path: str, factor: float
 
 @pytest.mark.parametrize("compute", [COMPUTE["buffer"], COMPUTE["capacity"]], ids=["buffer", "capacity"])
 def test_dropped_tokens_pass_nothing_on(compute: Options) -> None:
-    """Neither a value nor a gradient, but for the shared expert."""
+    """Dropped tokens get no output and no gradient, except from the shared expert."""
     layer = first_entry_chooses(num_shared_experts=1, **compute)
     x = tokens(layer, 1, 10).requires_grad_()
     with torch.no_grad():
@@ -156,7 +156,7 @@ def test_dropped_tokens_pass_nothing_on(compute: Options) -> None:
     assert not any(gradient.any() for gradient in gradients)
 
 
-# What x may be
+# Inputs
 
 
 def test_any_number_of_dimensions() -> None:
@@ -206,7 +206,7 @@ def test_refuses_and_names_both(compute: Options, x: Tensor, message: str) -> No
     ("family", "name", "dtype"), pairwise([[*FAMILIES], [*COMPUTE], [torch.bfloat16, torch.float16]]), ids=str
 )
 def test_autocast(path: str, dtype: torch.dtype, name: str, family: str) -> None:
-    """Results are of the autocast dtype and close, whether x is or not; routing, losses and gradients stay float32."""
+    """Results are close and in the autocast dtype, for any dtype of x; routing, losses and gradients stay float32."""
     layer = make(torch.float32, **FAMILIES[family], **COMPUTE[name])
     for x in (tokens(layer, 2, 9), tokens(layer, 2, 9).to(dtype)):
         expected = outcome(layer, x.float())
@@ -216,7 +216,7 @@ def test_autocast(path: str, dtype: torch.dtype, name: str, family: str) -> None
         assert torch.equal(got.outputs[1], expected.outputs[1])
         for name, gradient in got.gradients.items():
             assert gradient is not None and gradient.dtype == (x.dtype if name == "x" else torch.float32)
-        # The upstream gradient is the same but for its rounding to 16 bits; through ATen activations are rounded, too.
+        # The upstream gradients differ by their rounding to 16 bits; through ATen activations are rounded, too.
         assert_same(got, expected, tolerance(dtype, 8 if path == "cpu" else 10))
 
 
@@ -282,7 +282,7 @@ def test_does_not_compile_again_for_other_numbers_of_tokens(compute: Options, dy
         x = tokens(layer, 2, length)
         for one, other in zip(compiled(x)[:2], layer(x)[:2], strict=True):
             torch.testing.assert_close(one, other)
-    assert len(compilations) == (1 if dynamic else 2)  # the second one learns that the size changes
+    assert len(compilations) == (1 if dynamic else 2)  # the second compilation has a dynamic size
 
 
 @each_compute

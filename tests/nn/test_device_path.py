@@ -1,4 +1,4 @@
-"""The layer on other devices than the CPU: nothing waits for the device, and how much memory that takes."""
+"""The layer on devices other than the CPU: the host never waits for the device; peak memory."""
 
 from collections.abc import Callable
 from typing import Any
@@ -38,7 +38,7 @@ def train(layer: Any, x: Tensor, token_mask: Tensor | None) -> dict[str, Any]:
 @pytest.mark.parametrize("padding", [False, True], ids=["", "padding"])
 @pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
 def test_nothing_waits_for_the_device(options: dict[str, Any], padding: bool) -> None:
-    """From the input to the last gradient, with the results of the kernels."""
+    """Forward and backward without a wait, with the results of the CPU kernels."""
     layer = make(torch.float32, **options)
     x = tokens(layer)
     token_mask = torch.rand(x.shape[:-1]) < 0.6 if padding else None
@@ -65,14 +65,14 @@ def test_nothing_waits_for_the_device(options: dict[str, Any], padding: bool) ->
     ],
 )
 def test_what_waits_is_an_error(wait: Callable[[Tensor], Any]) -> None:
-    """Of the means of the test above: a copy to the host or from there, and what maxmoe documents to wait."""
+    """The test device detects copies to and from the host, and calls of maxmoe that are documented to wait."""
     with DeviceMemory(), pytest.raises(SynchronizationError):
         wait(to_device(torch.ones(2, 2)))
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_dequantize_does_not_wait(format: str) -> None:
-    """The values of codes are no copy from the host."""
+    """The table of values of codes is not copied from the host."""
     stack = quantize(torch.randn(3, 64, 128), format)
     tensors = (stack.codes, stack.scales, stack.zeros)
     on_host = torch.ops.maxmoe.dequantize(*tensors, format, 64, torch.float32)
@@ -83,7 +83,7 @@ def test_dequantize_does_not_wait(format: str) -> None:
 
 
 def test_a_bound_on_the_rows_is_their_number() -> None:
-    """The rows past the experts' are of nobody, and what is computed with them reaches nothing."""
+    """Rows past the last group have no slot, and results that are computed with them are not used."""
     experts = torch.tensor([[0, 2], [-1, 1], [2, -1], [1, 1]])
     exact = ops.ragged_plan(experts, 3, num_local_experts=2)
     with DeviceMemory():
@@ -95,7 +95,7 @@ def test_a_bound_on_the_rows_is_their_number() -> None:
 
 
 def test_no_copy_of_all_slots_in_the_sum() -> None:
-    """Out of R rows of D, and their gradients: no other tensor has more numbers than the T rows of the result."""
+    """Apart from the R rows and their gradients, no tensor has more numbers than the T rows of the result."""
     T, K, D = 30, 6, 16
     experts = torch.stack([torch.randperm(8)[:K] for _ in range(T)])
     with DeviceMemory() as device:
@@ -108,7 +108,7 @@ def test_no_copy_of_all_slots_in_the_sum() -> None:
 
 @pytest.mark.parametrize("K", [2, 8])
 def test_number_of_operator_calls(K: int) -> None:
-    """Of PyTorch's operators that compute: they bound the time of few tokens. None is called for each of K slots."""
+    """Number of PyTorch's operators that compute, which bounds the time of few tokens: it does not depend on K."""
     layer = make(torch.bfloat16, hidden_size=64, intermediate_size=32, num_experts=16, top_k=K)
     x = tokens(layer, 64)
     with DeviceMemory() as device:
@@ -124,7 +124,7 @@ def test_number_of_operator_calls(K: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_peak_memory(dtype: torch.dtype) -> None:
-    """Of forward and backward beyond the weights' gradients, in numbers for each of R rows and T tokens."""
+    """Peak memory of forward and backward, without the weights' gradients, in numbers per row (R) and token (T)."""
     T, K, D, F, E = 512, 4, 64, 48, 4
     layer = make(dtype, hidden_size=D, intermediate_size=F, num_experts=E, top_k=K)
     x = tokens(layer, T)
@@ -143,5 +143,5 @@ def test_peak_memory(dtype: torch.dtype) -> None:
     of_slots = R * 16 * 8  # indices
     # The preactivations, with one projection or the activations beside them, and the rows that are multiplied.
     assert forward <= 3 * width + rows + of_tokens + of_slots
-    # The preactivations, the gradient of the activations, and two of: activations, their gate, its gradient.
+    # The preactivations, the gradient of the activations, and two of these: activations, f(gate), its gradient.
     assert backward <= 5 * width + of_tokens + of_slots + gradients

@@ -1,4 +1,4 @@
-"""The seams of the layer: dispatchers, and the experts that are called in one way."""
+"""The interfaces of the layer to dispatchers and to experts."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -59,7 +59,7 @@ def test_backward_hooks_on_the_experts_see_the_gradient(options: dict[str, Any],
 
 
 def test_the_layer_takes_any_dispatcher() -> None:
-    """One that reverses the tokens and brings them back: the result is that without it."""
+    """A dispatcher that reverses the tokens, and reverses the outputs back, does not change the result."""
 
     class Reversed:
         def __init__(self, inner: Dispatcher[Any, Any]) -> None:

@@ -1,4 +1,4 @@
-"""torch.export: saved, loaded by another process, and the same numbers."""
+"""torch.export: a program that another process loads gives the same numbers."""
 
 import re
 from pathlib import Path

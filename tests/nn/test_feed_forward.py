@@ -17,12 +17,12 @@ from support.operator_checks import compile_whole
 from support.small_models import block_of
 
 SCALE = 0.25
-# torch.compile warns about itself, whatever torch.autograd.Function it meets.
+# A warning of torch.compile about its own code, for any torch.autograd.Function.
 compiles = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
 
 def drop_in(layer: MoE) -> MoEFeedForward:
-    """The same layer, with a tensor for its output."""
+    """The same layer with a tensor as its output."""
     block = MoEFeedForward(layer.config, dtype=layer.router.weight.dtype)
     block.load_state_dict(layer.state_dict(), strict=True)
     block.aux_loss_scale = SCALE
@@ -30,7 +30,7 @@ def drop_in(layer: MoE) -> MoEFeedForward:
 
 
 def gradients(module: nn.Module, x: Tensor, forward: Callable[[Tensor], Any], times: int = 1) -> Result:
-    """Of a loss whose upstream gradient is no constant, accumulated over some backwards."""
+    """Gradients of a loss with an upstream gradient that is not constant, accumulated over `times` backwards."""
     module.zero_grad()
     x = x.detach().requires_grad_()
     for _ in range(times):
@@ -84,7 +84,7 @@ def test_gradients_under_autocast() -> None:
 
 @pytest.mark.parametrize("as_tensor", [False, True], ids=["number", "tensor"])
 def test_scaled_losses_and_micro_batches(as_tensor: bool) -> None:
-    """As Megatron's MoEAuxLossAutoScaler must be told, too: the scale of GradScaler, and one over the micro-batches."""
+    """set_aux_loss_scale gets GradScaler's scale / number of micro-batches, as Megatron's MoEAuxLossAutoScaler does."""
     layer = make(torch.float32, **{**DEEPSEEK, "load_balance_loss_weight": 30.0})
     block, batches = drop_in(layer), [tokens(layer, 2, 5) for _ in range(4)]
     sum((layer(x).hidden_states.sin().mean() + layer(x).aux_loss) / 4 for x in batches).backward()

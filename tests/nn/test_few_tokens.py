@@ -1,4 +1,4 @@
-"""A few tokens: one operator for router and experts, and no losses that nobody can read."""
+"""A few tokens: one operator for router and experts, and no losses without gradients."""
 
 from collections.abc import Callable
 from typing import Any
@@ -126,7 +126,7 @@ def test_a_training_without_losses_computes_statistics_for_an_accumulator_alone(
 
 
 def test_statistics_are_ordinary_tuples() -> None:
-    """Also without gradients: code in C, such as "%", reads the fields of a tuple directly."""
+    """Statistics are tuples without gradients, too, because code in C such as "%" reads the fields directly."""
     with torch.no_grad():
         stats = make()(tokens(make())).stats
     fields = (stats.tokens_per_expert, stats.dropped, stats.router_entropy)

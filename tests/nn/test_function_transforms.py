@@ -1,4 +1,4 @@
-"""Layers under torch.func.vmap and jvp: the gradients of a loop, or an error where something would be lost."""
+"""Layers under torch.func.vmap and jvp: the gradients of a loop, or an error for unsupported options."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Latent experts: their values against the specification, and the width of what they read."""
+"""Latent experts: their values against the specification, and the width of their inputs."""
 
 from functools import partial
 

@@ -18,7 +18,7 @@ BALANCE: Options = {"load_balance_loss_weight": 0.3}
 
 
 def one_hot_router(num_experts: int, scale: float = 1.0, **options: Any) -> MoE:
-    """Whose logits are scale * x: the largest entry of a token names its expert."""
+    """A layer with logits scale * x: the largest entry of a token selects its expert."""
     sizes: Options = {"hidden_size": num_experts, "num_experts": num_experts, "intermediate_size": 2}
     layer = MoE(MoEConfig(**{**sizes, "top_k": 1, "normalization": "none", **options}), dtype=torch.float64)
     with torch.no_grad():
@@ -48,7 +48,7 @@ def test_balance_loss_is_its_weight_at_perfect_balance(top_k: int, scope: str, s
     [("sigmoid", -41, 0.999), ("sqrtsoftplus", -82, 0.999), ("sigmoid", -50, 0.134), ("sqrtsoftplus", -100, 0.134)],
 )
 def test_balance_loss_of_tiny_scores(score_function: ScoreFunction, logit: float, expected: float) -> None:
-    """From where on the loss of an even load is below 1, as docs/concepts/routing.md says."""
+    """The logits below which the loss of an even load is less than 1, as docs/concepts/routing.md says."""
     _, _, probabilities = route(torch.full((8, 8), float(logit)), 1, score_function=score_function)
     loss = load_balance_loss(probabilities.unsqueeze(0), torch.ones(1, 8, dtype=torch.int64), 1)
     assert loss.item() == pytest.approx(expected, abs=1e-3)
@@ -67,7 +67,7 @@ def test_balance_loss_of_every_sequence_or_of_the_batch() -> None:
         layer = one_hot_router(2, load_balance_scope=scope, load_balance_loss_weight=1.0)
         torch.testing.assert_close(layer(x).aux_loss.item(), expected, rtol=1e-14, atol=0)
         torch.testing.assert_close(layer(x.reshape(1, 2, 2, 2)).aux_loss.item(), expected, rtol=1e-14, atol=0)
-        # Without sequences there is but the batch.
+        # Without sequences, the scope "sequence" is the batch.
         torch.testing.assert_close(layer(x.flatten(0, 1)).aux_loss.item(), 1.0, rtol=1e-14, atol=0)
 
 

@@ -1,4 +1,4 @@
-"""Custom activations and balance losses, and what contradicts the config."""
+"""Custom activations and balance losses, and contradictions to the config."""
 
 from typing import Any
 
@@ -94,7 +94,7 @@ def test_a_wrong_activation_is_refused(activation: Any, error: type[Exception], 
 
 @pytest.mark.parametrize("scope", ["sequence", "batch"])
 def test_a_balance_loss(scope: str) -> None:
-    """What it gets, and what becomes of its result."""
+    """The arguments of a balance loss, and the use of its result."""
     seen: list[Any] = []
 
     def loss(probabilities: Tensor, tokens_per_expert: Tensor, top_k: int, **options: Any) -> Tensor:

@@ -39,7 +39,7 @@ def tokens(*shape: int) -> Tensor:
 
 
 def by_definition(layer: MoE, x: Tensor) -> tuple[Tensor, Tensor, Routing]:
-    """Output and balance loss from what the router returns, one token at a time."""
+    """Output and balance loss from the result of the router, one token at a time."""
     routing = layer.router(x)
     experts = dict(layer.experts.named_parameters())
     rows = []
@@ -91,9 +91,9 @@ def test_gradcheck(name: str) -> None:
 
 @each_router
 def test_padding(name: str) -> None:
-    """Padding, which may be NaN, changes nothing of what other tokens get, and is not routed."""
+    """Padding, which may be NaN, is not routed and does not change the outputs of other tokens."""
     layer, x = make(name), tokens(3, 7)
-    lengths = [7, 4, 2] if name != "ExpertChoice" else [7, 7, 0]  # its capacity is that of the whole length
+    lengths = [7, 4, 2] if name != "ExpertChoice" else [7, 7, 0]  # its capacity follows from the padded length
     mask = torch.arange(7) < torch.tensor(lengths).unsqueeze(1)
     output = layer(x.masked_fill(~mask.unsqueeze(2), torch.nan), mask)
     assert output.hidden_states[~mask].eq(0).all() and output.hidden_states.isfinite().all()
@@ -105,7 +105,7 @@ def test_padding(name: str) -> None:
             counts += alone.stats.tokens_per_expert
             losses.append(alone.aux_loss)
     assert output.stats.tokens_per_expert.equal(counts)
-    if name != "ReLURouter":  # the mean over tokens of its own loss is not that over sequences
+    if name != "ReLURouter":  # its loss is a mean over tokens, not over sequences
         torch.testing.assert_close(output.aux_loss, torch.stack(losses).mean())
 
 
@@ -139,7 +139,7 @@ def test_recomputation_and_statistics(name: str, recompute: bool) -> None:
 
 @each_router
 def test_a_recomputation_keeps_the_experts(name: str) -> None:
-    """Under keep_routing, also one that does not repeat the bits of its forward."""
+    """keep_routing keeps the experts even if a recomputation does not repeat the bits of its forward."""
     layer, noise = make(name), 1e-9 * tokens(3, 7).flip(0)
     weight = layer.router.weight.detach()
     x = tokens(3, 7) - tokens(3, 7) @ weight.T @ weight.T.pinverse()  # all scores are equal: noise decides
@@ -160,7 +160,7 @@ def test_a_recomputation_keeps_the_experts(name: str) -> None:
     expected = gradient(block)
     got = gradient(partial(checkpoint, block, use_reentrant=False, context_fn=maxmoe.keep_routing))
     assert len(calls) == 2 and calls[0].equal(calls[1])
-    if name != "ReLURouter":  # whose weights have no derivative here
+    if name != "ReLURouter":  # its weights are not differentiable here
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
     with suppress(CheckpointError):  # another number of slots
         gradient(partial(checkpoint, block, use_reentrant=False))
@@ -168,7 +168,7 @@ def test_a_recomputation_keeps_the_experts(name: str) -> None:
 
 
 def test_a_recomputation_computes_the_scores_again() -> None:
-    """Under keep_routing, too: only choices are kept."""
+    """keep_routing keeps the experts only, so that the scores are computed again."""
     times = []
     for options in ({}, {"context_fn": maxmoe.keep_routing}):
         with count_operators() as count:

@@ -1,4 +1,4 @@
-"""Custom routers that a layer refuses, and which routers are such."""
+"""Custom routers that a layer refuses, and which routers count as custom."""
 
 import dataclasses
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def tokens(*shape: int) -> Tensor:
 
 
 class Wrong(nn.Module):
-    """A right router, whose routing is changed."""
+    """A correct router, whose result is changed."""
 
     def __init__(self, change: Callable[[Routing], Any], config: MoEConfig) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ def test_parts_that_do_not_fit_are_refused(changes: dict[str, Any], message: str
 
 
 class OfSequences(Router):
-    """A subclass of the router that routes otherwise, and a wrong one."""
+    """A subclass of the router with other logits; wrong ids if an entry of x is large."""
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None, experts: Tensor | None = None) -> Routing:
         assert x.dim() == 3
@@ -151,7 +151,7 @@ class OfSequences(Router):
 
 
 class Renamed(Router):
-    """A subclass of the router that routes as it does."""
+    """A subclass of the router with the same routing."""
 
 
 def test_a_subclass_of_the_router_is_one_of_ones_own() -> None:
@@ -195,7 +195,7 @@ def test_a_router_that_ignores_a_record_is_refused() -> None:
     layer, mask = MoE(config, router=Deaf(config)).double(), torch.arange(5).expand(2, 5) < 3
     with maxmoe.record_routing(layer) as record:
         layer(tokens(2, 5), mask)
-    with maxmoe.replay_routing(layer, record):  # the same experts, also where there is no padding any more
+    with maxmoe.replay_routing(layer, record):  # the same experts, also without a mask
         layer(tokens(2, 5), mask)
     message = r"router Deaf must route to the experts that it gets in a replay, \[.*\] for token \d+, got \["
     with maxmoe.replay_routing(layer, record), pytest.raises(ValueError, match=message):

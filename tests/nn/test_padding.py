@@ -38,7 +38,7 @@ SCOPES = ["sequence", "batch"]
 
 
 def padded(layer: MoE, mask: Tensor) -> Tensor:
-    """Tokens with the worst that padding can hold."""
+    """Tokens with NaN and infinities in the padding."""
     bad = torch.tensor([float("nan"), float("inf"), -float("inf"), 1e300], dtype=torch.float64)
     x = tokens(layer, *mask.shape)
     return torch.where(mask.unsqueeze(-1), x, bad.repeat(9)[: x.shape[-1]].to(x.dtype))
@@ -72,7 +72,7 @@ def test_padding_gets_no_gradient_and_passes_none_on(compute: Options, mask: Ten
     layer = make(**{**FAMILIES["deepseek"], **LOSSES, **compute}, expert_bias=True)
     x = padded(layer, mask).requires_grad_()
     output = layer(x, mask)
-    # The gradient of padding in the output is the worst there is, too.
+    # The upstream gradient of padding is NaN, too.
     worst = torch.where(mask.unsqueeze(-1), 1.0, float("nan")).to(x.dtype).expand_as(output.hidden_states)
     torch.autograd.backward((output.hidden_states, output.aux_loss), (worst, torch.ones_like(output.aux_loss)))
     assert x.grad is not None and torch.equal(x.grad[~mask], torch.zeros_like(x.grad[~mask]))

@@ -96,7 +96,7 @@ def test_copies_compute_the_same_and_share_nothing(implementation: str, copied: 
 
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
 def test_initial_values(gated: bool) -> None:
-    """Each matrix keeps the variance of what it is applied to; no two experts start equal."""
+    """Each matrix preserves the variance of its input; no two experts are equal initially."""
     sizes = {"hidden_size": 200, "intermediate_size": 120, "num_experts": 10, "top_k": 2}
     layer = MoE(MoEConfig(**sizes, gated=gated, **EVERYTHING))
     for name, value in layer.state_dict().items():

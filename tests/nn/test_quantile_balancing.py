@@ -94,7 +94,7 @@ def test_without_tokens_nothing_changes() -> None:
 
 @pytest.mark.parametrize(("infinite", "top_k"), [({0: -torch.inf, 5: -torch.inf}, 3), ({2: torch.inf}, 2)], ids=str)
 def test_experts_that_all_tokens_or_none_select_are_left_out(infinite: dict[int, float], top_k: int) -> None:
-    """The other experts get the biases that they would have alone, for the slots that are left."""
+    """The other experts get the biases of a layer without these experts, for the remaining slots."""
     scores, bias = torch.rand(400, 8, dtype=torch.float64) ** 3, torch.randn(8, dtype=torch.float64)
     for expert, value in infinite.items():
         bias[expert] = value
@@ -139,7 +139,7 @@ def test_a_step_over_micro_batches(rate: float, score_function: Any) -> None:
         layer(x).sum().backward()
     with torch.no_grad():
         layer(10 * batches[0])
-    layer(10 * batches[0])  # nobody calls its backward
+    layer(10 * batches[0])  # its backward is never called
     accumulator.update()
     expected = reference.balanced_bias(scores_of(layer, torch.stack(batches)), before, 2)
     torch.testing.assert_close(bias_of(layer) - before, rate * (expected - before), rtol=0, atol=2 * bin_width(before))

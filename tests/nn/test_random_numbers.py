@@ -46,7 +46,7 @@ def test_numbers_are_hashes_of_key_token_and_place(dtype: torch.dtype, num_bits:
 
 
 def test_numbers_are_independent_and_uniform() -> None:
-    """Moments of the Gaussian numbers of 6400 tokens, within 5 standard deviations; neighbours are not correlated."""
+    """The moments of Gaussian numbers of 6400 tokens, within 5 standard deviations; neighbours are uncorrelated."""
     torch.manual_seed(0)
     gaussian = torch.special.ndtri(torch.cat([draw(80, 80, 16), draw(80, 80, 16)], dim=2)).flatten(0, 1)
     bound = 5 / gaussian.numel() ** 0.5

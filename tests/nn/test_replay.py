@@ -1,4 +1,4 @@
-"""Recorded and replayed routing: the same experts, weights and gradients of the present parameters."""
+"""Recorded and replayed routing: the recorded experts, with weights and gradients of the current parameters."""
 
 import re
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def test_experts_are_those_of_the_record_and_weights_live(options: Options, comp
     assert torch.equal(ids, replayed)
     assert not torch.equal(ids, recorded(after, x).calls[""][0])
     routing = after.router(x.flatten(0, 1), experts=ids.flatten(0, 1).long())
-    # The scores of the present router at the recorded experts, expert by expert.
+    # The scores of the current router for the recorded experts, expert by expert.
     for token, chosen in enumerate(routing.experts):
         scores = {
             "softmax": routing.logits[token].softmax(-1),
@@ -78,10 +78,10 @@ def test_the_gradient_of_the_router_is_that_with_the_experts_fixed(options: Opti
     torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-8)
 
 
-# Torch hides this warning of its own, unless warnings are errors.
+# A warning of torch that is hidden unless warnings are errors.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_model_that_was_compiled_before() -> None:
-    """Compiled code does not depend on hooks; and paths have no names of wrappers."""
+    """Compiled code does not depend on hooks; paths do not contain the names of wrappers."""
     model = torch.nn.Sequential(moved(before := make()))
     records = [recorded(torch.nn.Sequential(before), tokens(before)) for _ in range(2)]
     compiled = torch.compile(torch.nn.Sequential(model[0]), backend="aot_eager", dynamic=False)

@@ -49,7 +49,7 @@ def test_a_recomputation_takes_the_experts_of_its_forward(options: dict[str, Any
 
 @pytest.mark.parametrize("options", [{}, {"context_fn": maxmoe.keep_routing}], ids=["plain", "keep_routing"])
 def test_forwards_that_wait_together(options: dict[str, Any]) -> None:
-    """Two forwards, then backwards through both: autograd recomputes them in an order of its own."""
+    """Two forwards, then a backward through both: autograd chooses the order of the recomputations."""
     layer = moved(before := make())
     batches = [tokens(layer), tokens(layer)]
     with maxmoe.record_routing(before) as record:
@@ -78,7 +78,7 @@ def shared_twice(layer: MoE, x: Tensor) -> Tensor:
 
 
 def test_backwards_after_the_replay() -> None:
-    """Of a block that calls its layer twice, two backwards, beside a forward that is not replayed."""
+    """Two backwards of a block that calls its layer twice, beside a forward that is not replayed."""
     layer = moved(before := make())
     x, other = tokens(layer), tokens(layer)
     with maxmoe.record_routing(before) as record:
@@ -104,7 +104,7 @@ def test_backwards_after_the_replay() -> None:
 
 
 def test_copies_and_pickles_have_no_part_in_a_replay() -> None:
-    """A copy made while routing is recorded or replayed, and a model saved while a checkpointed graph is left."""
+    """A copy made while routing is recorded or replayed, and a model saved while a checkpointed graph exists."""
     layer = moved(before := make())
     x = tokens(layer)
     record = recorded(before, x)
@@ -181,7 +181,7 @@ def test_a_backward_in_another_replay(is_replayed: bool, first: Forward, second:
 
 
 def test_other_recomputations_after_the_replay() -> None:
-    """While the graph of a replayed checkpoint is left, its hook lets other forwards in a backward pass."""
+    """While the graph of a replayed checkpoint exists, its hook ignores other forwards inside of a backward."""
     layer = make()
     x = tokens(layer)
     with maxmoe.replay_routing(layer, recorded(layer, x)):

@@ -30,7 +30,7 @@ def correction_bias(layer: MoE) -> Tensor:
 
 @each_dtype
 def test_is_in_float32_or_wider(every_path: str, dtype: torch.dtype) -> None:
-    """As if x and the parameters had been widened first: no product is rounded to 16 bits."""
+    """The result equals that of widened x and parameters: no product is rounded to 16 bits."""
     wide = torch.promote_types(dtype, torch.float32)
     router = make(dtype, router_bias=True, hidden_size=65).router
     x = torch.randn(20, 65).to(dtype)
@@ -65,7 +65,7 @@ def test_logits_that_are_no_numbers_are_refused() -> None:
 
 
 class Model(nn.Module):
-    """With a layer in places that a name must tell apart, one of them twice."""
+    """A model whose layers differ by their paths only; one of them is called twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ def test_update_adds_the_rate_towards_the_mean() -> None:
 
 @pytest.mark.parametrize("dtype", LOW_PRECISION, ids=str)
 def test_counts_are_compared_exactly(dtype: torch.dtype) -> None:
-    """Whatever the dtype of the model and however many tokens there are."""
+    """Counts are compared as integers, for any dtype of the model and any number of tokens."""
     for base in (1000, 2**24, 2**40):
         for layer in (make(dtype, **BALANCING), make(torch.float32, **BALANCING).to(dtype)):
             correction_bias(layer).zero_()
@@ -142,7 +142,7 @@ def test_bias_of_a_converted_layer() -> None:
 
 @pytest.mark.parametrize(("assign", "device"), [(False, "cpu"), (True, "cpu"), (True, "meta")])
 def test_bias_of_a_loaded_state_of_16_bits(assign: bool, device: str) -> None:
-    """Updates after it are not lost, and the values of the state are kept."""
+    """The loaded values are kept, and later updates are not rounded away."""
     layer = make(torch.float32, **{**BALANCING, "correction_bias_update_rate": 1e-3})
     state = {name: tensor.bfloat16() for name, tensor in layer.state_dict().items()}
     state["router.score_correction_bias"].fill_(1.0)
@@ -200,7 +200,7 @@ def test_bias_selects_but_does_not_weigh() -> None:
     routing, stats = layer.router(x), layer(x).stats
     assert routing.experts.unique().tolist() == [3]
     torch.testing.assert_close(routing.weights, torch.sigmoid(routing.logits[:, 3:4]))
-    # Neither the probabilities of the balance loss nor the entropy know of it.
+    # The bias changes neither the probabilities of the balance loss nor the entropy.
     share = torch.sigmoid(routing.logits) / torch.sigmoid(routing.logits).sum(-1, keepdim=True)
     torch.testing.assert_close(layer(x).aux_loss, 6 * share[:, 3].mean())
     correction_bias(layer).zero_()

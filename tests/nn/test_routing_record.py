@@ -63,7 +63,7 @@ def test_a_padded_batch_keeps_its_dims() -> None:
 
 
 def test_arrays_of_numpy() -> None:
-    """Of a response, which cannot be written, and narrow ones without a sign."""
+    """Read-only arrays, as received from a server, and arrays of narrow unsigned integers."""
     numpy = pytest.importorskip("numpy")
     ids = served()
     received = numpy.frombuffer(ids.numpy().tobytes(), dtype=numpy.int32).reshape(ids.shape)
@@ -73,7 +73,7 @@ def test_arrays_of_numpy() -> None:
 
 
 def test_generated_routes_are_replayed_from_an_array() -> None:
-    """From generation, by way of an array of all requests one after the other, to a forward over the sequences."""
+    """Routes of a generation, in an array of concatenated requests, are replayed in a forward over the sequences."""
     model = make_decoder()
     with maxmoe.record_routing(model) as record, torch.no_grad():
         sequences = model.generate(tokens_like(model, 2, 3), 4, temperature=0.0)
@@ -128,7 +128,7 @@ def test_other_arguments_are_refused(layers: list[str | None], options: dict[str
 
 
 def test_arrays_that_do_not_fit_the_model_are_refused_by_the_replay() -> None:
-    """Ids of E, other layers, another top_k, fewer tokens: by their names."""
+    """Errors for ids of E or more, other layers, another top_k, fewer tokens: they name the argument."""
     layer, x = torch.nn.ModuleDict({"moe": make()}), tokens(make(), 1, 10)
     ids = served()[:, 1:2]
     cases = {

@@ -1,4 +1,4 @@
-"""The bits of a token: the same in whatever batch and with however many threads it is computed."""
+"""The bits of a token's result depend neither on its batch nor on the number of threads."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from maxmoe.nn import SharedExperts
 from support.moe_layers import DEEPSEEK, make
 from support.shapes import each_dtype
 
-NUM_TOKENS = 70  # every remainder of the widths of vectors
+NUM_TOKENS = 70  # prefixes have every remainder modulo a vector width
 OPTIONS = {**DEEPSEEK, "load_balance_loss_weight": 0.0, "router_z_loss_weight": 0.0}
 
 

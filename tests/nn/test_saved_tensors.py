@@ -1,4 +1,4 @@
-"""What autograd saves of the layer for backward."""
+"""The tensors that autograd saves for the layer's backward."""
 
 from typing import Any
 
@@ -58,6 +58,6 @@ def test_nothing_wide_is_kept_of_16_bits(path: str, dtype: torch.dtype) -> None:
         layer(x)
     parameters = {parameter.data_ptr() for parameter in layer.parameters()}
     kept = {tensor.data_ptr(): tensor for tensor in saved if tensor.data_ptr() not in parameters}
-    routing = 4 * experts + top_k * (4 + 3 * 8)  # logits; weights, experts, slots and rows
+    routing = 4 * experts + top_k * (4 + 3 * 8)  # logits; weights, experts, slots, rows
     at_most = tokens_ * (2 * (hidden + 2 * top_k * width) + routing) + 8 * experts
     assert sum(tensor.nbytes for tensor in kept.values()) <= at_most

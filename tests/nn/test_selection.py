@@ -1,4 +1,4 @@
-"""Rules of selection that `maxmoe.ops.route` is not called with: by logits, and a score of zero for other groups."""
+"""Rules of selection outside of `maxmoe.ops.route`: by logits, and a score of zero for other groups."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ each_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 
 
 def layer_of(rule: Options, **options: Any) -> MoE:
-    """With biases so low that the scores of some experts in the best groups are below zero."""
+    """A layer with biases so low that the scores of some experts in the best groups are below zero."""
     layer = make(**rule, **options)
     if layer.router.score_correction_bias is not None:
         layer.router.score_correction_bias -= 0.7

@@ -1,4 +1,4 @@
-"""A setting that has no effect on a training says so once, by the name of the layer; a right one does not."""
+"""A setting without an effect on the training warns once, with the name of the layer; a correct one does not."""
 
 import warnings
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def messages_of(
     after_step: Callable[[], object] = lambda: None,
     forward: Callable[[Tensor], Tensor] | None = None,
 ) -> list[str]:
-    """The warnings of a training with two optimizers."""
+    """Return the warnings of a training with one optimizer per parameter."""
     optimizers = [torch.optim.SGD([parameter], lr=1e-2) for parameter in model.parameters()]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -87,7 +87,7 @@ def frozen_router() -> list[str]:
 
 
 def evaluated() -> list[str]:
-    """Gradients for something else than the layer, in eval mode."""
+    """Backwards in eval mode, without a training of the layer."""
     return messages_of(model_with(**RATE, **BALANCE_LOSS).eval(), num_micro_batches=2)
 
 

@@ -1,4 +1,4 @@
-"""Zero, copy and constant experts: their values against the specification, and what they cost."""
+"""Zero, copy and constant experts: their values against the specification, and their cost."""
 
 from functools import partial
 from itertools import product
@@ -135,7 +135,7 @@ def test_zero_experts_add_no_operator_and_no_parameter() -> None:
 
 
 def test_saves_a_factor_per_token_for_copies() -> None:
-    """Beside x, which the layer saves anyway."""
+    """The only saved tensor besides x, which the layer saves anyway."""
     module = make(torch.bfloat16, num_copy_experts=3, top_k=2).zero_computation_experts
     assert module is not None
     x = torch.randn(30, 7, dtype=torch.bfloat16, requires_grad=True)

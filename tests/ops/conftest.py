@@ -6,5 +6,5 @@ import torch
 
 @pytest.fixture
 def num_threads() -> int:
-    """As many as a user has: the kernels share their work among them."""
+    """Run the tests of operators with torch's default number of threads, because kernels divide work among threads."""
     return torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""The operators of backward passes check what they are given, as all others do."""
+"""The operators of backward passes check their arguments, as all others do."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from support.shapes import SKEWED
 
 
 def ffn_arguments(**changes: Any) -> dict[str, Any]:
-    """Of torch.ops.maxmoe.expert_ffn_backward, in float32: T 20, K 3, D 12, F 6, 8 experts."""
+    """Arguments of torch.ops.maxmoe.expert_ffn_backward, in float32: T 20, K 3, D 12, F 6, 8 experts."""
     arguments = ffn_call(SKEWED, bias=False).cast(torch.float32).arguments
     plan = arguments.pop("plan")
     grad_out, preactivations = torch.randn(20, 12), torch.randn(len(plan.slots), 12)

@@ -26,7 +26,7 @@ needs_emulator = pytest.mark.skipif(not EMULATOR.exists(), reason="the emulator 
 
 
 class ComputedOperators(TorchDispatchMode):
-    """How many of PyTorch's operators compute something, also those that operators of maxmoe call."""
+    """Counts PyTorch's operators that compute something, also those called inside of operators of maxmoe."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def number_of_calls(function: Callable[[], Any]) -> tuple[int, Any]:
 
 
 def calls_of_a_layer(top_k: int) -> tuple[int, int]:
-    """Of forward and backward."""
+    """Return the number of operators in the forward and in the backward."""
     layer = make(torch.bfloat16, hidden_size=64, intermediate_size=32, num_experts=16, top_k=top_k)
     x = tokens(layer, 16).requires_grad_()
     forward, out = number_of_calls(lambda: layer(x).hidden_states)
@@ -61,7 +61,7 @@ def calls_of_a_layer(top_k: int) -> tuple[int, int]:
 @needs_emulator
 @pytest.mark.parametrize("K", [2, 8])
 def test_number_of_operator_calls(K: int) -> None:
-    """Of PyTorch's operators, which bound the time of few tokens; beside them there are some launches of kernels."""
+    """Operators of PyTorch, which bound the time of few tokens, without the launches of our kernels."""
     with ops.force_aten():
         assert calls_of_a_layer(K) <= (56, 69)
     with ops.force_cuda_emulator():
@@ -99,7 +99,7 @@ def test_contexts_nest() -> None:
                 assert_same(result(call), on_cpu)
         assert_same(result(call), through_aten)
     assert_same(result(call), on_cpu)
-    assert not torch.equal(through_kernels.outputs[0], through_aten.outputs[0])  # it was another implementation
+    assert not torch.equal(through_kernels.outputs[0], through_aten.outputs[0])  # shows that the implementations differ
     assert_same(through_kernels, on_cpu, 1e-5)
 
 
@@ -120,5 +120,5 @@ def test_unknown_path() -> None:
 
 
 def test_the_state_of_the_kernels_for_gpus() -> None:
-    """They need a driver, if they are built at all."""
+    """The kernels need a driver, if they are built at all."""
     assert _library.build_info()["cuda_kernels"]

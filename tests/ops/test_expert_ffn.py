@@ -32,7 +32,7 @@ NAN = float("nan")
 
 
 class TestExpertFfn(MixedWeights, OperatorTests):
-    """In 16 bits the preactivations, the activations, their gradients and the rows are rounded on the way."""
+    """In 16 bits the preactivations, the activations, their gradients and the rows are rounded."""
 
     roundings = 8
     shared_in_backward = frozenset({"expert_ffn_backward"})  # test_split_backward.py looks into it
@@ -88,7 +88,7 @@ def test_of_a_share_of_the_experts_cut_at_max_rows(every_path: str, max_rows: in
 
 @pytest.mark.parametrize("empty", ["num_experts", "hidden_size", "intermediate_size"])
 def test_a_size_of_zero(every_path: str, empty: str) -> None:
-    """No local experts, or experts without width: their biases are all that is left."""
+    """No local experts, or experts of width 0: the result is made of biases."""
     sizes = dataclasses.replace(SKEWED, **{empty: 0})
     plan = ops.ragged_plan(SKEWED.experts(), 8, num_local_experts=sizes.num_experts)
     call = ffn_call(sizes, plan=plan)
@@ -97,7 +97,7 @@ def test_a_size_of_zero(every_path: str, empty: str) -> None:
 
 @pytest.mark.parametrize("trained", ["x", "weights", *PARAMETERS])
 def test_gradient_of_one_argument_alone(every_path: str, trained: str) -> None:
-    """What needs no gradient gets none, and the one that does gets the same."""
+    """The argument that requires a gradient gets the same one as with all others."""
     call = ffn_call(SKEWED)
     expected = result(call, reference, [torch.ones(20, 12, dtype=torch.float64)]).gradients[trained]
     leaf = call.arguments[trained].clone().requires_grad_()
@@ -151,7 +151,7 @@ def test_backward_takes_the_memory_of_the_preactivations_but_from_a_retained_gra
 
 
 def test_nan_of_nobody_stays_out(every_path: str) -> None:
-    """Idle tokens and their gradients, weights of slots without an expert, experts without tokens."""
+    """NaN in idle tokens and their gradients, in weights of slots without an expert, in experts without tokens."""
     shape = Shape("idle", 11, 5, 2, 8, 4, lambda slot: -1 if slot % 5 < 3 else slot % 4)
     call = ffn_call(shape)
     idle = shape.experts() < 0
@@ -173,7 +173,7 @@ def test_nan_of_nobody_stays_out(every_path: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast(path: str, dtype: torch.dtype) -> None:
-    """As if x and the parameters were given in the autocast dtype; gradients return in their own."""
+    """Equals a call with x and parameters in the autocast dtype; gradients have the dtypes of the arguments."""
     call = ffn_call(SKEWED).cast(torch.float32)
     cotangent = torch.randn(20, 12).to(dtype)
     with torch.autocast("cpu", dtype=dtype):
@@ -200,7 +200,7 @@ def test_compiles_with_inductor(path: str) -> None:
 
 
 def test_compiles_after_its_plan(path: str) -> None:
-    """With a number of rows that is not known when it is compiled, for several of them."""
+    """One compilation serves several numbers of rows."""
 
     def experts_of(x: Any, weights: Any, experts: Any, **parameters: Any) -> Any:
         plan = ops.ragged_plan(experts, 4)
@@ -284,7 +284,7 @@ def test_refuses(path: str, changes: dict[str, Any], named: tuple[str, ...]) -> 
 
 
 def test_kernels_refuse_rows_of_no_group() -> None:
-    """On devices a plan may have rows of nobody."""
+    """Plans on devices other than the CPU may have rows without a slot."""
     arguments = ffn_call(SKEWED, bias=False).cast(torch.float32).arguments
     arguments["plan"] = arguments["plan"]._replace(group_sizes=torch.full((8,), 7))
     with refusal("expert_ffn", "group_sizes", "60", "56"):

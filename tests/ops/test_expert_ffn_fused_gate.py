@@ -20,7 +20,7 @@ def fused(layout: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def transposed_leaf(matrices: torch.Tensor) -> torch.Tensor:
-    """As a linear layer has them, [E, F, D]; its transposed view is what the operator gets."""
+    """A leaf in the layout of a linear layer, [E, F, D]; the operator gets its transposed view."""
     return matrices.mT.contiguous().requires_grad_()
 
 
@@ -28,7 +28,7 @@ def transposed_leaf(matrices: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", ""])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_gate_within_up(every_path: str, dtype: torch.dtype, bias: bool, layout: str) -> None:
-    """As with matrices of its own; the gradients of transposed views arrive in the layout of their parameters."""
+    """Equals a separate gate; the gradients of transposed views have the layout of their parameters."""
     call = ffn_call(SKEWED, bias=bias, activation="swigluoai", limit=0.75).cast(dtype)
     cotangent = torch.randn(20, 12, dtype=dtype)
     want = result(call, ops, [cotangent])

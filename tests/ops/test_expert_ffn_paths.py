@@ -39,7 +39,7 @@ def test_rounding_in_bfloat16(every_path: str) -> None:
 
 
 def test_force_aten_of_two_threads() -> None:
-    """It applies to all threads, so that the end of the first context would end the second one."""
+    """force_aten applies to all threads, so that the end of the first context would end the second one."""
 
     def enter() -> None:
         with ops.force_aten():

@@ -1,4 +1,4 @@
-"""expert_ffn with `recompute`: the same bits, from less that is kept."""
+"""expert_ffn with `recompute`: the same bits, with fewer saved tensors."""
 
 from typing import Any
 

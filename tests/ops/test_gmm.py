@@ -14,7 +14,7 @@ NAN = float("nan")
 
 
 def gmm_call(shape: Shape) -> Call:
-    """The rows of the experts without the first one, which is held elsewhere, and three rows of nobody."""
+    """Rows of all experts, whose first matrix is on another rank, and three rows of no group."""
     group_sizes = reference.ragged_plan(shape.experts(), shape.num_experts).group_sizes
     group_offset = 1 if shape.num_experts > 1 else 0
     num_local = shape.num_experts - group_offset
@@ -46,7 +46,7 @@ def test_without_bias_and_offset(every_path: str, shape: Shape) -> None:
 
 @pytest.mark.parametrize("group_offset", [0, 3, 7, 8, 100, -1, -2, -100])
 def test_any_offset(every_path: str, group_offset: int) -> None:
-    """Groups before the offset and past the local ones belong to others; the rows of all of them are zero."""
+    """The rows of groups before the offset and past the local groups are zero."""
     call = gmm_call(SKEWED).replace(
         rhs=torch.randn(2, SKEWED.hidden_size, 5, dtype=torch.float64),
         rhs_bias=torch.randn(2, 5, dtype=torch.float64),
@@ -81,7 +81,7 @@ def test_no_columns_on_either_side(every_path: str, sizes: tuple[int, int]) -> N
 
 
 def test_nan_of_nobody_stays_out(every_path: str) -> None:
-    """Rows of other groups and past the last, with their upstream gradients, and matrices of empty groups."""
+    """NaN in rows of other groups and past the last one, in their upstream gradients, in matrices of empty groups."""
     call = gmm_call(EMPTY_EXPERTS)
     sizes = call.arguments["group_sizes"]
     end = int(sizes.sum())
@@ -108,7 +108,7 @@ def test_rows_of_other_groups_are_zero_with_a_bias_too(every_path: str) -> None:
 
 
 def test_accumulates_in_float32(every_path: str) -> None:
-    """256 ones and 256 more: in bfloat16 alone the sum would stay at 256."""
+    """512 ones: summed in bfloat16 the result would be 256."""
     lhs = torch.ones(2, 512, dtype=torch.bfloat16)
     rhs = torch.ones(1, 512, 3, dtype=torch.bfloat16)
     assert ops.gmm(lhs, rhs, torch.tensor([2])).tolist() == [[512.0] * 3] * 2

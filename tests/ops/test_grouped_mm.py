@@ -1,4 +1,4 @@
-"""The products of groups of rows on devices: which go to at::_grouped_mm, and that it is asked for what it can do."""
+"""The products of groups of rows on devices: which go to at::_grouped_mm, and that it supports their arguments."""
 
 import itertools
 
@@ -15,7 +15,7 @@ SIZES = torch.tensor([3, 0, 5, 4, 0])
 
 
 def laid_out(tensor: Tensor, layout: str) -> Tensor:
-    """The same values: column-major, every other column of more, or one number behind a multiple of 16 bytes."""
+    """The same values: column-major, every other column of a wider matrix, or at an address that is not aligned."""
     match layout:
         case "transposed":
             return tensor.mT.contiguous().mT
@@ -34,7 +34,7 @@ def assert_near(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [1, 7, 8, 12, 16])
 def test_every_layout_is_one_grouped_product(width: int, dtype: torch.dtype) -> None:
-    """Inner dims, outer dims and addresses that are no multiples of 16 bytes are copied, and none is refused."""
+    """Operands with sizes or addresses that are not multiples of 16 bytes are copied; no operand is refused."""
     num_rows = int(SIZES.sum()) + 2
     for layout, other in itertools.product(LAYOUTS, LAYOUTS):
         lhs, rhs, rows = (torch.randn(s).to(dtype) for s in [(num_rows, width), (5, width, 9), (num_rows, 9)])
@@ -51,7 +51,7 @@ def test_every_layout_is_one_grouped_product(width: int, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("group_offset", [-7, -1, 0, 1, 2, 3, 5, 9])
 @pytest.mark.parametrize("sizes", [[0, 0, 0, 0], [0, 6, 0, 2], [8, 0, 0, 0], [1, 2, 3, 4]], ids=str)
 def test_any_groups(sizes: list[int], group_offset: int) -> None:
-    """Empty groups, rows of nobody behind them, and local groups that begin before, among or past the others."""
+    """Empty groups, rows after the last group, and local groups that begin before, inside of or past all groups."""
     lhs, rhs, rows, bias = torch.randn(11, 6), torch.randn(3, 6, 5), torch.randn(11, 5), torch.randn(3, 5)
     group_sizes = torch.tensor(sizes)
     with DeviceMemory() as device:

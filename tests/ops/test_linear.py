@@ -101,7 +101,7 @@ def test_products_are_not_rounded(path: str, dtype: torch.dtype) -> None:
 
 
 def test_gradient_is_not_rounded(path: str) -> None:
-    """Not to 16 bits before its products, and not between the rows that it sums."""
+    """grad is not rounded to 16 bits before products, and the sum over rows is not rounded in between."""
     x = torch.full((3000, 1), 0.5, dtype=torch.bfloat16)
     weight = torch.ones(2, 1, dtype=torch.bfloat16, requires_grad=True)
     grad = torch.full((3000, 2), 1 + 2.0**-12)
@@ -123,7 +123,7 @@ def test_a_row_does_not_depend_on_others(dtype: torch.dtype, sizes: tuple[int, i
 
 @pytest.mark.parametrize("sizes", [(0, 3, 4), (3, 0, 4), (3, 4, 0), (0, 0, 0)], ids=str)
 def test_nothing_to_multiply(path: str, sizes: tuple[int, int, int]) -> None:
-    """A product over nothing is the bias."""
+    """With an inner size of 0 the result is the bias."""
     num_rows, inner, columns = sizes
     arguments = {
         "x": torch.randn(num_rows, inner),
@@ -135,7 +135,7 @@ def test_nothing_to_multiply(path: str, sizes: tuple[int, int, int]) -> None:
 
 
 def test_nothing_to_multiply_in_any_layout(path: str) -> None:
-    """What has no elements may have any strides: a slice, an expanded gradient of no rows."""
+    """Tensors without elements may have any strides: a slice, an expanded gradient of no rows."""
     x = torch.zeros(4, 8, dtype=torch.bfloat16)[:, 0:0:2]
     assert torch.equal(ops.linear(x, torch.zeros(5, 0)), torch.zeros(4, 5))
     weight = torch.ones(5, 3, dtype=torch.bfloat16, requires_grad=True)
@@ -150,7 +150,7 @@ def test_without_bias(path: str) -> None:
 
 
 def test_memory_that_is_not_written(path: str) -> None:
-    """Deterministic mode fills new memory with NaN."""
+    """Deterministic mode fills new memory with NaN, which must not reach a result."""
     call = logits_call(MANY_ROWS).cast(torch.bfloat16)
     expected = result(call)
     torch.use_deterministic_algorithms(True)

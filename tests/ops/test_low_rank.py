@@ -93,7 +93,7 @@ def test_ranks(path: str, shape: Shape, dtype: torch.dtype, rank: int) -> None:
 )
 @pytest.mark.parametrize("layout", ["transposed", "columns"])
 def test_matrices_of_equal_sizes(path: str, shape: Shape, layout: str) -> None:
-    """With D = F, with D = 2F, with one choice and with one expert, a factor in the wrong place would fit as well."""
+    """With D = F, D = 2F, top_k 1 or one expert, a factor in the wrong place would have a valid shape."""
     for call in (with_factors(ffn_call(shape)), with_factors(with_fused_gate(ffn_call(shape), "concatenated"))):
         call = call.replace(**{name: strided(v, layout) for name, v in call.tensors().items() if "_factors" in name})
         assert_same(result(call), result(call, reference), tolerance(torch.float64, 1))
@@ -158,7 +158,7 @@ def test_adapters_side_by_side(path: str) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
-# What a frozen matrix costs
+# The cost of a frozen matrix
 
 
 @pytest.mark.parametrize("recompute", [False, True])

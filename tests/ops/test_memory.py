@@ -34,7 +34,7 @@ def nothing_is_kept() -> Iterator[None]:
 
 
 def large_result(num_bytes: int, value: int = 1) -> Tensor:
-    """What an operator returns: float32 [num_bytes / 1024, 256]."""
+    """The result of an operator: float32 [num_bytes / 1024, 256]."""
     row = torch.full((1, 256), float(value))
     return ops.ragged_gather(row, torch.zeros(num_bytes // 1024, dtype=torch.int64))
 
@@ -50,7 +50,7 @@ def kept() -> int:
 
 
 def smaps(tensor: Tensor) -> str:
-    """What the system says of the mapping that holds the middle of a tensor."""
+    """The fields of /proc/self/smaps for the mapping that holds the middle of a tensor."""
     middle = tensor.data_ptr() + tensor.nbytes // 2
     for mapping in re.split(r"\n(?=[0-9a-f]+-)", Path("/proc/self/smaps").read_text()):
         begin, end = (int(address, 16) for address in mapping.split(maxsplit=1)[0].split("-"))
@@ -130,7 +130,7 @@ def marked_block(num_bytes: int, mark: int) -> Tensor:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_no_more_is_mapped_than_was_allocated_at_once(seed: int) -> None:
-    """Over any sequence of allocations, also where freed pages do not lie side by side; blocks never overlap."""
+    """A random sequence of allocations, also if freed pages are not contiguous; blocks never overlap."""
     chooser = random.Random(seed)
     before = _library.memory_allocated()
     blocks: dict[int, Tensor] = {}
@@ -164,13 +164,13 @@ def faults_of_steps() -> list[int]:
 
 
 def test_a_training_step_maps_no_memory_anew() -> None:
-    """The C library would map each huge page anew. In a process of its own: a heap that others left faults too."""
+    """The C library would map each huge page anew. In a new process: in a used heap other page faults occur."""
     faults = json.loads(in_new_process("print(test_memory.faults_of_steps())"))
     assert min(faults[3:]) < 16, faults
 
 
 def test_recomputed_preactivations_take_no_other_memory() -> None:
-    """Of [R, 2F] numbers, 8 MiB; the outputs of the experts, [R, D], 32 MiB, are not computed again."""
+    """The preactivations [R, 2F] take 8 MiB; the outputs of the experts, [R, D], 32 MiB, are not recomputed."""
     T, K, E, D, F = 2048, 2, 4, 2048, 256
     x, weights = torch.randn(T, D), torch.rand(T, K, requires_grad=True)
     plan = ops.ragged_plan(torch.arange(T * K).view(T, K) % E, E)
@@ -250,7 +250,7 @@ def test_the_profiler_sees_large_results() -> None:
 
 
 def test_memory_is_filled_where_torch_is_asked_to() -> None:
-    """As torch.empty does: what a kernel leaves out shows."""
+    """Results are filled like torch.empty, which shows elements that a kernel does not write."""
     before = deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     deterministic.fill_uninitialized_memory = True

@@ -34,14 +34,14 @@ BFLOAT16 = (torch.bfloat16,)
 
 @pytest.fixture
 def num_threads() -> int:
-    """One; test_bits_do_not_depend_on_threads compares it with more."""
+    """Run on one thread; test_bits_do_not_depend_on_threads compares it with more."""
     return 1
 
 
 @each_variant
 @pytest.mark.parametrize("edges", [False, True], ids=["plain", "edges"])
 def test_dequantize(path: str, variant: Variant, edges: bool) -> None:
-    """Random bytes hold all codes."""
+    """Random bytes contain all codes."""
     for rows, columns in ((1, 1), (3, 17), (200, 130), (129, 257), (1, 2880)):
         stack = random_stack(variant, (1, rows, columns), is_transposed=False, edges=edges, has_nan=True)
         parts = (stack.codes, stack.scales, stack.zeros, stack.format, columns)
@@ -94,7 +94,7 @@ def test_gmm_of_any_number_of_rows(rows: int) -> None:
 @each_variant
 @pytest.mark.parametrize("sizes", [(2880, 34), (34, 2880), (4131, 33)], ids=str)
 def test_gmm_of_several_blocks(variant: Variant, sizes: tuple[int, int]) -> None:
-    """Also where a scale of one block is subnormal."""
+    """Without and with a subnormal scale in one block."""
     for is_transposed in (True, False):
         stack = random_stack(variant, (3, *sizes), is_transposed=is_transposed)
         assert_same_bits(gmm_call(stack, FEW_GROUPS), BFLOAT16, f"{is_transposed=}")
@@ -113,7 +113,7 @@ def test_gmm_with_factors(variant: Variant, is_transposed: bool) -> None:
 @each_variant
 @each_orientation
 def test_gmm_of_slices(variant: Variant, is_transposed: bool) -> None:
-    """Experts with a step, rows and columns of codes between borders of blocks: codes and scales have gaps."""
+    """Slices with a step, and of rows and columns at borders of blocks: codes and scales are not contiguous."""
     stack = random_stack(variant, (6, 300, 390))
     border = min(max(variant.columns_per_scale(300), 32), 256)
     is_row = variant.columns_per_scale(300) == 300
@@ -212,7 +212,7 @@ def test_bits_do_not_depend_on_threads(format: str) -> None:
 
 @pytest.mark.parametrize("isa", maxmoe.build_info()["supported_isas"][:-1])
 def test_every_instruction_set(isa: str) -> None:
-    """The tests above run with the best one."""
+    """The tests above run with the best instruction set only."""
     code = "from support.quantized_calls import check_every_format; check_every_format()"
     done = programs.python(code, cwd=Path(__file__).parents[1], env=os.environ | {"MAXMOE_ISA": isa})
     assert programs.printed(done).split() == [isa]

@@ -1,4 +1,4 @@
-"""Arguments of operators with quantized matrices: what is refused, and what stays as it is."""
+"""Arguments of operators with quantized matrices: errors, and arguments that stay unchanged."""
 
 from typing import Any
 
@@ -103,7 +103,7 @@ def test_nothing_is_dequantized_for_backward() -> None:
         assert not {name for name, _ in executed.calls} & forbidden
 
 
-# What is refused
+# Errors
 
 
 ONE = torch.ones(2, 40, 3)

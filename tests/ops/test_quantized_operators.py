@@ -1,4 +1,4 @@
-"""What is asked of every operator, asked of gmm and expert_ffn with quantized stacks."""
+"""The tests of every operator for gmm and expert_ffn with quantized stacks."""
 
 from maxmoe.quantization import quantize
 from support import low_rank_calls

@@ -14,7 +14,7 @@ NAN = float("nan")
 
 
 def gather_call(shape: Shape) -> Call:
-    """Every slot takes some token, slots without an expert none; the first and the last are out of bounds."""
+    """Every slot with an expert gathers a token; the first and the last slot are outside of [start, end)."""
     experts = shape.experts().flatten()
     tokens = torch.arange(len(experts)) * 7 % max(shape.num_tokens, 1)
     return Call(
@@ -52,7 +52,7 @@ def test_adjoint_is_scatter_add(every_path: str) -> None:
 
 
 def test_nan_of_nobody_stays_out(every_path: str) -> None:
-    """Rows and weights that are not asked for, and upstream gradients of rows that are not filled."""
+    """NaN in rows and weights that are not read, and in upstream gradients of rows that are not written."""
     x = torch.randn(6, 4)
     x[[1, 5]] = NAN
     index = torch.tensor([5, 0, -1, 3, 0, 1])
@@ -97,7 +97,7 @@ def test_refuses(path: str, changes: dict[str, Any], named: tuple[str, ...]) -> 
 
 
 def test_bounds_of_an_empty_table(every_path: str) -> None:
-    """Nothing can be read from x without rows, but an index of -1 alone is fine."""
+    """An index of -1 is valid for x without rows; any other index is an error."""
     x = torch.empty(0, 3)
     assert not ops.ragged_gather(x, torch.tensor([-1, -1])).any()
     with refusal("ragged_gather", "index", "0"):

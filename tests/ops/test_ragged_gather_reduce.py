@@ -116,7 +116,7 @@ def test_refuses(path: str, changes: dict[str, Any], named: tuple[str, ...]) -> 
 
 
 def test_rows_without_slots_stay_out(every_path: str) -> None:
-    """Neither a group without rows nor a slot without one reads the first row, whatever is there."""
+    """Neither a group without rows nor a slot without a row reads the first row, which is NaN."""
     rows = torch.full((3, 4), NAN)
     rows[1] = 2.0
     out = ops.ragged_gather_reduce(rows, torch.tensor([-1, -1, 1, -1, -1, 1]), 2, torch.full((6,), 0.5))
@@ -126,7 +126,7 @@ def test_rows_without_slots_stay_out(every_path: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_weights_in_float32_are_not_rounded(every_path: str, dtype: torch.dtype) -> None:
-    """To the dtype of the rows: the sum in float32 is rounded once. Rounded weights give an error of 0.28 eps."""
+    """The sum in float32 is rounded once, to the dtype of the rows. Rounded weights give an error of 0.28 eps."""
     rows, weights = torch.randn(1024, 32).to(dtype), torch.rand(1024)
     index = torch.randperm(1024)
     exact = (rows.double()[index] * weights.double().unsqueeze(1)).view(512, 2, 32).sum(1)

@@ -1,4 +1,4 @@
-"""ragged_plan: which slot each row holds, which row each slot went to."""
+"""ragged_plan: the slot of each row, and the row of each slot."""
 
 from itertools import product
 from typing import Any
@@ -41,7 +41,7 @@ def test_equals_reference(every_path: str, shape: Shape) -> None:
 
 
 def test_the_number_of_rows_that_the_caller_knows(every_path: str) -> None:
-    """Exact on the CPU; where nobody may wait for the count it may be more, and less is an error everywhere."""
+    """num_rows must be exact on the CPU; other devices accept more rows; fewer rows are an error everywhere."""
     experts = UNROUTED.experts()
     exact = ops.ragged_plan(experts, 4)
     num_rows = len(exact.slots)
@@ -109,7 +109,7 @@ def test_opcheck(path: str) -> None:
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiles_with_all_that_follows(path: str, backend: str) -> None:
-    """The number of rows is known only when the plan is: nothing after it may need it at compile time."""
+    """The number of rows depends on the data: compiled code must not need it at compile time."""
 
     def sort_and_unsort(x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         plan = ops.ragged_plan(experts, 4)

@@ -14,7 +14,7 @@ NAN = float("nan")
 
 
 def scatter_add_call(shape: Shape) -> Call:
-    """Every token is added to its K experts: popular ones collect many rows."""
+    """Every token is added to its K experts; some experts get many rows."""
     index = shape.experts().flatten()
     return Call(
         "ragged_scatter_add",

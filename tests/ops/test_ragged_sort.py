@@ -61,7 +61,7 @@ def test_adjoint_is_unsort(every_path: str) -> None:
 
 
 def test_nan_of_nobody_stays_out(every_path: str) -> None:
-    """Tokens without an expert, and weights of slots without one."""
+    """NaN in tokens without an expert, and in weights of slots without one."""
     call = sort_call(UNROUTED)
     experts = UNROUTED.experts()
     x, weights = call.arguments["x"].clone(), call.arguments["weights"].clone()
@@ -113,7 +113,7 @@ def test_refuses(path: str, changes: dict[str, Any], named: tuple[str, ...]) -> 
 
 
 def test_kernels_refuse_rows_of_nobody() -> None:
-    """On devices a plan may have them."""
+    """Plans on devices other than the CPU may have rows without a slot."""
     plan = ops.ragged_plan(SKEWED.experts(), 8)._replace(slots=torch.tensor([-1]))
     with refusal("ragged_sort", "slots", "60", "-1"):
         ops.ragged_sort(torch.randn(20, 4), plan)

@@ -45,7 +45,7 @@ def test_of_a_share_of_the_experts_cut_at_max_rows(every_path: str, max_rows: in
 
 
 def test_nan_of_nobody_stays_out(every_path: str) -> None:
-    """Spare rows past those of the plan, weights of slots without a row, gradients of idle tokens."""
+    """NaN in rows past the plan, in weights of slots without a row, in gradients of idle tokens."""
     call = unsort_call(UNROUTED)
     experts = UNROUTED.experts()
     rows, weights = call.arguments["rows"], call.arguments["weights"].clone()
@@ -64,7 +64,7 @@ def test_nan_of_nobody_stays_out(every_path: str) -> None:
 
 
 def test_backward_fans_out_without_a_tensor_of_all_slots(every_path: str) -> None:
-    """Beside the gradients themselves nothing is saved but the arguments."""
+    """The backward saves nothing but the arguments."""
     call = unsort_call(SKEWED).trainable()
     arguments = {tensor.data_ptr() for tensor in (*call.floats().values(), *call.arguments["plan"][:2])}
     with saved_for_backward() as saved:
@@ -103,7 +103,7 @@ def test_refuses(path: str, changes: dict[str, Any], named: tuple[str, ...]) -> 
 
 
 def test_kernels_refuse_rows_of_nobody() -> None:
-    """On devices a plan may have them."""
+    """Plans on devices other than the CPU may have rows without a slot."""
     plan = ops.ragged_plan(SKEWED.experts(), 8)._replace(slots=torch.full((60,), -1))
     with refusal("ragged_unsort", "slots", "60", "-1"):
         ops.ragged_unsort(torch.randn(60, 4), plan)

@@ -33,7 +33,7 @@ class TestRoute(OperatorTests):
         return torch.promote_types(dtype, torch.float32)
 
     def call(self, shape: Shape) -> Call:
-        # Normalised weights that all get the same upstream gradient, or that stand alone, have no gradient.
+        # The gradient is zero for normalised weights with equal upstream gradients, and for K = 1.
         return route_call(shape.num_tokens, shape.num_experts, shape.top_k, normalization="none")
 
 
@@ -64,7 +64,7 @@ def test_every_combination(path: str, normalization: Normalization, score_functi
 
 @each_dtype
 def test_is_in_float32_or_wider(every_path: str, dtype: torch.dtype) -> None:
-    """16 bit logits are exact in float32, and so the weights come from them without another rounding."""
+    """16 bit logits are converted to float32 exactly, and weights are computed without another rounding."""
     call = route_call(64, 16, 4, score_function="sigmoid").cast(dtype)
     (weights, experts, _), expected = call(), expected_result(call)
     assert weights.dtype == torch.promote_types(dtype, torch.float32)
@@ -78,7 +78,7 @@ def test_is_in_float32_or_wider(every_path: str, dtype: torch.dtype) -> None:
 
 @each_score_function
 def test_equal_logits_take_the_lowest_index(every_path: str, score_function: ScoreFunction) -> None:
-    """In every lane of a vector and in its remainder the same score comes of the same logit."""
+    """Equal logits have equal scores in every lane of a vector and in the remainder."""
     for dtype, num_experts in product((torch.float64, torch.float32), (1, 2, 7, 8, 13, 64, 129, 256)):
         top_k = min(5, num_experts)
         for value in (0.0, 0.7, -3.1):
@@ -150,7 +150,7 @@ def test_correction_bias_gets_no_gradient(every_path: str) -> None:
 
 
 def test_unused_weights_cost_nothing(every_path: str) -> None:
-    """The experts alone are integers and no part of the graph."""
+    """The experts are integers, which have no gradient."""
     _, experts, _ = ops.route(torch.randn(4, 6, requires_grad=True), 2)
     assert experts.dtype == torch.int64
     assert not experts.requires_grad
@@ -215,7 +215,7 @@ def test_refuses(path: str, changes: dict[str, Any], named: tuple[str, ...]) -> 
 @each_score_function
 @each_normalization
 def test_given_experts(every_path: str, normalization: Normalization, score_function: ScoreFunction) -> None:
-    """Weighed as the selected ones are; a slot of -1 has weight 0 and takes part in nothing."""
+    """Given experts get weights like selected ones; a slot of -1 has weight 0 and affects no other weight."""
     ids = torch.stack([torch.randperm(12)[:4] for _ in range(16)])
     ids[torch.rand(ids.shape) < 0.3] = -1
     ids[3] = -1

@@ -29,7 +29,7 @@ each_recompute = pytest.mark.parametrize("recompute", [False, True], ids=["saved
 
 
 class Backward:
-    """Gradients of a call by the names of its arguments, as often as they are asked for."""
+    """Computes gradients of a call by the names of its arguments, any number of times."""
 
     def __init__(self, call: Call) -> None:
         self.call = call.trainable()
@@ -95,7 +95,7 @@ def test_no_gradient_is_computed_twice(path: str, variant: Callable[[Shape], Cal
 @each_recompute
 @each_variant
 def test_products(variant: Callable[[Shape], Call], recompute: bool) -> None:
-    """Each gradient is a product that runs once; the gradient of the activations runs twice, and what is recomputed."""
+    """Each gradient is a product that runs once; the gradient of the activations and recomputed products run twice."""
     call = variant(SKEWED).replace(recompute=recompute)
     plan = call.arguments["plan"]
     one = len(plan.slots) * SKEWED.hidden_size * SKEWED.intermediate_size
@@ -125,7 +125,7 @@ def test_products(variant: Callable[[Shape], Call], recompute: bool) -> None:
     ids=str,
 )
 def test_products_of_frozen_arguments(trained: tuple[str, ...], expected: int, frozen_at: str) -> None:
-    """In units of [R, D] times [D, F], biases excluded."""
+    """`expected`: number of products of [R, D] times [D, F], without biases."""
     call = ffn_call(SKEWED, activation="silu")
     with ops.force_aten(True):
         backward = Backward(call)
@@ -138,7 +138,7 @@ def test_products_of_frozen_arguments(trained: tuple[str, ...], expected: int, f
 
 
 def test_gradients_of_down_leave_the_preactivations(path: str) -> None:
-    """They do not need the gradient of the preactivations, so that these are not copied from a retained graph."""
+    """These do not need the gradient of the preactivations, so that a retained graph's are not copied."""
     call = ffn_call(SKEWED)
     backward = Backward(call)
     expected = Backward(call).all()

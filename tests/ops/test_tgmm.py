@@ -14,7 +14,7 @@ NAN = float("nan")
 
 
 def tgmm_call(shape: Shape) -> Call:
-    """The groups without the first, which is held elsewhere, and three rows of nobody."""
+    """The matrices of all groups but the first, and three rows of no group."""
     group_sizes = reference.ragged_plan(shape.experts(), shape.num_experts).group_sizes
     group_offset = 1 if shape.num_experts > 1 else 0
     num_rows = int(group_sizes.sum()) + 3

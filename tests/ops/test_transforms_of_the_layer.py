@@ -1,4 +1,4 @@
-"""The layer under forward-mode AD and a second backward; `OperatorTests` asks the same of every operator."""
+"""The layer under forward-mode AD and a second backward; `OperatorTests` has the same tests for every operator."""
 
 from typing import Any
 
@@ -49,7 +49,7 @@ def test_tangents_equal_finite_differences(path: str, options: dict[str, Any], t
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_second_backward_equals_finite_differences(path: str, options: dict[str, Any]) -> None:
-    """Of the squared norm of all gradients, as in a gradient penalty."""
+    """The second backward of the squared norm of all gradients, as in a gradient penalty."""
     layer = make(options)
     x, direction = torch.randn(2, 1, 6, 5, dtype=torch.float64)
 

@@ -1,4 +1,4 @@
-"""Muon in one process: against torch.optim.Muon, to the bit where both can, and a definition in float64."""
+"""Muon in one process: against torch.optim.Muon, bit by bit where possible, and a definition in float64."""
 
 from typing import Any
 
@@ -54,37 +54,11 @@ def test_matrices_have_the_bits_of_torch(dtype: torch.dtype, options: dict[str, 
         assert actual.equal(expected), actual.shape
 
 
-@pytest.mark.parametrize("input_dim", [-1, -2])
-@pytest.mark.parametrize("shape", [(3, 24, 16), (3, 16, 24), (2, 3, 8, 9)])
-@pytest.mark.parametrize("adjust_lr_fn", ["original", "match_rms_adamw"])
-def test_stacks_are_matrices_one_by_one(shape: tuple[int, ...], input_dim: int, adjust_lr_fn: Any) -> None:
-    """Of torch.optim.Muon, which takes [out, in]: each matrix of a stack [..., in, out] transposed."""
-    (stack,) = trained(
-        Muon([{"params": matrices(shape), "input_dim": input_dim}], adjust_lr_fn=adjust_lr_fn, ns_dtype=torch.bfloat16)
-    )
-    (whole,) = matrices(shape)
-    generator = torch.Generator().manual_seed(1)
-    singles = [nn.Parameter(turned(matrix, input_dim)) for matrix in whole.detach().flatten(0, -3)]
-    optimizer = torch.optim.Muon(singles, adjust_lr_fn=adjust_lr_fn)
-    for _ in range(3):
-        gradients = torch.randn(shape, generator=generator).flatten(0, -3)
-        for single, gradient in zip(singles, gradients, strict=True):
-            single.grad = turned(gradient, input_dim)
-        optimizer.step()
-    expected = torch.stack([turned(single.detach(), input_dim) for single in singles])
-    # Batched products may round in another order, where the difference is one of bfloat16.
-    assert_same(stack.detach().flatten(0, -3), expected, tolerance=1e-4)
-
-
-def turned(matrix: Tensor, input_dim: int) -> Tensor:
-    return matrix.clone() if input_dim == -1 else matrix.T.clone()
-
-
 @pytest.mark.parametrize("fused_gate", [None, "concatenated", "interleaved"])
 @pytest.mark.parametrize("input_dim", [-1, -2])
-@pytest.mark.parametrize("shape", [(2, 24, 16), (2, 16, 24), (12, 10)])
+@pytest.mark.parametrize("shape", [(2, 24, 16), (2, 16, 24), (2, 3, 8, 10), (12, 10)])
 def test_every_matrix_follows_the_definition(shape: tuple[int, ...], input_dim: int, fused_gate: str | None) -> None:
-    """Gate and up are matrices of their own, with F outputs each; wide and tall, in both orientations."""
+    """Gate and up are separate matrices with F outputs each; wide and tall, in both orientations."""
     group = {"params": matrices(shape, dtype=torch.float64), "input_dim": input_dim, "fused_gate": fused_gate}
     (parameter,) = trained(Muon([group], lr=0.1, ns_dtype=torch.float64))
     (before,) = matrices(shape, dtype=torch.float64)
@@ -98,9 +72,8 @@ def test_every_matrix_follows_the_definition(shape: tuple[int, ...], input_dim: 
 
 def split(stack: Tensor, input_dim: int, fused_gate: str | None) -> list[Tensor]:
     """The matrices [out, in], gate before up."""
-    stack = stack.detach().unsqueeze(0) if stack.dim() == 2 else stack.detach()
     parts = []
-    for matrix in stack:
+    for matrix in stack.detach().view(-1, *stack.shape[-2:]):
         matrix = matrix if input_dim == -1 else matrix.T
         F = len(matrix) // 2
         halves = {
@@ -112,24 +85,9 @@ def split(stack: Tensor, input_dim: int, fused_gate: str | None) -> list[Tensor]
     return parts
 
 
-def test_the_scale_is_that_of_outputs_over_inputs() -> None:
-    """An update of D = 6 inputs to F = 24 outputs is twice as long as one the other way, in our experts."""
-    layer = make(hidden_size=6, intermediate_size=24)
-    before = {name: parameter.detach().clone() for name, parameter in layer.named_parameters()}
-    for parameter in layer.parameters():
-        parameter.grad = torch.randn_like(parameter)
-    Muon(parameter_groups(layer), lr=0.1, weight_decay=0.0, ns_dtype=torch.float64).step()
-    norms = {}
-    for name in ("experts.gate_proj", "experts.up_proj", "experts.down_proj"):
-        norms[name] = float(torch.linalg.matrix_norm(before[name] - layer.get_parameter(name).detach(), ord=2).mean())
-    assert 0.1 * 2 * 0.6 < norms["experts.gate_proj"] < 0.1 * 2 * 1.3, norms
-    assert 0.1 * 2 * 0.6 < norms["experts.up_proj"] < 0.1 * 2 * 1.3, norms
-    assert 0.1 * 0.6 < norms["experts.down_proj"] < 0.1 * 1.3, norms
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_gradient_is_no_update(dtype: torch.dtype) -> None:
-    """Exactly: of experts without tokens, beside others; their state is there from the first step on."""
+    """Experts without tokens are unchanged to the bit; their state exists from the first step on."""
     (stack,) = matrices((4, 8, 6))
     before, optimizer = (
         stack.detach().clone(),

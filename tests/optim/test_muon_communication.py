@@ -1,4 +1,4 @@
-"""The exchanges of Muon as they are planned, against those that real ranks take part in."""
+"""The planned exchanges of Muon, against the collectives of real ranks."""
 
 from math import prod
 from statistics import mean
@@ -19,7 +19,7 @@ from support.run_ranks import run_ranks
 
 
 def planned(layout: MeshRules) -> tuple[int, int]:
-    """Times and bytes of a rank in a step."""
+    """Number and bytes of the collectives of a rank in a step."""
     model, rules = decoder(), LogicalRules.load(layout.rules)
     plan = make_plan(model, Mesh.planned(layout.sizes), rules)
     choices = parameter_groups(model).choices
@@ -30,7 +30,7 @@ def planned(layout: MeshRules) -> tuple[int, int]:
 @pytest.mark.sampled(0)
 @pytest.mark.parametrize("world_size", [4])
 def test_real_ranks_send_what_is_planned(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under every preset, replicas and strided shards among them, in several buckets."""
+    """Every preset, with replicas and strided shards among them, in several buckets."""
     for module in ("optim.distributed_newton_schulz", "optim.muon_communication"):
         monkeypatch.setattr(f"maxmoe.{module}.BUCKET_SIZE", 200)
 
@@ -68,7 +68,7 @@ def muon_traffic(rules: str, sizes: dict[str, int]) -> dict[str, tuple[int, int]
 
 
 def test_estimate_counts_them_with_muon_alone() -> None:
-    """In bfloat16 where no CPU has the parameters: of two ranks each sends half of half of all matrices, and back."""
+    """In bfloat16 on meta: each of two ranks sends half of half of all matrices, and the same number of results."""
     model = Decoder(CONFIG, device="meta")
     choices = [choice for choice in parameter_groups(model).choices if choice.matrix is not None]
     matrices = sum(prod(choice.shape) for choice in choices)

@@ -1,4 +1,4 @@
-"""Newton-Schulz: how near to orthogonal each set of coefficients comes, in every shape and dtype."""
+"""Newton-Schulz: the distance to orthogonal for each set of coefficients, in every shape and dtype."""
 
 from typing import Any
 
@@ -44,7 +44,7 @@ def test_only_singular_values_change(name: str, num_steps: int) -> None:
 
 
 def test_polar_express_converges() -> None:
-    """More steps are nearer to orthogonal; the usual quintic is not made for that."""
+    """More steps come nearer to orthogonal, except with the usual quintic polynomial."""
     stack = with_singular_values(torch.logspace(0, -2.5, 12, dtype=torch.float64), 12, 20).unsqueeze(0)
     errors = []
     for num_steps in (5, 6, 7):

@@ -1,4 +1,4 @@
-"""Who orthogonalises what: every matrix once, the work in equal parts, equal shards sent once."""
+"""The ranks that orthogonalise matrices: every matrix once, equal work, equal shards sent once."""
 
 import math
 from collections import Counter
@@ -68,7 +68,7 @@ def test_every_part_of_every_matrix_reaches_its_owner_once(axes: dict[str, int],
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_work_is_balanced(axes: dict[str, int]) -> None:
-    """No rank has more work than the mean and one matrix."""
+    """No rank has more work than the mean plus one matrix."""
     stacks = [sharded((48, 64), 24, axes), sharded((16, 16), 24, axes), *[sharded((32, 8), 1, axes)] * 5]
     loads: Counter[int] = Counter()
     for bucket in assign_owners(stacks, 5000):

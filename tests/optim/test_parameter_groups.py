@@ -1,4 +1,4 @@
-"""Which optimizer a parameter gets: by logical names, by the usual rule, by overrides; and what cannot be known."""
+"""The optimizer of a parameter: by logical names, by the usual rule, by overrides; errors if it is unknown."""
 
 from typing import Any
 
@@ -54,7 +54,7 @@ def test_choices_are_printed_with_their_reasons(monkeypatch: pytest.MonkeyPatch)
 
 
 class NoNames(nn.Module):
-    """An embedding, a block with experts as those of transformers, and a head."""
+    """An embedding, a block with experts as in transformers, and a head."""
 
     def __init__(self, **experts: Any) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ def test_tied_weights_are_embeddings() -> None:
 
 
 class Declared(nn.Module):
-    """Fused gate and up [in, out] with names that say so."""
+    """Fused gate and up [in, out] with logical names."""
 
     def __init__(self, **fields: Any) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ def test_bad_declarations(fields: dict[str, Any], message: str) -> None:
 
 
 def test_more_dims_than_names_explain() -> None:
-    """One error for all of them, and how to choose."""
+    """One error names all of them and the ways to choose an optimizer."""
     model = nn.ModuleDict({"named": Declared(), "conv": nn.Conv1d(2, 3, 5), "linear": nn.Linear(2, 2)})
     message = (
         r"not known which dims are inputs and outputs of named.gate_up of shape \(3, 4, 10\) with the logical names "
@@ -177,11 +177,8 @@ def test_more_dims_than_names_explain() -> None:
     [
         ({"experts.up_pro": "adamw"}, "'experts.up_pro', which matches no trained parameter; the nearest are 'exp"),
         ({"*.up_proj": "sgd"}, r"must be 'adamw' or maxmoe.optim.Matrix, got '\*.up_proj': 'sgd'"),
-        ({"*.up_proj": Matrix(0)}, r"input_dim must be one of \(-1, -2\), got 0"),
-        ({"router.bias": Matrix()}, r"router.bias must be a matrix, got the shape \(6,\)"),
-        ({"experts.up_proj": Matrix(-2, "interleaved")}, "experts.up_proj must have an even number of outputs"),
     ],
 )
 def test_bad_overrides(overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Muon(parameter_groups(make(router_bias=True), overrides))
+        parameter_groups(make(), overrides)

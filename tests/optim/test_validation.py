@@ -1,4 +1,4 @@
-"""What Muon refuses: groups, parameters, gradients and state dicts, each with a name and both values."""
+"""Groups, parameters, gradients and state dicts that Muon refuses, each with a name and both values."""
 
 import copy
 from typing import Any
@@ -65,7 +65,7 @@ def stepped(model: nn.Module) -> Muon:
 
 
 def test_state_dicts_go_round(tmp_path: Any) -> None:
-    """Through a file that is read without pickle: the next step has the same bits."""
+    """A state dict is saved to a file and read without pickle: the next step has the same bits."""
     one, other = make(num_shared_experts=1), make(num_shared_experts=1)
     optimizer = stepped(one)
     other.load_state_dict(one.state_dict())

@@ -1,4 +1,4 @@
-"""MoEConfig: what it accepts, and that each refusal names the argument and both values."""
+"""MoEConfig: accepted values, and errors that name the argument and both values."""
 
 import copy
 import dataclasses
@@ -71,6 +71,9 @@ def test_every_choice_is_accepted(name: str, literal: Any) -> None:
         {"activation": "relu2", "gated": False},
         {"activation": "swigluoai", "activation_limit": 7.0, "expert_bias": True},
         {"activation_limit": 7.0, "activation_limit_target": "output"},
+        {"activation_limit_target": "output"},
+        {"num_shared_experts": 1, "shared_activation_limit": 16.0},
+        {"num_shared_experts": 1, "activation_limit": 7.0, "shared_activation_limit": None},
     ],
     ids=str,
 )
@@ -130,15 +133,19 @@ def test_an_int_is_a_float_and_none_is_no_factor() -> None:
         ({"router": "hash"}, ("router", "learned", "hash")),
         ({"load_balance_scope": "token"}, ("load_balance_scope", "sequence", "token")),
         ({"implementation": "fast"}, ("implementation", "sparse", "fast")),
-        ({"activation": "swigluoai", "gated": False}, ("swigluoai", "gated=True", "gated=False")),
-        ({"activation_limit": 7.0, "gated": False}, ("activation_limit", "7.0", "gated=False")),
-        ({"activation_limit_target": "output"}, ("activation_limit_target='output'", "activation_limit", "None")),
+        ({"activation": "swigluoai", "gated": False}, ("swigluoai", "gated=True", "False")),
+        ({"activation_limit": 7.0, "gated": False}, ("activation_limit", "7.0", "gated=True", "False")),
+        ({"shared_activation_limit": None}, ("shared_activation_limit", "None", "num_shared_experts", "0")),
+        ({"shared_activation_limit": -1.0}, ("shared_activation_limit", "> 0", "-1.0")),
+        ({"shared_activation_limit": "none"}, ("shared_activation_limit", "'none'")),
+        ({"shared_activation_limit": 7.0, "gated": False}, ("shared_activation_limit", "7.0", "gated=True", "False")),
+        ({**SITU, "shared_activation_limit": 7.0}, ("shared_activation_limit", "situ", "7.0")),
         ({"activation_limit_target": "up"}, ("activation_limit_target", "output", "up")),
         ({"gate_softcap": 4.0}, ("gate_softcap", "silu", "4.0")),
         ({"activation": "situ"}, ("gate_softcap", "situ", "None")),
         ({**SITU, "up_softcap": None}, ("up_softcap", "situ", "None")),
         ({**SITU, "up_softcap": 0.0}, ("up_softcap", "> 0", "0.0")),
-        ({**SITU, "gated": False}, ("situ", "gated=True", "gated=False")),
+        ({**SITU, "gated": False}, ("situ", "gated=True", "False")),
         ({**SITU, "activation_limit": 7.0}, ("activation_limit", "situ", "7.0")),
         ({"activation_limit": 0.0}, ("activation_limit", "> 0", "0.0")),
         ({"activation_limit": float("nan")}, ("activation_limit", "nan")),
@@ -183,7 +190,7 @@ def test_a_router_without_gradient_is_warned_of_once(normalization: Normalizatio
     with pytest.warns(UserWarning, match=f"^{message}.* set normalization='none'"):
         MoEConfig(**fields, load_balance_loss_weight=0.1)
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")  # what Python does unless told otherwise
+        warnings.simplefilter("default")  # Python's default
         for _ in range(2):
             config = MoEConfig(**fields)
             dataclasses.replace(config, buffer_factor=1.0)

@@ -1,4 +1,4 @@
-"""What modules declare, and what they must not."""
+"""Declarations of modules, and invalid ones."""
 
 from typing import get_args
 

@@ -1,4 +1,4 @@
-"""Files that are written take the place of others at once, or not at all."""
+"""Written files replace existing ones atomically."""
 
 import os
 import stat
@@ -48,7 +48,7 @@ def test_permissions_and_links_stay(tmp_path: Path) -> None:
 
 
 def test_a_pipe_is_written_to(tmp_path: Path) -> None:
-    """As /dev/stdout may be one."""
+    """A pipe, which /dev/stdout may be."""
     os.mkfifo(tmp_path / "pipe")
     got: list[bytes] = []
     reader = threading.Thread(target=lambda: got.append((tmp_path / "pipe").read_bytes()))

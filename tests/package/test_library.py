@@ -1,4 +1,4 @@
-"""The C++ core: what it says about itself, choosing an instruction set, and the errors of a wrong build."""
+"""The C++ core: its build information, the choice of an instruction set, and errors of a wrong build."""
 
 import os
 import re
@@ -54,7 +54,7 @@ def test_unsupported_isa_says_what_is_possible(isa: str) -> None:
 
 
 def library_error(folder: Path) -> str:
-    """The error of a copy of maxmoe/_library.py in a folder of its own."""
+    """The error of a copy of maxmoe/_library.py in another folder."""
     path = shutil.copy(PACKAGE / "_library.py", folder)
     with pytest.raises(ImportError) as error:
         runpy.run_path(str(path))
@@ -97,7 +97,7 @@ def test_another_torch_is_named_before_anything_of_it_is_missing(tmp_path: Path)
 
 
 def test_the_core_of_the_running_torch_is_loaded(tmp_path: Path) -> None:
-    """The others are not touched: they are no libraries here."""
+    """Other libraries are not loaded: here they are empty files."""
     path = tmp_path / f"libmaxmoe_torch{MAJOR}_{MINOR}.so"
     shutil.copy(PACKAGE / path.name, path)
     for minor in (f"{MAJOR}_{MINOR - 1}", f"{MAJOR}_{MINOR + 1}"):
@@ -114,7 +114,7 @@ def test_a_broken_core_is_an_import_error_with_its_path(tmp_path: Path) -> None:
 
 
 def test_the_core_knows_no_python() -> None:
-    """It needs neither Python nor the library of torch that is made for one Python, so that it serves every version."""
+    """The core links neither Python nor torch's library for one Python, so that it works with every Python."""
     library = (PACKAGE / f"libmaxmoe_torch{MAJOR}_{MINOR}.so").read_bytes()
     assert b"libtorch_cpu.so\0" in library
     assert not re.findall(rb"\0((?:libpython|libtorch_python)[^\0]*|_?Py\w*_\w+)\0", library)

@@ -1,4 +1,4 @@
-"""What `import maxmoe` gives."""
+"""The names and modules that `import maxmoe` loads."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import maxmoe
 from support import programs
 
 PACKAGES = (module.name for module in pkgutil.iter_modules(maxmoe.__path__) if module.ispkg)
-INTERNAL = {"_torch", "adapters", "checks", "cli", "ranks", "recompute"}  # public names of theirs are in other packages
+INTERNAL = {"_torch", "adapters", "checks", "cli", "ranks", "recompute"}  # their public names are in other packages
 PUBLIC = sorted({*PACKAGES} - INTERNAL)
 FIRST_IMPORT = f"""
 import json, sys
@@ -28,7 +28,7 @@ print(json.dumps({{"loaded": [*loaded], "names": names}}))
 
 @pytest.fixture(scope="module")
 def first_import() -> dict[str, Any]:
-    """What is there after the first import in a process that has torch; every package is an attribute."""
+    """Modules and names after the first import in a process with torch; every package is an attribute."""
     found: dict[str, Any] = json.loads(programs.printed(programs.python(FIRST_IMPORT)))
     return found
 
@@ -38,7 +38,7 @@ def test_dir_shows_what_is_public(first_import: dict[str, Any]) -> None:
 
 
 def test_importing_maxmoe_loads_nothing_but_torch_and_maxmoe(first_import: dict[str, Any]) -> None:
-    """It takes less than 0.2 s beyond torch's own time; DTensor, transformers or matplotlib alone would take longer."""
+    """The import takes less than 0.2 s beyond torch's; DTensor, transformers or matplotlib would take longer."""
     assert "maxmoe" in first_import["loaded"] and "maxmoe.parallel" not in first_import["loaded"]
     assert [name for name in first_import["loaded"] if name.split(".")[0] != "maxmoe"] == []
 
@@ -52,7 +52,7 @@ def test_a_misspelt_name_has_the_nearest_one(capsys: pytest.CaptureFixture[str])
 
 
 def test_a_folder_named_maxmoe_is_not_imported(tmp_path: Path) -> None:
-    """The clone is such a folder for a script beside it. What is imported is what has been installed."""
+    """A clone is such a folder for a script beside it. The installed package is imported."""
     (tmp_path / "maxmoe").mkdir()
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     programs.printed(programs.python("import maxmoe; maxmoe.MoE", cwd=tmp_path, env=environment))

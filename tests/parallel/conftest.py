@@ -1,4 +1,4 @@
-"""Ranks compare the names of their collectives in all tests of this folder."""
+"""All tests of this folder compare the names of collectives across ranks."""
 
 import pytest
 
@@ -12,5 +12,5 @@ def collectives_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def collectives_are_not_compared(collectives_are_compared: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests that count collectives, or the time in which they run."""
+    """Turn off the comparison, for tests that count collectives or measure their time."""
     monkeypatch.delenv(CHECK_VARIABLE)

@@ -235,7 +235,7 @@ def test_adapters_must_be_added_and_merged_before_parallelize() -> None:
 
 
 def test_all_adapters_are_collected() -> None:
-    """Those of other modules and those that are not active too."""
+    """Also adapters of other modules, and adapters that are not active."""
 
     def check() -> None:
         model: Any = nn.ModuleDict({"dense": nn.Linear(4, 4), "moe": MoE(MOE)})

@@ -62,7 +62,7 @@ def check_layout(layout: MeshRules, how: str, is_first: bool, expected: dict[str
 
 @pytest.mark.parametrize("how", AVERAGES)
 def test_averages_of_parameters_and_buffers(how: str) -> None:
-    """With every preset; made before `parallelize`, and after it where FSDP2 does not refuse the copy."""
+    """Every preset; averages made before `parallelize`, and after it unless FSDP2 refuses the copy."""
     model = decoder()
     expected = averaged(AveragedModel(model, use_buffers=True, **AVERAGES[how]), model, lambda tokens: tokens)
     cases = [(layout, how, True, expected) for layout in layouts(2)]

@@ -17,9 +17,9 @@ TABLES: list[tuple[str, dict[str, int], dict[str, list[str]]]] = [
     ("ep-tp", {"expert": 2}, {"activation_batch": ["data", "expert"]}),
     ("ep-tp", {"expert": 2}, {"activation_length": ["expert"]}),
     ("default", {"context": 2}, {"q_heads": ["context"], "kv_heads": ["context"], "activation_heads": ["context"]}),
-    # `embed_moe` gets the axis in the bias of the last projection, which has no dim `mlp_moe`.
+    # `embed_moe` gets the axis in the bias of down_proj, which has no dim `mlp_moe`.
     ("default", {"tensor": 2}, {"embed_moe": ["fsdp", "tensor"]}),
-    # The gate of the shared experts has the dim `embed` alone.
+    # The shared expert gate has only the dim `embed`.
     ("default", {"fsdp_transpose": 2}, {"embed": ["fsdp_transpose"], "activation_mlp": ["fsdp_transpose"]}),
 ]
 

@@ -60,7 +60,7 @@ def test_without_gradients_the_norm_is_zero() -> None:
 
 
 def test_what_parameters_may_be() -> None:
-    """One tensor, an iterator; but not one that has been read, whose norm would be zero on this rank alone."""
+    """One tensor or an iterator; an exhausted iterator is an error: its norm would be zero on this rank alone."""
     first, second = plain_parameters()[:2]
     assert_same(clip_grad_norm_(first, 1e9), first.grad.norm())
     iterator = iter((first, second))
@@ -71,7 +71,7 @@ def test_what_parameters_may_be() -> None:
 
 @pytest.mark.parametrize("is_partial", [False, True])
 def test_gradients_on_some_ranks_only_are_an_error_on_all(is_partial: bool) -> None:
-    """Also where a gradient is partial, and the ranks that have it would wait for the reduction of the others."""
+    """Also for a partial gradient, whose reduction would wait for the ranks without one."""
 
     def ones(size: int) -> Tensor:
         return torch.ones(size, dtype=torch.float64)
@@ -102,7 +102,7 @@ def test_gradients_on_some_ranks_only_are_an_error_on_all(is_partial: bool) -> N
 
 @pytest.mark.parametrize("dispatch", ["ring_of_experts", "ragged_all_to_all"])
 def test_a_model_whose_tokens_travel(dispatch: Dispatch) -> None:
-    """Experts lie on other axes than the rest: the norm is that of all of them, on every rank."""
+    """Experts are sharded over other axes than the rest: every rank has the norm of all gradients."""
     whole = decoder()
     tokens, targets = batch()
     loss(whole(tokens), targets).backward()

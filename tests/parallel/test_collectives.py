@@ -1,4 +1,4 @@
-"""The collectives of a parallelized module: how many it takes, and that it gathers no more than it must."""
+"""The number of collectives of a parallelized module, and that it gathers no more than necessary."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ from support.run_ranks import run_ranks
 
 
 def collectives(module: nn.Module, x: Tensor) -> tuple[dict[str, int], dict[str, int]]:
-    """How often each was called in forward, and in backward."""
+    """Number of calls of each collective in forward, and in backward."""
     with CommDebugMode() as forward:
         output = module(x)
     with CommDebugMode() as backward:
@@ -42,7 +42,7 @@ def test_tensor_parallel_parts_take_one_sum_and_gather_no_weight(part: str) -> N
 
 @pytest.mark.usefixtures("collectives_are_not_compared")
 def test_routed_and_shared_experts_take_one_sum() -> None:
-    """In the backward one for the tokens and one for the routing weights."""
+    """The backward takes one sum for the tokens and one for the routing weights."""
     config = replace(MOE, shared_expert_gate=False, load_balance_loss_weight=0.0, router_z_loss_weight=0.0)
 
     def count() -> tuple[dict[str, int], dict[str, int]]:
@@ -57,7 +57,7 @@ def test_routed_and_shared_experts_take_one_sum() -> None:
 @pytest.mark.usefixtures("collectives_are_not_compared")
 @pytest.mark.parametrize("scope", ["batch", "sequence"])
 def test_losses_and_statistics_of_a_layer_take_three_sums_over_each_axis(scope: LoadBalanceScope) -> None:
-    """Balance loss, z-loss, statistics: what is added up for one of them travels together."""
+    """All sums for balance loss, z-loss and statistics are reduced together."""
 
     def count() -> tuple[int, list[torch.dtype]]:
         config = replace(MOE, load_balance_scope=scope)
@@ -72,12 +72,12 @@ def test_losses_and_statistics_of_a_layer_take_three_sums_over_each_axis(scope: 
 
 @pytest.mark.usefixtures("collectives_are_not_compared")
 def test_heads_that_cannot_be_told_apart_are_gathered() -> None:
-    """4 key-value heads for 8 ranks: two ranks would have half a head each."""
+    """4 key-value heads for 8 ranks: two ranks would share a head."""
 
     def count() -> tuple[dict[str, int], dict[str, int]]:
         model = parallelize(decoder(), Mesh({"expert": 8}), "ep-tp")
         return collectives(model.blocks[0].attention, hidden_states())
 
     for forward, backward in run_ranks(count, 8):
-        # In both directions the weights; of its gradient every rank has the whole, and keeps its part.
+        # Forward and backward gather the weights. Every rank has the whole gradient, and keeps its shard.
         assert forward == backward == {"c10d._allgather_base_": 4}

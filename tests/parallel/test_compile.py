@@ -38,7 +38,7 @@ def gradients(model: nn.Module, value: Tensor) -> list[Tensor]:
 
 
 def graph_breaks_and_graphs() -> tuple[Counter[str], int]:
-    """What broke graphs since the last call, functions or other reasons, how often; and how many were compiled."""
+    """Return the graph breaks since the last call, by function or reason, and the number of compiled graphs."""
     breaks: Counter[str] = Counter()
     for reason, count in counters["graph_break"].items():
         function = re.search(r"<function (\S+)|that the function `(\S+)`", reason)
@@ -48,7 +48,7 @@ def graph_breaks_and_graphs() -> tuple[Counter[str], int]:
     return breaks, num_graphs
 
 
-# Dynamo hides this one, about gathered parameters, which are no leaves, from users; but not from a filter that raises.
+# A warning about gathered parameters, which are not leaves. Dynamo hides it, but not from a filter that raises.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning")
 
 STRATEGIES: list[tuple[str, Dispatch]] = [
@@ -56,7 +56,7 @@ STRATEGIES: list[tuple[str, Dispatch]] = [
     ("ep-as-dp", "ragged_all_to_all"),
     ("ep-tp", "auto"),
 ]
-# Of one layer, by Dynamo's count: where a function that is called by compiled ones communicates, it tries each of them.
+# Counts of Dynamo for one layer. A function that communicates is counted once per compiled caller that Dynamo tries.
 TRAVELLING = {
     "GuardedModule.__call__": 1,
     "ParameterHooks.gather": 5,
@@ -109,7 +109,7 @@ def test_a_layer(rules: str, dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("rules", "dispatch"), STRATEGIES)
 def test_a_decoder(rules: str, dispatch: Dispatch) -> None:
-    """The backend that runs the graphs as they are: those of the layer have been through autograd's above."""
+    """Runs the graphs uncompiled, because the test above covers autograd's graphs of the layer."""
 
     def check() -> None:
         mesh, table = Mesh({"expert": 2}), LogicalRules.load(rules)

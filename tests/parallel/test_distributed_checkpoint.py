@@ -50,7 +50,7 @@ class Training:
         self.state = {"model": model_state, "optimizer": optimizer_state}
 
     def parts(self) -> dict[tuple[str, str], tuple[Tensor, Tensor]]:
-        """What this rank has, and what it should have."""
+        """Return this rank's values and the expected values, by kind and name."""
         found = {}
         for kind, whole in self.expected.items():
             for name, parameter in self.model.named_parameters():
@@ -62,24 +62,24 @@ class Training:
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Give everything the values that it should have."""
+        """Set all values to the expected ones."""
         for actual, expected in self.parts().values():
             actual.copy_(expected)
 
     @torch.no_grad()
     def forget(self) -> None:
-        """Give everything another value."""
+        """Set all values to others."""
         for actual, _ in self.parts().values():
             actual.fill_(-1.0)
 
     def load(self, folder: Path) -> None:
-        """Load into the tensors of the state dict, which are those of the model and of AdamW."""
+        """Load into the tensors of the state dict, which belong to the model and to AdamW."""
         dcp.load(self.state, checkpoint_id=folder)
 
 
 @pytest.mark.sampled(0)
 def test_presets_load_what_others_saved(tmp_path: Path) -> None:
-    """Every other layout loads what was saved on more or fewer ranks, the rest what the one before them saved."""
+    """Every second layout loads a checkpoint of another number of ranks, the others the previous layout's."""
     saved: list[MeshRules] = []
 
     def check(world_size: int) -> None:
@@ -108,7 +108,7 @@ STRATEGIES: list[tuple[MeshRules, Dispatch]] = [
 
 
 def test_training_goes_on_on_another_mesh_with_another_strategy(tmp_path: Path) -> None:
-    """One step each, with Adam, on what the one before has saved: together the steps of one process."""
+    """Each strategy takes one step from the checkpoint of the previous one; together the steps of one process."""
     whole = decoder(SMALL)
     adamw, (tokens, targets) = torch.optim.AdamW(whole.parameters(), lr=0.01), batch()
     for _ in STRATEGIES:

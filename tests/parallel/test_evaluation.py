@@ -1,4 +1,4 @@
-"""Evaluation communicates what the hidden states need, and nothing that training alone needs."""
+"""Evaluation communicates for the hidden states only, not for losses and statistics."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -73,7 +73,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def refused(options: dict[str, Any], layout: MeshRules, dispatch: Dispatch) -> bool:
-    """What `parallelize` refuses: capacities of parts of sequences or of rows, and drops by the least loaded."""
+    """Whether `parallelize` refuses it: capacities for parts of sequences, and drops with "least_loaded"."""
     keeps_sequences = dispatch in ("auto", "ring_of_experts", "gather_weights") and "context" not in layout.sizes
     if "capacity_factor" in options:
         return not keeps_sequences
@@ -89,7 +89,7 @@ CASES = [
 
 
 class NoLosses:
-    """In the place of losses and statistics: what remains of a layer are its hidden states."""
+    """Replaces losses and statistics, so that a layer computes its hidden states only."""
 
     are_recorded = False
 
@@ -160,7 +160,7 @@ def test_generation_communicates_for_its_tokens_alone() -> None:
 
 
 def test_one_rank_evaluates_alone_where_ranks_share_no_work() -> None:
-    """With the data axis: forwards of a layer and of a model, and generation. Then all ranks train as ever."""
+    """Forwards of a layer and of a model, and generation, on the axis `data`. Afterwards all ranks train as before."""
 
     def check(name: str) -> None:
         mesh, rules = Mesh(DATA[0].sizes), DATA[0].rules
@@ -192,7 +192,7 @@ def test_one_rank_evaluates_alone_where_ranks_share_no_work() -> None:
 
 @pytest.mark.parametrize("scope", ["sequence", "batch", "step"])
 def test_losses_and_statistics_without_a_backward_are_those_of_the_tokens_of_this_rank(scope: str) -> None:
-    """With the scope "step", the loss is that of the scope "batch": an evaluation belongs to no step."""
+    """With the scope "step" the loss equals the loss of the scope "batch": an evaluation belongs to no step."""
     x, mask = batch()
     options: dict[str, Any] = {**BALANCE, "router_z_loss_weight": 0.2, "score_function": "sigmoid"}
 
@@ -230,10 +230,10 @@ def test_the_slots_that_the_ranks_drop_add_up() -> None:
     run_cases(check, 2, [DATA, *((MeshRules("ep-as-dp", {"expert": 2}), each) for each in ("ring_of_experts",))])
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")  # of torch, under no_grad
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")  # a warning of torch, under no_grad
 @pytest.mark.parametrize("scope", ["sequence", "batch", "step"])
 def test_a_reentrant_checkpoint_trains_although_its_forward_has_no_gradients(scope: str) -> None:
-    """The loss that it returns is that of all ranks; under no_grad it is an evaluation as well."""
+    """The returned loss is the loss of all ranks; under no_grad a forward is an evaluation as well."""
     x, _ = batch()
 
     def check() -> None:

@@ -51,7 +51,7 @@ def trained(wrap: Any, rank: int, num_ranks: int) -> list[torch.Tensor]:
     wrapped = wrap(model)
     for parameter in model[0].experts.parameters():
         page["freeze"](parameter, [1])
-    # Without eps, the scale of gradients does not count: those of DDP are averages over ranks, ours are sums.
+    # Without eps the scale of gradients does not matter: DDP averages them over ranks, maxmoe sums them.
     optimizer = torch.optim.Adam(wrapped.parameters(), lr=1e-2, eps=1e-20)
     for batch in BATCHES:
         optimizer.zero_grad()

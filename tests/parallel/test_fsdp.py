@@ -1,4 +1,4 @@
-"""What FSDP2 takes over, and that nothing but the schedule changes by it."""
+"""The parameters that FSDP2 shards, and that using FSDP2 changes nothing but the schedule."""
 
 import dataclasses
 import sys
@@ -59,7 +59,7 @@ def test_blocks_are_the_children_of_outermost_lists() -> None:
 
 
 def gradients(rules: str, sizes: dict[str, int]) -> dict[str, Tensor]:
-    """Of one step on the tokens of this rank."""
+    """The gradients of one step on the tokens of this rank."""
     model = decoder()
     mesh = Mesh(sizes)
     parallelize(model, mesh, rules)

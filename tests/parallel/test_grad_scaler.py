@@ -63,7 +63,7 @@ def nothing() -> None:
 
 
 def overflow(parameter: Tensor, rank: int | None = None) -> None:
-    """Make the gradient on one rank infinite, on all if `rank` is None."""
+    """Make the gradient on one rank infinite, or on all ranks if `rank` is None."""
     gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
     assert gradient is not None
     if rank is None or dist.get_rank() == rank:
@@ -148,7 +148,7 @@ def sharded_rows() -> nn.Module:
 
 
 def backward_of_rows(model: nn.Module, scaler: Any) -> None:
-    """With the gradients of one process in the place of a backward through several meshes."""
+    """The gradients are copied from one process, without a backward through several meshes."""
     alone, x = rows(), torch.ones(3, 4, dtype=torch.float64)
     for parameter, value in zip(alone.parameters(), model.parameters(), strict=True):
         parameter.data.copy_(whole(value))
@@ -196,7 +196,7 @@ def test_optimizers_with_parameters_of_all_kinds(make: Callable[[nn.Module], lis
 
 
 def test_torch_scaler_raises_where_ranks_would_differ() -> None:
-    """On every rank; and works where the first gradient is sharded over all axes that shard another one."""
+    """The error is raised on every rank; no error if the first gradient is sharded over all axes of the others."""
 
     def part_of_rows(*layers: int) -> nn.Module:
         model = sharded_rows()
@@ -252,7 +252,7 @@ def test_clipping_and_muon_after_unscaling() -> None:
 
 
 def test_without_gradients_in_one_process() -> None:
-    """It is torch's own error."""
+    """The error is torch's."""
     scaler, parameter = GradScaler("cpu"), nn.Parameter(torch.ones(2))
     with pytest.raises(AssertionError, match="No inf checks were recorded"):
         scaler.step(SGD([parameter], lr=0.1))

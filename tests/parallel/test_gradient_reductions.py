@@ -1,4 +1,4 @@
-"""How gradients of parameters are summed: scattered first, then the shards, those of a block together."""
+"""Sums of gradients: reduce-scattered first, then the shards are summed, together for each block."""
 
 from collections.abc import Callable
 
@@ -27,7 +27,7 @@ pytestmark = [
 
 
 def test_the_shards_of_dense_gradients_are_summed_over_the_axes_that_replicate_them() -> None:
-    """One all-reduce for each block and one for the rest: of what a rank keeps, not of whole gradients."""
+    """One all-reduce per block and one for the rest: of the shards that a rank keeps, not of whole gradients."""
     layout = MeshRules("ep-as-dp", {"fsdp": 2, "expert": 2})
     plan = make_plan(Decoder(CONFIG, device="meta"), Mesh.planned(layout.sizes), LogicalRules.load(layout.rules))
     replicated = {name for name, planned in plan.parameters.items() if planned.fsdp_axes == ("expert", "fsdp")}
@@ -36,7 +36,7 @@ def test_the_shards_of_dense_gradients_are_summed_over_the_axes_that_replicate_t
     for step in measured_steps(layout):
         shards = sum(num_bytes for name, (_, num_bytes) in step.parameters.items() if name in replicated)
         assert step.collectives["all-reduce", "expert"] == [CONFIG.num_layers + 1, shards]
-        # Those of norms and other parameters that every rank has whole.
+        # The gradients of norms and other parameters that every rank has whole.
         assert step.collectives["all-reduce", "fsdp, expert"][0] == CONFIG.num_layers + 1
 
 
@@ -104,7 +104,7 @@ def recomputed_by_reentering(module: nn.Module, x: Tensor) -> Tensor:
     ids=["plainly", "recomputed", "by_reentering"],
 )
 def test_gradients_of_a_block_are_summed_together(call: Callable[..., Tensor], per_block: int) -> None:
-    """Of a part that recomputes itself with a backward of its own, in that one; the numbers are the same."""
+    """If a part recomputes itself in a nested backward, its gradients are summed there; the numbers are equal."""
     x = torch.randn(4, 4, dtype=torch.float64)
     one = Model(call).double()
     for _ in range(2):

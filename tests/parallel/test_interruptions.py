@@ -1,4 +1,4 @@
-"""An exception in a forward or a backward leaves the model as it was, or its next call says what to do."""
+"""After an exception in a forward or backward the model is unchanged, or the error of its next call names the fix."""
 
 import functools
 import itertools
@@ -23,7 +23,7 @@ REPLICAS = MeshRules("ep-as-dp", {"data": 2, "fsdp": 2})
 LAYOUTS = [*layouts(2), *layouts(4), REPLICAS]
 # Where a call is interrupted: the first and the last unit, and between them in attention, router and experts.
 PLACES = ("embedding", "blocks.0.attention.o_proj", "blocks.1.feed_forward.router", "blocks.1.feed_forward", "output")
-LARGE = 1e9  # a norm that clips nothing
+LARGE = 1e9  # a maximum norm above all norms
 
 
 class StopError(Exception):
@@ -124,7 +124,7 @@ def test_recomputed_blocks_and_gathered_experts(options: dict[str, Any]) -> None
 
 
 def test_a_checkpoint_that_ends_its_recomputation_early_is_no_interruption() -> None:
-    """torch ends it by an exception, when it has computed what the backward needs."""
+    """torch ends the recomputation by an exception when it has all tensors that the backward needs."""
     expected = without_interruption()[1]
 
     def check(layout: MeshRules) -> None:
@@ -141,7 +141,7 @@ def test_a_checkpoint_that_ends_its_recomputation_early_is_no_interruption() -> 
 
 @pytest.mark.parametrize("layout", [MeshRules("ep-as-dp", {"expert": 2}), MeshRules("pure-fsdp", {"fsdp": 2})], ids=str)
 def test_one_rank_that_goes_on_alone_is_an_error(layout: MeshRules) -> None:
-    """Its next call would answer the collectives of the others with its own."""
+    """Collectives of its next call would be matched with other collectives of the other ranks."""
 
     def check() -> None:
         model, tokens, targets = parallel(layout, timeout=timedelta(seconds=4))

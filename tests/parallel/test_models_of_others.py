@@ -20,7 +20,7 @@ NAMES = {"up.weight": ("mlp", "embed"), "up.bias": ("mlp",), "down.weight": ("em
 
 
 class Model(nn.Module):
-    """A linear layer, then a unit that returns hidden states in some way, and what the model makes of them."""
+    """A linear layer, a unit that returns hidden states in some form, and the rest of the model."""
 
     def __init__(self, unit: nn.Module, rest: Callable[[Any, Tensor], Tensor] = lambda output, _: output) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
-        return self._rest(self.unit(x), x).sin()  # FSDP2 warns of views that its root returns
+        return self._rest(self.unit(x), x).sin()  # FSDP2 warns of views that the root module returns
 
 
 class Unit(nn.Module):

@@ -68,7 +68,7 @@ def test_one_process_says_the_same(name: str) -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_parameters_that_the_backward_does_not_need_may_be_modified(num_ranks: int) -> None:
-    """The gradient of an embedding needs none of its values: one process computes it."""
+    """The gradient of an embedding does not depend on its values, so that one process computes it, too."""
 
     def train_embedding(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
         step_between(model, torch.optim.SGD([model.embedding.weight], lr=0.1), tokens, targets)

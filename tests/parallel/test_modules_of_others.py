@@ -1,4 +1,4 @@
-"""Modules that are not of this library, named from outside, parallelized."""
+"""Parallelized modules of other libraries, whose names are declared outside of them."""
 
 import itertools
 from typing import Any
@@ -20,7 +20,7 @@ NAMES = {"first.weight": ("mlp", "embed"), "second.weight": ("embed", "mlp")}
 
 
 class TwoLayers(nn.Module):
-    """A module of somebody else, named from outside; its bias has no names."""
+    """A module of another library, whose names are declared outside of it; its bias has no names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def test_modules_of_others() -> None:
 
 
 class ScaledMoE(MoE):
-    """A layer with a parameter of its own beside the experts."""
+    """A layer with an additional parameter beside the experts."""
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__(config, dtype=torch.float64)
@@ -95,7 +95,7 @@ TABLES: dict[str, list[Any]] = {
 
 
 def test_parts_are_computed_where_weights_and_activations_lie_on_an_axis() -> None:
-    """Elsewhere weights are gathered: the result equals one process's in any case."""
+    """On other axes weights are gathered; the result always equals one process's."""
     torch.manual_seed(0)
     model, x = nn.Sequential(FeedForward(4, 8)).double(), torch.randn(4, 3, 4, dtype=torch.float64)
     model(x).square().sum().backward()

@@ -107,7 +107,7 @@ NAMES = {
 
 
 def test_parameters_in_lists_are_sharded_by_fsdp2() -> None:
-    """Those of a list that is no module with a forward belong to the root."""
+    """Parameters of a list, which has no forward, belong to the root module."""
 
     def check() -> None:
         torch.manual_seed(0)

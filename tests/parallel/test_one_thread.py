@@ -1,4 +1,4 @@
-"""Models on a mesh are called by one thread at a time, or both threads get an error."""
+"""Two threads that call a model on a mesh at the same time both get an error."""
 
 import threading
 from collections.abc import Callable
@@ -20,7 +20,7 @@ LAYOUTS = [MeshRules("pure-fsdp", {"fsdp": 2}), MeshRules("ep-as-dp", {"expert":
 
 
 def in_another_thread(call: Callable[[], object]) -> None:
-    """Call a function in a thread, and raise what it raises."""
+    """Call a function in a thread, and raise its error."""
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -72,7 +72,7 @@ OTHERS: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
 def test_calls_of_two_threads(layout: MeshRules, other: Callable[[Any], object]) -> None:
-    """One begins during the forward or the backward of the other. Afterwards, one thread goes on."""
+    """One call begins during the forward or the backward of the other. Afterwards one thread can continue."""
     step_of_one_process(CONFIG)
 
     def check() -> None:

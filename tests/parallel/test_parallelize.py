@@ -35,7 +35,7 @@ from support.run_ranks import fake_rank, run_ranks
 def check_parts(
     found: dict[str, Tensor | None], whole: dict[str, Tensor], assignments: dict[str, ParameterSharding], what: str
 ) -> None:
-    """Every DTensor lies where `parameter_shardings` says, and is the part by definition of what one process has."""
+    """Every DTensor has the sharding of `parameter_shardings`, and equals this part of one process's tensor."""
     assert found.keys() == assignments.keys() == whole.keys()
     for name, assignment in assignments.items():
         tensor, sharding = found[name], assignment.sharding
@@ -68,7 +68,7 @@ def check_step(config: DecoderConfig, layout: MeshRules) -> None:
     if layout.world_size == 4:
         with torch.no_grad():
             assert_same(model(tokens).logits, part_by_definition(expected.output.logits, spec, mesh), "evaluated")
-    descent = LocalSGD(model)  # made of shards, the evaluation notwithstanding
+    descent = LocalSGD(model)  # its parameters are shards, also after the evaluation
     output = model(tokens)
     loss(output, targets).backward()
     check_output(output, expected.output, spec, mesh)
@@ -102,7 +102,7 @@ STRATEGIES = pytest.mark.parametrize("dispatch", ["ring_of_experts", "ragged_all
 @STRATEGIES
 @pytest.mark.parametrize("layout", [MeshRules("ep-as-cp", {"fsdp": 2, "expert": 2}), FSDP_AND_EXPERT], ids=str)
 def test_every_rank_generates_what_one_process_generates(layout: MeshRules, dispatch: Dispatch) -> None:
-    """Also where the ranks train on parts of sequences: here each has them whole, of any length."""
+    """Also with rules that shard sequences in training: in generation each rank has whole sequences of any length."""
     prompt = torch.arange(3).unsqueeze(0)
 
     def generate(model: nn.Module) -> Tensor:

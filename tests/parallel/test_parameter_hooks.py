@@ -1,4 +1,4 @@
-"""Memory that is given back between forward and backward."""
+"""Storages of gathered parameters that are freed between forward and backward."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ def test_what_autograd_saved_is_there_again_for_the_backward() -> None:
 
 
 def test_values_for_memory_that_nobody_has_kept_are_dropped() -> None:
-    """Every rank gathers what the plan says, also if autograd has kept nothing on this one."""
+    """Every rank gathers as planned, also if autograd has kept no reference on this rank."""
     gathered: list[Tensor] = []
 
     def gather() -> Tensor:
@@ -42,13 +42,13 @@ def test_values_for_memory_that_nobody_has_kept_are_dropped() -> None:
     parameter = GatheredParameter(FreedStorage(torch.ones(3)), gather, ParameterVersion("weight", torch.ones(3)))
     parameter.storage.free()
     parameter.refill()
-    kept = torch.zeros(3)  # that nobody has freed
+    kept = torch.zeros(3)  # has not been freed
     GatheredParameter(FreedStorage(kept), gather, ParameterVersion("weight", kept)).refill()
     assert len(gathered) == 2 and torch.equal(kept, torch.zeros(3))
 
 
 def test_memory_that_one_rank_holds_for_longer_decides_no_collective(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the thread of a collective does with its output, for a time that differs between ranks."""
+    """The thread of a collective holds its output for a time that differs between ranks."""
     held: list[Tensor] = []
 
     def all_gather_and_hold(output: Tensor, shard: Tensor, **options: Any) -> Any:
@@ -70,7 +70,7 @@ def test_a_model_keeps_no_gathered_parameter() -> None:
         mesh = Mesh({"expert": 2})
         model = parallelize(parallel_decoder.decoder(), mesh, "ep-as-dp", dispatch="gather_weights")
         tokens = torch.randint(parallel_decoder.CONFIG.vocab_size, (2, 4))
-        saved: list[Tensor] = []  # not by address: what is freed makes room for others
+        saved: list[Tensor] = []  # not by address, which is reused after a free
 
         def keep(tensor: Tensor) -> Tensor:
             saved.append(tensor)

@@ -1,4 +1,4 @@
-"""The logical names of a model's parameters, and the places that rules give them."""
+"""The logical names of a model's parameters, and their shardings by rules."""
 
 from typing import Any
 

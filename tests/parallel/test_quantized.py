@@ -124,7 +124,7 @@ NOT_GATED = replace(WIDE, recompute=("blocks",), moe=replace(WIDE.moe, gated=Fal
 
 @pytest.mark.filterwarnings("ignore:no rule for the logical name")
 def test_strategies() -> None:
-    """Tokens that are sent, weights that are sent or gathered, chunks, and recomputation; zero points as well."""
+    """Strategies that send tokens or weights or gather weights, chunks, recomputation; with zero points."""
     cases: list[tuple[Dispatch, str, DecoderConfig]] = [
         ("ring_of_experts", "int4", RECOMPUTED),
         ("ragged_all_to_all", "mxfp4", NOT_GATED),
@@ -142,7 +142,7 @@ def test_strategies() -> None:
 
 
 class Stacks(nn.Module):
-    """Experts of somebody else, [out, in], whose names are declared outside of it."""
+    """Experts of another library, [out, in], whose names are declared outside of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ def test_modules_of_others() -> None:
     run_ranks(check, 4)
 
 
-# What must not happen to codes and scales
+# Shardings and changes that codes and scales do not support
 
 
 def test_the_module_after_parallelize() -> None:
@@ -235,7 +235,7 @@ def test_parallelized_experts_are_not_quantized() -> None:
     ],
 )
 def test_blocks_are_not_cut(format: str, width: int, message: str) -> None:
-    """Not one that ends early either, of whose number the ranks have an equal share; the model is as before."""
+    """Nor a shorter last block, even if the number of blocks is divisible by the ranks; the model is unchanged."""
     model = decoder(replace(CONFIG, moe=replace(MOE, intermediate_size=width))).requires_grad_(False)
     quantize_experts(model, format)
     before = dict(model.named_parameters())
@@ -265,7 +265,7 @@ def whole_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def test_saved_and_loaded_on_another_mesh(tmp_path: Path) -> None:
-    """Then put together in one process: the bytes are those that were quantized."""
+    """The loaded state, gathered and loaded in one process, has the quantized bytes."""
 
     def save() -> dict[str, Tensor]:
         model = parallelize(quantized("int4"), Mesh({"fsdp": 2, "expert": 2}), "ep-as-dp")

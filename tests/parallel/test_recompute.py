@@ -1,4 +1,4 @@
-"""Recomputation by name on a mesh: the bits of a step that keeps everything. `test_estimate.py` counts collectives."""
+"""Recomputation by name on a mesh: the bits of a step without it. `test_estimate.py` counts the collectives."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""`recompute=("dispatch",)` of one layer: the gradients of a step that keeps everything, however the backward runs."""
+"""`recompute=("dispatch",)` of one layer: the gradients of a step without recomputation, for any kind of backward."""
 
 import itertools
 from collections.abc import Callable
@@ -33,7 +33,7 @@ CONFIGS = {
 DISPATCHES = tuple(name for name, strategy in STRATEGIES.items() if strategy is not LocalStrategy)
 FROZEN: tuple[tuple[str, ...], ...] = ((), ("experts",), ("router",), ("x",), ("experts", "x"), ("router", "x"))
 NAMES = (("dispatch",), ("dispatch", "experts"))
-LENGTH = 3  # of every sequence
+LENGTH = 3  # length of every sequence
 
 non_reentrant = partial(checkpoint, use_reentrant=False)
 
@@ -65,7 +65,7 @@ def backward(loss: Tensor, leaves: list[Tensor]) -> list[Tensor | None]:
 
 
 def grad_of_each(loss: Tensor, leaves: list[Tensor]) -> list[Tensor]:
-    """One backward for each leaf: some of them pass the experts, some do not."""
+    """One backward for each leaf; not all of them run through the experts."""
     return [torch.autograd.grad(loss, leaf, retain_graph=True, materialize_grads=True)[0] for leaf in leaves]
 
 
@@ -111,7 +111,7 @@ CASES = [
     for case in itertools.starmap(Case, itertools.product(DISPATCHES, NAMES, FROZEN, FORWARDS, BACKWARDS))
     if case.is_possible
 ]
-STRIDE = 31  # of the cases that each test has: prime to the numbers of values that they combine
+STRIDE = 31  # between the cases of a test; prime to the numbers of values of all options
 
 
 def tokens(num_sequences: int) -> Tensor:
@@ -130,7 +130,7 @@ def layer(config: MoEConfig, num_chunks: int, case: Case, recompute: tuple[str, 
 @pytest.mark.parametrize("sizes", [(0, 2), (1, 0, 2)], ids=str)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_same_bits(name: str, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other cases from configuration to configuration. Ranks without tokens take part in the same collectives."""
+    """Each configuration has other cases. Ranks without tokens take part in the same collectives."""
     make_moves_free(monkeypatch)
     config = CONFIGS[name]
     num_chunks = 1 if config.capacity_factor else len(sizes)
@@ -155,7 +155,7 @@ def test_the_same_bits(name: str, sizes: tuple[int, ...], monkeypatch: pytest.Mo
 
 @pytest.mark.usefixtures("collectives_are_not_compared")
 def test_what_it_communicates() -> None:
-    """Once more for each chunk, on ranks without tokens too; nothing in a checkpoint, which dispatches again itself."""
+    """One more dispatch per chunk, also without tokens; none in a checkpoint, which recomputes the dispatch."""
 
     def check(name: str, frozen: tuple[str, ...]) -> None:
         config = CONFIGS[name]

@@ -1,4 +1,4 @@
-"""Routing recorded and replayed on a mesh: each rank's record is that of its tokens."""
+"""Routing recorded and replayed on a mesh: each rank's record contains its tokens."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Hidden states that are sharded along the hidden dim between the modules that read them and add to them."""
+"""Hidden states that are sharded along the hidden dim between modules."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,7 +16,7 @@ from support.run_ranks import run_ranks
 EMBED_SHARDED = LogicalRules.load("ep-tp").override([("activation_embed", ("expert",))])
 CONFIGS = {
     "experts with biases, shared experts with a gate": CONFIG,
-    # Three heads, and shared experts of width 9, cannot be computed in two parts.
+    # Three heads, and shared experts of width 9, are not divisible by two ranks.
     "parts that every rank computes whole": replace(
         CONFIG, num_heads=3, num_key_value_heads=3, moe=replace(MOE, intermediate_size=9)
     ),

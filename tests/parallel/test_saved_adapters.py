@@ -1,4 +1,4 @@
-"""Adapters that are saved on a mesh are those of PEFT in one process."""
+"""Adapters saved on a mesh equal the adapters that PEFT saves in one process."""
 
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ def adapted(name: str, **options: Any) -> PeftModel:
 
 @pytest.mark.parametrize("name", ["default", "lora_A", "lora_B"])
 def test_adapters_of_any_name(name: str, tmp_path: Path) -> None:
-    """With rank times experts equal to the hidden size, factors of another order would load."""
+    """With rank * num_experts equal to the hidden size, factors in another order would load without an error."""
     x = torch.randn(2, 3, 16)
 
     def save() -> None:

@@ -1,4 +1,4 @@
-"""What cannot be saved says what to save instead, and copies of a parallelized layer run."""
+"""Errors for layers that cannot be pickled name the alternative, and copies of a parallelized layer run."""
 
 import copy
 import io

@@ -1,4 +1,7 @@
-"""Parameters that become DTensors where the rules put them."""
+"""Parameters that become DTensors with the shardings of the rules."""
+
+import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -8,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from maxmoe.models import Decoder
 from maxmoe.models.blocks import FeedForward
-from maxmoe.parallel import parameter_shardings, shard_parameters
+from maxmoe.parallel import parallelize, parameter_shardings, shard_parameters
 from maxmoe.sharding import LogicalRules, Mesh, NamedSharding, P, redistribute
 from support.declared_modules import MESH, RULES, Inner, Outer, error_of
 from support.parallel_decoder import CONFIG, MOE
@@ -57,7 +60,7 @@ class LargestAllocation(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if DTensor in types:
-            return NotImplemented  # what it does with its parts comes here again
+            return NotImplemented  # its operators on local tensors are dispatched here again
         result = function(*args, **(kwargs or {}))
         for tensor in torch.utils._pytree.tree_leaves(result):
             if type(tensor) is Tensor and tensor.device.type == "cpu":
@@ -110,10 +113,21 @@ def test_nothing_changes_after_an_error() -> None:
 def test_a_warning_of_a_missing_rule_names_the_line_of_the_caller() -> None:
     with (
         fake_rank(0, 2),
-        pytest.warns(UserWarning, match="^no rule for the logical name 'mlb' of .* is not sharded$") as warnings,
+        pytest.warns(UserWarning, match="^no rule for the logical name 'mlb' of .* is not sharded$") as caught,
     ):
         shard_parameters(Outer(**{"first.bias": ("mlb",)}), Mesh({"fsdp": 2}), RULES, allow_unused=True)
-    assert [warning.filename for warning in warnings] == [__file__]
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+@pytest.mark.parametrize("shard", [shard_parameters, parallelize])
+def test_the_first_rank_alone_warns(shard: Callable[..., object]) -> None:
+    num_warnings = []
+    for rank in (0, 1):
+        with fake_rank(rank, 2), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            shard(Outer(**{"first.bias": ("mlb",)}), Mesh({"fsdp": 2}), RULES, allow_unused=True)
+        num_warnings.append(len([each for each in caught if "no rule for the logical name" in str(each.message)]))
+    assert num_warnings == [1, 0]
 
 
 def test_a_planned_mesh_shards_nothing() -> None:

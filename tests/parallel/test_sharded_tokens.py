@@ -1,4 +1,4 @@
-"""Which tokens of a batch a rank has."""
+"""The tokens of a batch that a rank has."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from support.run_ranks import run_ranks
         ("ep-as-dp", {"fsdp": 2, "expert": 4}, P(("fsdp", "expert"), None)),
         ("ep-as-cp", {"fsdp": 2, "expert": 4}, P("fsdp", "expert")),
         ("ep-tp", {"data": 2, "expert": 4}, P("data", None)),
-        ("default", {"fsdp": 2, "context": 1, "tensor": 3}, P("fsdp", None)),  # neither absent axes nor those of one
+        ("default", {"fsdp": 2, "context": 1, "tensor": 3}, P("fsdp", None)),  # neither absent axes nor axes of size 1
     ],
 )
 def test_known_places(rules: str, sizes: dict[str, int], spec: P) -> None:

@@ -1,4 +1,4 @@
-"""The factors of PEFT as stacks: which dim of the adapted matrices each belongs to."""
+"""The factors of PEFT as stacks: the dim of the adapted matrices that each dim of a factor belongs to."""
 
 from typing import Any
 

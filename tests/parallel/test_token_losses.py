@@ -79,7 +79,7 @@ def test_every_loss_and_statistic_is_that_of_one_process(layout: MeshRules, padd
 
 
 def test_gradient_accumulation_is_one_large_batch() -> None:
-    """Micro-batches of other numbers of valid tokens."""
+    """Micro-batches with different numbers of valid tokens."""
 
     def check() -> None:
         mesh, rules = Mesh({"fsdp": 2, "expert": 2}), "ep-as-dp"
@@ -100,7 +100,7 @@ def test_gradient_accumulation_is_one_large_batch() -> None:
 
 
 def test_a_mean_over_the_tokens_of_one_rank_is_too_large() -> None:
-    """What `help(parallelize)` warns of."""
+    """The mistake that the docstring of `parallelize` warns of."""
 
     def check() -> None:
         mesh, rules = Mesh({"fsdp": 2}), "pure-fsdp"

@@ -37,7 +37,7 @@ def test_the_two_lines_shard_them(rules: str) -> None:
     assert warnings_of(model, rules=rules) == []
     after = make_plan(model, Mesh.planned(MESH), LogicalRules.load(rules), allow_unused=True).parameters
     for name, parameter in after.items():
-        if name.startswith("3."):  # what the layer declares stays
+        if name.startswith("3."):  # declared by the layer
             assert parameter.stored.spec == before[name].stored.spec
         else:
             assert "fsdp" in parameter.stored.spec[0] and not any(before[name].stored.spec)

@@ -32,7 +32,7 @@ WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 def refused(function: str, call: Callable[[], object], *modules: nn.Module) -> None:
-    """Check the error, and that the modules hold what they held."""
+    """Check the error, and that the modules are unchanged."""
     before = [{name: local(tensor).clone() for name, tensor in module.state_dict().items()} for module in modules]
     with pytest.raises(ValueError, match=rf"^{function} needs whole tensors, got \S+ as a DTensor on .*parallelize"):
         call()
@@ -75,7 +75,7 @@ def check_in_own_folder(check: Callable[[Path], None], folder: Path) -> None:
 
 
 def test_quantized_layers_are_refused_and_written_by_one_process(tmp_path: Path) -> None:
-    """The way that the message names gives the file of a layer that was never sharded."""
+    """The function that the message names writes the file of a layer that was never sharded."""
 
     def quantized(device: str = "cpu") -> MoE:
         config = presets.gpt_oss(hidden_size=64, intermediate_size=64, num_experts=4)

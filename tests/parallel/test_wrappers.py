@@ -34,7 +34,7 @@ class Wrapper(nn.Module):
 
 
 class WithHead(Wrapper):
-    """Has parameters of its own, which FSDP2 shards too."""
+    """A wrapper with parameters, which FSDP2 shards too."""
 
     declaration = Declaration(logical_names={"head.weight": ("vocab", "embed"), "scale": ("embed",)})
 

@@ -20,7 +20,7 @@ TARGETS = ["experts.gate_proj", "experts.up_proj", "experts.down_proj"]
 
 
 def adapted(format: str | None = None) -> nn.Module:
-    """A decoder whose experts have adapters around them; PEFT's own module around it has no parts to be cut."""
+    """A decoder whose experts have adapters around them; PEFT's wrapper cannot be partitioned."""
     model: Any = decoder(DEEPSEEK)
     if format is not None:
         quantize_experts(model.requires_grad_(False), format)

@@ -155,7 +155,7 @@ def test_bad_input() -> None:
 
 
 def test_a_step_that_failed_leaves_nothing_behind() -> None:
-    """The schedule keeps the state of an interrupted step, and the layers their sums."""
+    """After an interrupted step the schedule keeps its state, and the layers keep their sums."""
 
     def check() -> None:
         run = staged(MIXTRAL, Mesh({"stage": 1}), "default", "gpipe")
@@ -173,9 +173,9 @@ def test_a_step_that_failed_leaves_nothing_behind() -> None:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_checked_schedules_are_those_that_torch_makes(name: str) -> None:
-    """Whatever `check_schedule` accepts, torch accepts; it is made in tests of steps, here the numbers are compared.
+    """torch accepts every schedule that `check_schedule` accepts. Other tests run them, here numbers are compared.
 
-    A decoder without experts: what the blocks compute is not asked here.
+    The decoder has no experts, because the results of blocks are not tested here.
     """
     accepted = []
     for count in range(1, 9):

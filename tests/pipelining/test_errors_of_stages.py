@@ -1,4 +1,4 @@
-"""An error in the forward or in the backward of a stage is that of the module, with its own cause."""
+"""An error in the forward or backward of a stage is raised unchanged, with its cause."""
 
 from typing import Any
 

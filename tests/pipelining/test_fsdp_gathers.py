@@ -1,4 +1,4 @@
-"""How often FSDP2 gathers the parameters of stages, against the actions that torch adds to a schedule."""
+"""The number of all-gathers of FSDP2 in stages, against the actions that torch adds to a schedule."""
 
 from collections import Counter
 
@@ -16,7 +16,7 @@ KINDS["backward"] = TORCH.FULL_BACKWARD
 
 @pytest.mark.parametrize("stages_per_rank", [2, 4, 5])
 def test_stages_are_gathered_ahead_as_by_torch(stages_per_rank: int) -> None:
-    """With a split backward, which keeps parameters after a forward, there are no other gathers."""
+    """A split backward keeps parameters after a forward, so that there are no other gathers."""
     schedule = "interleaved_zero_bubble"
     for actions in schedule_order(schedule, 2, stages_per_rank, 4):
         theirs = [schedules._Action(action.stage, KINDS[action.kind], action.micro_batch) for action in actions]

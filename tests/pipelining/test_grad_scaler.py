@@ -31,7 +31,7 @@ def model_of(is_frozen: bool) -> Any:
 def trained(
     model: nn.Module, scaler: Any, backward: Callable[[], object], ranks: list[int | None]
 ) -> tuple[list[Any], dict[str, Tensor]]:
-    """One step for each of `ranks`, on which the gradients are infinite in that step; -1 is every rank."""
+    """One step for each of `ranks`, the rank whose gradients are infinite in the step; -1 is every rank."""
     optimizer, scales = torch.optim.SGD(model.parameters(), lr=0.01), []
     for rank in ranks:
         backward()
@@ -94,7 +94,7 @@ def test_stages_on_several_ranks_skip_the_same_steps() -> None:
 
 
 def test_torch_scaler_raises() -> None:
-    """Although the gradients of a stage have one placement: gradients of other stages may overflow."""
+    """torch's scaler is refused even if the gradients of a stage have one placement: other stages may overflow."""
 
     def check() -> None:
         options: dict[str, Any] = {"schedule": "gpipe", "num_micro_batches": NUM_MICRO_BATCHES}

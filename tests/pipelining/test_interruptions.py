@@ -1,4 +1,4 @@
-"""An exception in a step of a pipeline leaves the model as it was, or the next step says what to do."""
+"""After an exception in a step of a pipeline the model is unchanged, or the error of the next step names the fix."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,8 +19,8 @@ from support.staged_decoder import batch, config, part_of_micro_batches, staged,
 
 MIXTRAL = config("mixtral")
 PLACE = "blocks.2.feed_forward.router"
-NUM_BLOCKS = 2  # of a stage
-LARGE = 1e9  # a norm that clips nothing
+NUM_BLOCKS = 2  # per stage
+LARGE = 1e9  # a maximum norm above all norms
 
 
 def stop_forward(error: type[BaseException]) -> Callable[..., None]:
@@ -85,7 +85,7 @@ def test_stages_that_have_sent_messages_say_what_to_do() -> None:
         calls = []
 
         def stop(*_arguments: Any) -> None:
-            """In the first micro-batch of the last stage, while a message with the second one is on its way."""
+            """Raise in the first micro-batch of the last stage, while a message with the second one is sent."""
             calls.append(1)
             if len(calls) == 2 * NUM_BLOCKS + 1 - dist.get_rank() * 2 * NUM_BLOCKS:
                 raise ArithmeticError

@@ -1,4 +1,4 @@
-"""Forwards that number their blocks, compute outside of the parts, share modules or modify hidden states in place."""
+"""Forwards that number blocks, compute outside of stages, share modules or modify hidden states in place."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from maxmoe import MoEConfig, StatsAccumulator, parallelize, record_routing
+from maxmoe import MoEConfig, MoEFeedForward, StatsAccumulator, parallelize, record_routing
 from maxmoe.parallel import Declaration, PipelineParts
 from maxmoe.pipelining import Pipeline, pipeline
 from maxmoe.planning import estimate
@@ -24,7 +24,7 @@ def loss(output: Tensor, targets: Tensor) -> Tensor:
 
 
 class Model(nn.Module):
-    """Four blocks; `step` is what the forward does with a block."""
+    """Four blocks; the forward calls `step` for each block."""
 
     def __init__(self, step: Callable[..., Tensor] | None = None, parts: PipelineParts = PARTS) -> None:
         super().__init__()
@@ -69,6 +69,21 @@ class Sum(nn.Module):
         return x * (self.one + self.other)
 
 
+class Stateful(nn.Module):
+    """Hidden states of width 4 and, beside them, the state of the router, which a stage passes on with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"hidden_size": 4, "intermediate_size": 3, "num_experts": 3, "num_zero_experts": 1, "top_k": 1}
+        config = MoEConfig(**sizes, normalization="none", router_hidden_size=2, router_takes_state=True)
+        self.layer = MoEFeedForward(config)
+
+    def forward(self, stream: Tensor) -> Tensor:
+        x, state = stream.split((4, 2), -1)
+        out, state = self.layer(x, None, state)
+        return torch.cat((x + out, state), -1)
+
+
 def with_blocks(make: Callable[[], nn.Module], step: Any = None, parts: PipelineParts = PARTS) -> Model:
     model = Model(step, parts)
     model.blocks = nn.ModuleList(make() for _ in range(4)).double()
@@ -102,6 +117,7 @@ MODELS: dict[str, Callable[[], Model]] = {
         PipelineParts(("first",), "blocks", ("last",), absent_block_output=lambda x: (x, None)),
     ),
     "sums of parameters": lambda: with_blocks(Sum),
+    "a state of the router": lambda: with_blocks(Stateful),
     "a norm of two blocks": with_shared_norm,
     "an activation that is several blocks": with_repeated_activation,
 }
@@ -110,7 +126,7 @@ MODELS: dict[str, Callable[[], Model]] = {
 def test_equals_one_process() -> None:
     def check(name: str) -> None:
         whole = wholes[name]
-        # The norm is of the last two blocks, which are on one stage with these schedules.
+        # The last two blocks, which are on one stage with these schedules, share the norm.
         schedules = {"1f1b": [1, 3], "zbv": None, "interleaved_1f1b": None}
         if name == "a norm of two blocks":
             schedules = {"1f1b": [1, 3], "gpipe": [2, 2]}
@@ -132,7 +148,7 @@ def test_equals_one_process() -> None:
 
 
 def test_a_parameter_of_two_blocks_with_a_split_backward() -> None:
-    """torch would go through the graph of the shared norm twice."""
+    """torch would run the backward of the shared norm twice."""
     model = with_shared_norm()
     for part in X.tensor_split(4):
         loss(model(part), part).backward()

@@ -1,4 +1,4 @@
-"""How blocks are cut into stages: as even as any cut, in parameters and in work."""
+"""The partition of blocks into stages: the most even one, in parameters and in work."""
 
 import itertools
 from random import Random

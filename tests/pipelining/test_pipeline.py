@@ -1,4 +1,4 @@
-"""What a step of a pipeline takes, returns and leaves behind, compared with one process."""
+"""Inputs, results and state of a step of a pipeline, compared with one process."""
 
 from dataclasses import replace
 
@@ -39,7 +39,7 @@ def sums(*summands: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("num_rows", [10, 3])
 def test_micro_batches_of_different_sizes(num_rows: int) -> None:
-    """Ten rows make micro-batches of 3, 3, 2 and 2; three rows leave one empty, which takes part all the same."""
+    """Ten rows make micro-batches of 3, 3, 2 and 2; with three rows one micro-batch is empty, but runs."""
     tokens, targets = batch(num_rows)
     expected = step_of(decoder(DEEPSEEK), micro_batches(tokens, targets, count=min(num_rows, NUM_MICRO_BATCHES)))
     of_one_row = step_of(decoder(DEEPSEEK), [batch(1)])
@@ -58,7 +58,7 @@ def test_micro_batches_of_different_sizes(num_rows: int) -> None:
 
 
 def test_gradients_of_fsdp_are_kept_when_the_shape_changes() -> None:
-    """torch drops the gradients of FSDP2 in the first step of a schedule, and a new shape needs a new one."""
+    """torch drops the gradients of FSDP2 in the first step of a schedule, and a new shape needs a new schedule."""
     whole = batch()
     first = step_of_one_process(DEEPSEEK)
     second = step_of(decoder(DEEPSEEK), micro_batches(*(part[:4] for part in whole), count=2))
@@ -81,7 +81,7 @@ def test_padding_documents_and_a_rank_without_tokens(schedule: str) -> None:
     mask[4:] = False  # the sequences of the second rank
     targets = targets.masked_fill(~mask, -100)
     documents = torch.arange(LENGTH).ge(3).long().repeat(len(tokens), 1)
-    rows = [[index, index + 4] for index in range(4)]  # of each micro-batch, on both ranks
+    rows = [[index, index + 4] for index in range(4)]  # rows of each micro-batch, on both ranks
     expected = step_of(
         decoder(DEEPSEEK),
         [(tokens[here], targets[here]) for here in rows],
@@ -100,7 +100,7 @@ def test_padding_documents_and_a_rank_without_tokens(schedule: str) -> None:
 
 
 def test_axes_of_data_are_summed_with_a_split_backward() -> None:
-    """In torch, the reduction over data-parallel ranks was once skipped (PyTorch issue 144530)."""
+    """torch once skipped the reduction over data-parallel ranks (PyTorch issue 144530)."""
     expected = step_of_one_process(DEEPSEEK)
 
     def check() -> None:
@@ -179,7 +179,7 @@ class Classifier(nn.Module):
 
 
 def test_a_model_of_ones_own() -> None:
-    """Its layers add their auxiliary loss themselves; targets are in a dict, and an option is no tensor."""
+    """The layers add their auxiliary loss themselves; targets are in a dict, and one option is not a tensor."""
     x, labels = torch.randn(8, 5, 3, dtype=torch.float64), torch.randint(0, 2, (8, 5))
 
     def classifier() -> Classifier:
@@ -215,7 +215,7 @@ def test_a_model_of_ones_own() -> None:
 
 
 def test_an_evaluation_reports_the_whole_batch() -> None:
-    """Unlike a layer, which communicates without gradients for its hidden states alone."""
+    """A layer, unlike a pipeline, communicates without gradients for its hidden states only."""
     expected = step_of_one_process(DEEPSEEK)
 
     def check() -> None:
@@ -251,7 +251,7 @@ def test_modes_reach_every_module() -> None:
 
 
 def test_autocast_and_parameters_in_bfloat16() -> None:
-    """The messages have the dtype of the hidden states, which autocast leaves in that of the embedding."""
+    """Messages have the dtype of the hidden states, which under autocast is the dtype of the embedding."""
 
     def check() -> None:
         found = []

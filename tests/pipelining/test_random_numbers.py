@@ -16,7 +16,7 @@ RANDOM = replace(RANDOM, num_dense_layers=0, moe=replace(RANDOM.moe, router="ran
 
 
 def test_every_layer_and_micro_batch_is_routed_by_itself_and_recomputed_alike() -> None:
-    """With one seed on all ranks: the ids of all layers, and the gradients with and without a recomputation."""
+    """The ids of all layers, and gradients with and without a recomputation, with one seed on all ranks."""
 
     def check() -> tuple[int, dict[str, list[Tensor]]]:
         mesh = Mesh({"stage": 2, "expert": 2})

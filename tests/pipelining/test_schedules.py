@@ -18,7 +18,7 @@ from support.staged_decoder import (
     step_of_one_process,
 )
 
-# Name of the way of the tokens to the experts: mesh axes within a stage, rules, dispatch.
+# By name: mesh axes within a stage, rules, dispatch.
 WAYS: dict[str, tuple[dict[str, int], str, Any]] = {
     "ring": ({"expert": 2}, "default", "ring_of_experts"),
     "ragged": ({"expert": 2}, "default", "ragged_all_to_all"),
@@ -41,7 +41,7 @@ def check(schedule: str, way: str, family: str, recompute: tuple[str, ...], num_
 
 
 def cases() -> list[tuple[str, str, str, tuple[str, ...], int]]:
-    """Each schedule with each way; families, recomputed parts, and one step or two in turn."""
+    """Each schedule with each mesh and dispatch; alternating families, recomputed parts and numbers of steps."""
     return [
         (schedule, way, list(MOE)[(row + column) % 3], RECOMPUTED[(row // 3 + column) % 3], 1 + (row + column) % 2)
         for (row, schedule), (column, way) in itertools.product(enumerate(SCHEDULES), enumerate(WAYS))

@@ -1,4 +1,4 @@
-"""The order of a schedule, its times and the micro-batches in flight, against what ranks really run."""
+"""The order of a schedule, its times and the micro-batches in flight, against real ranks."""
 
 from collections import Counter
 
@@ -28,7 +28,7 @@ CASES = [(schedule, num_ranks) for schedule in SCHEDULES for num_ranks in (2, 4)
 
 
 def planned(schedule: str, num_ranks: int, num_micro_batches: int = NUM_MICRO_BATCHES) -> Timeline:
-    """Of stages with equal work, whose sum on a rank is one."""
+    """Costs of stages with equal work, whose sum on a rank is one."""
     count = SCHEDULES[schedule].default_stages_per_rank
     order = schedule_order(schedule, num_ranks, None, num_micro_batches)
     return simulate(order, [1 / count] * (num_ranks * count))
@@ -41,9 +41,9 @@ def actions_of(timeline: Timeline) -> list[list[Action]]:
 def real_steps(
     schedule: str, num_ranks: int, recompute: tuple[str, ...] = ()
 ) -> list[tuple[Timeline, Timeline, dict[int, int]]]:
-    """By rank, timelines of two steps and the micro-batches in flight of the second one.
+    """Timelines of two steps and the micro-batches in flight of the second one, by rank.
 
-    A block in each stage: what a stage computes in one action is not asked here.
+    Each stage has one block, because the computations of a stage are not tested here.
     """
     num_stages = num_ranks * SCHEDULES[schedule].default_stages_per_rank
 
@@ -68,7 +68,7 @@ def real_steps(
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize(("schedule", "num_ranks"), CASES)
 def test_the_plan_is_what_ranks_run_and_keep(schedule: str, num_ranks: int) -> None:
-    """The actions on the timelines that all ranks have of all, and the micro-batches that autograd keeps tensors of."""
+    """The actions on the timelines of all ranks, and the micro-batches of which autograd keeps tensors."""
     expected = [list(actions) for actions in schedule_order(schedule, num_ranks, None, NUM_MICRO_BATCHES)]
     steps = real_steps(schedule, num_ranks)
     for timeline in steps[0][:2]:

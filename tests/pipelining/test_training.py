@@ -91,7 +91,7 @@ def test_clipping_when_a_stage_has_no_gradients_or_only_zeros() -> None:
 
 
 def test_clipping_with_a_stage_without_trained_parameters() -> None:
-    """The function refuses the parameters of a stage, because of those that have none; the method takes part."""
+    """The function refuses parameters of a stage, as another stage may have none; the method works on every stage."""
     model = decoder(DEEPSEEK)
     freeze(model, 0)
     step_of(model, micro_batches(*batch()))

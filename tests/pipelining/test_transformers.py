@@ -1,4 +1,4 @@
-"""Models of transformers in pipeline stages: their own forward runs on the part of the layers that a rank has."""
+"""Models of transformers in pipeline stages: their forward runs on the layers of a rank."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ PARTS = PipelineParts(("model.embed_tokens",), "model.layers", ("model.norm", "l
 
 
 def causal_model(preset: str) -> nn.Module:
-    """With layers of maxmoe in the place of its sparse blocks."""
+    """A model with layers of maxmoe in the place of its sparse blocks."""
     torch.manual_seed(0)
     model = model_of(preset, num_hidden_layers=4).double()
     replace_moe_blocks(model)

@@ -1,4 +1,4 @@
-"""Plans of models with adapters against what real ranks run: frozen weights have no gradient collectives."""
+"""Plans of models with adapters against real ranks: frozen weights have no gradient collectives."""
 
 from typing import Any
 

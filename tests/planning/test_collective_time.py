@@ -1,4 +1,4 @@
-"""Bytes of collectives within and between nodes, against the places of all ranks."""
+"""Bytes of collectives within and between nodes, against an enumeration of all ranks."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from maxmoe.planning.step_time import sent
 from maxmoe.sharding import Mesh
 from maxmoe.sharding.planned_collective import PlannedCollective
 
-PER_NODE = 8  # ranks of a node of "h100"
+PER_NODE = 8  # ranks per node of "h100"
 
 
 @pytest.mark.parametrize("axes", [("expert",), ("fsdp",), ("fsdp", "expert")])

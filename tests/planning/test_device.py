@@ -1,4 +1,4 @@
-"""Device files: what is read, what is refused, and the numbers that follow."""
+"""Device files: fields, errors, and derived numbers."""
 
 import re
 from pathlib import Path
@@ -60,6 +60,6 @@ def test_ranks_share_the_cores_of_a_node() -> None:
 
 
 def test_a_measurement_beside_other_load_is_refused() -> None:
-    """Attention of more channels that takes less time has no share of the peak."""
+    """If attention with more channels takes less time, its share of the peak cannot be computed."""
     with pytest.raises(RuntimeError, match=r"^larger heads of attention took no longer than smaller ones"):
         calibration._shares_of_attention({8: 2.0, 16: 1.5, 32: 1.0, 64: 0.5}, 1e9)

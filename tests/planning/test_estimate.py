@@ -1,4 +1,4 @@
-"""`maxmoe.planning.estimate` against what a step really keeps and moves."""
+"""`maxmoe.planning.estimate` against the memory and collectives of real steps."""
 
 from dataclasses import replace
 from typing import Any
@@ -70,7 +70,7 @@ def wide_decoder(moe: MoEConfig, dtype: torch.dtype, **changes: Any) -> Decoder:
 
 
 def activations(model: Decoder, batch_size: int, length: int) -> tuple[int, int]:
-    """Kept, and recomputed."""
+    """Bytes that are kept, and parts that are recomputed."""
     memory = estimate(model, Mesh.planned({}), "ep-as-dp", batch_size=batch_size, sequence_length=length).memory
     return memory["activations"], memory["recomputed activations"]
 
@@ -95,7 +95,7 @@ def test_what_each_policy_keeps(variant: str, dtype: torch.dtype) -> None:
         kept = kept_by_a_step(model, tokens)
         planned, again = activations(model, 2, 40)
         assert planned == kept, policy
-        if policy != ("norms",) and len(policy) < 3:  # a norm keeps its argument, which is another tensor
+        if policy != ("norms",) and len(policy) < 3:  # a norm keeps its argument, a separate tensor
             assert again * parts[policy[0]] == usual - kept, policy
 
 
@@ -107,7 +107,7 @@ def test_recomputed_blocks_keep_their_input_and_one_block_its_activations() -> N
         with kept_tensors([*block.parameters(), x]) as kept:
             block(x)
         inside.append(num_bytes(kept) + x.nbytes)
-    # The routing of the other blocks is not in autograd's hands, and small.
+    # The routing of the other blocks is small and not saved by autograd.
     kept, again = activations(model, 2, 40)
     assert kept == pytest.approx(kept_by_a_step(model, tokens), rel=0.01)
     assert kept + again == pytest.approx(kept_by_a_step(model, tokens) + max(inside), rel=0.003)
@@ -146,6 +146,11 @@ def states_of(optimizer: torch.optim.Optimizer) -> int:
     return sum(value.nbytes for value in states if isinstance(value, Tensor) and value.dim())
 
 
+def test_an_optimizer_that_is_not_counted_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^optimizer must be one of adamw, muon, got 'sgd'$"):
+        estimated(CONFIG, MeshRules("pure-fsdp", {}), optimizer="sgd")
+
+
 def test_the_state_of_adamw_is_that_of_torch() -> None:
     model = decoder()
     for parameter in model.parameters():
@@ -169,7 +174,7 @@ def test_the_state_of_muon_is_that_of_ours() -> None:
 
 
 def strategies(layout: MeshRules) -> list[Dispatch]:
-    """Those that differ: on some meshes no token travels, or the experts are on all ranks."""
+    """Strategies that differ: on some meshes no token is sent, or all ranks have all experts."""
     ((_, plan),) = make_plan(decoder(), Mesh.planned(layout.sizes), LogicalRules.load(layout.rules)).layers.values()
     return list(STRATEGIES) if plan.expert_axes else ["ring_of_experts"]
 
@@ -217,7 +222,7 @@ def test_weights_on_the_input_counted_drops_and_sixteen_bits(number: int, dispat
     assert_as_planned(PRESET_LAYOUTS[number], dispatch, config=replace(CONFIG, moe=moe), dtype=torch.bfloat16)
 
 
-# Half of the slots are of experts that compute no row: nothing of them is sent.
+# Half of the slots select zero-computation experts, whose rows are not sent.
 NOTHING = replace(MOE, num_zero_experts=2, num_copy_experts=4, num_constant_experts=2, shared_expert_gate=False)
 PRESET_CASES = [(layout, dispatch) for layout in PRESET_LAYOUTS for dispatch in strategies(layout)]
 each_strategy = pytest.mark.parametrize(("layout", "dispatch"), PRESET_CASES, ids=str)

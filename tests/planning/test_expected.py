@@ -1,6 +1,6 @@
-"""The whole output of `explain` and `estimate` under every preset, as it was looked at.
+"""The whole output of `explain` and `estimate` under every preset, against reviewed files.
 
-A change of a rule, or of what follows from it, is a difference in tests/planning/expected. To accept it::
+A change of a rule or of a plan is a difference in tests/planning/expected. To accept it::
 
     PYTHONPATH=tests:examples python -m planning.test_expected
 """
@@ -60,12 +60,12 @@ ACTIVATIONS = {
 
 
 def activations(mesh: Mesh, rules: LogicalRules) -> str:
-    """Where the rules put them: some names have no effect on a plan."""
+    """The specs of activations by the rules, because some names have no effect on a plan."""
     return "\n".join(f"{label}: {activation_spec(names, mesh, rules)!r}" for label, names in ACTIVATIONS.items())
 
 
 def planned(preset: str) -> str:
-    """What is said on a mesh that has every axis of the preset, so that none can be lost unseen."""
+    """The output on a mesh with every axis of the preset, so that every axis is covered."""
     rules = LogicalRules.load(preset)
     named = {axis for _, axes in rules for axis in axes}
     mesh = Mesh.planned({axis: 2 for axis in AXES if axis in named})
@@ -89,7 +89,7 @@ def test_there_is_one_file_for_every_preset() -> None:
 
 
 def write() -> None:
-    """Accept what is said now."""
+    """Accept the current output."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "120")
         for preset in PRESETS:

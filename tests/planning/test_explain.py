@@ -1,4 +1,4 @@
-"""`maxmoe.sharding.explain`: where every parameter goes, and why; and the same as a table."""
+"""`maxmoe.planning.explain`: the sharding of every parameter and its reason, as values and as a table."""
 
 import math
 import re

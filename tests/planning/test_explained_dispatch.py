@@ -1,4 +1,4 @@
-"""What `explain` says of Mixture-of-Experts layers: strategy, reason, axes, experts per rank; its collectives."""
+"""`explain` for Mixture-of-Experts layers: strategy, reason, axes, experts per rank, collectives."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""What `estimate` says of least-loaded experts, against what a step sends."""
+"""`estimate` for least-loaded experts, against the bytes that a step sends."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -58,7 +58,7 @@ def quantized_layer(config: MoEConfig) -> MoE:
 
 
 def test_it_sends_what_estimate_says_at_an_imbalance() -> None:
-    """Of each all-to-all, the bytes of the rank that sends or receives most."""
+    """The bytes of each all-to-all, of the rank that sends or receives most."""
     parts = ("dispatch", "experts")
     cases: list[tuple[str, float, Callable[[MoEConfig], MoE], tuple[str, ...], int]] = [
         ("mixtral", 1.0, make_layer, (), 1),

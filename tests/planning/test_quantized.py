@@ -1,4 +1,4 @@
-"""Plans of models with quantized experts: bytes of codes and scales, before there is a model and against real ranks."""
+"""Plans of models with quantized experts: bytes of codes and scales, for models on meta and against real ranks."""
 
 from typing import Any
 
@@ -103,7 +103,7 @@ def test_tables() -> None:
 
 
 def test_stages_are_balanced_by_weights() -> None:
-    """Not by bytes: the stages of a model are those of the same model before it is quantized."""
+    """Stages are not balanced by bytes: they equal the stages before quantization."""
     config = DecoderConfig(**SIZES, num_layers=6, num_dense_layers=4, intermediate_size=11520, moe=GPT_OSS)
     model, mesh = Decoder(config, device="meta").requires_grad_(False), Mesh.planned({"stage": 2})
     before = explain(model, mesh, num_micro_batches=4).pipeline

@@ -185,7 +185,7 @@ def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
 
 
 def test_the_reason_why_no_plan_can_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What any mesh refuses is raised as it is; what all meshes refuse, with their numbers."""
+    """An error of any mesh is raised unchanged; if all meshes are refused, the error has their numbers."""
     dense = Decoder(replace(CONFIG, moe=replace(MOE, implementation="dense")), device="meta")
     with pytest.raises(ValueError, match=r"^the tensors that implementation='dense' saves are not known$"):
         search(dense, 2, DEVICE, **STEP)
@@ -336,7 +336,7 @@ def test_what_cannot_be_predicted() -> None:
     rules = LogicalRules.load("pipeline-large-moe")
     undeclared = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     staged = Mesh.planned({"stage": 4})
-    with pytest.raises(ValueError, match=r"^Sequential must declare pipeline_parts and a residual_stream .*stage=4"):
+    with pytest.raises(ValueError, match=r"^Sequential must declare its pipeline_parts, see maxmoe.parallel.Decl"):
         predict(undeclared, staged, rules, DEVICE, num_micro_batches=4, **STEP)
     with pytest.raises(ValueError, match=r"num_micro_batches must be at least the number of stages \(4\)"):
         predict(model(), staged, rules, DEVICE, num_micro_batches=2, **STEP)

@@ -1,4 +1,4 @@
-"""What `explain` and `estimate` say of pipeline stages, against what ranks really hold, keep and send."""
+"""`explain` and `estimate` for pipeline stages, against the memory and messages of real ranks."""
 
 import functools
 from collections import Counter, defaultdict
@@ -40,7 +40,7 @@ def local(tensor: Tensor) -> Tensor:
 
 @dataclass
 class RealStep:
-    """Bytes of one rank; collectives are times and bytes by kind and axis."""
+    """Bytes of one rank; collectives are numbers of calls and bytes by kind and axis."""
 
     rank: int
     names: dict[str, int]
@@ -110,7 +110,7 @@ def sent_by_stages() -> Iterator[Counter[str]]:
 def real_steps(
     axes: tuple[tuple[str, int], ...], rules: str, schedule: str, dispatch: str, recompute: tuple[str, ...] = ()
 ) -> list[RealStep]:
-    """By rank, of the second step."""
+    """Measurements of the second step, by rank."""
 
     def run() -> RealStep:
         mesh = Mesh(dict(axes))

@@ -12,7 +12,7 @@ from maxmoe.sharding import LogicalRules, Mesh
 
 
 class BiasedFeedForward(nn.Module):
-    """A tensor-parallel module whose first parameter has no dim "embed", and whose dims have names of its own."""
+    """A tensor-parallel module whose first parameter has no dim "embed", with custom names of dims."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ def test_tensor_parallel_dims_of_any_name() -> None:
 
 
 def test_axes_together_divide_the_number_of_parts() -> None:
-    """Of two heads with eight channels each, each of two axes could have a half, but not both."""
+    """Two heads with eight channels each can be divided by either of two axes, but not by both."""
     heads, axes = BiasedFeedForward(), ("tensor", "context")
     heads.declaration = replace(heads.declaration, tensor_parallel_dims={"ffn": 2})
     rules = LogicalRules([("ffn", axes), ("activation_ffn", axes)])

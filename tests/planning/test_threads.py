@@ -1,4 +1,4 @@
-"""Plans of a model are made while other threads call it or plan it: the plan is of a copy of its modules."""
+"""A model is planned while other threads call or plan it: a plan works on a copy of the modules."""
 
 from collections.abc import Callable
 from typing import Any
@@ -50,7 +50,7 @@ def test_a_plan_beside_forwards(plan: Callable[[nn.Module], object]) -> None:
 
 
 def test_predictions_of_two_threads() -> None:
-    """Each with another recomputation, which is a setting of the modules."""
+    """Each thread predicts with another recomputation, which is a setting of the modules."""
     whole = decoder().float()
 
     def memory(recompute: tuple[str, ...]) -> int:

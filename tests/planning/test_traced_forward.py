@@ -1,4 +1,4 @@
-"""What a model of a user saves and computes, as planned, beside a real forward of it."""
+"""Planned memory and FLOPs of a user's model, against a real forward."""
 
 from collections.abc import Callable
 from typing import Any
@@ -76,7 +76,7 @@ def test_the_model_is_as_it_was(name: str) -> None:
     "name", ["GPT, attention written out", "tied embeddings", "checkpointed blocks", "encoder and decoder"]
 )
 def test_flops_are_what_torch_counts(name: str) -> None:
-    """On the CPU, torch leaves out its own attention: it is counted written out here."""
+    """torch's counter leaves out its attention on the CPU: here attention is written out as products."""
     model, arguments = MODELS[name]()
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model(*arguments(4, LENGTH))
@@ -88,7 +88,7 @@ def test_flops_are_what_torch_counts(name: str) -> None:
 
 
 class TensorParallel(nn.Module):
-    """Two layers of which each rank computes a part; they do not declare what they save."""
+    """Two layers of which each rank computes a part, without declarations of their saved tensors."""
 
     declaration = Declaration(
         logical_names={"up.weight": ("mlp", "embed"), "down.weight": ("embed", "mlp")}, tensor_parallel_dims={"mlp": 64}
@@ -167,7 +167,7 @@ def test_recomputed_modules_keep_their_input() -> None:
     assert 3 * memory["recomputed activations"] == whole - memory["activations"]
 
 
-# What cannot be traced
+# Models that cannot be traced
 
 
 class ReadsValues(nn.Module):

@@ -1,4 +1,4 @@
-"""Presets: the published configs, what transformers makes of them, and MaxText's numbers for the same families."""
+"""Presets: the published configs, the blocks of transformers, and MaxText's numbers for the same families."""
 
 import dataclasses
 import re
@@ -26,9 +26,9 @@ def test_every_preset_is_tested() -> None:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_preset_is_the_published_config(name: str) -> None:
-    # Where the weight in the config is not what the model was trained with, see the preset.
+    # Presets explain weights that differ from the config, because the model was trained with others.
     trained_with = {"olmoe": 0.01, "gpt_oss": 0.0}
-    config = presets.from_transformers(public_config(name))
+    config = presets.from_transformers(public_config(name), layer=3)  # the first sparse layer of Step-3.7
     if name in trained_with:
         assert config.load_balance_loss_weight == PUBLISHED[name]["router_aux_loss_coef"] * config.top_k
         config = dataclasses.replace(config, load_balance_loss_weight=trained_with[name])
@@ -46,7 +46,7 @@ def test_every_field_can_be_set(name: str) -> None:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_config_of_transformers_is_the_preset_of_its_size(name: str) -> None:
-    config = presets.from_transformers(small_models.config_of(name))
+    config = presets.from_transformers(small_models.config_of(name), layer=0)
     sizes = ("hidden_size", "intermediate_size", "num_experts", "num_copy_experts", "top_k", "num_shared_experts")
     others = (
         "latent_size",
@@ -55,6 +55,10 @@ def test_config_of_transformers_is_the_preset_of_its_size(name: str) -> None:
         "top_k_groups",
         "routed_scaling_factor",
         "load_balance_loss_weight",
+        "activation_limit",
+        "shared_activation_limit",
+        "router_hidden_size",
+        "router_takes_state",
     )
     values = {field: getattr(config, field) for field in sizes + others}
     assert config == getattr(presets, name)(**values)
@@ -68,6 +72,16 @@ def test_config_of_transformers_is_the_preset_of_its_size(name: str) -> None:
     assert config.top_k == next((attributes[each] for each in names if each in attributes), 1)
 
 
+def test_layers_of_a_model_that_differ() -> None:
+    last = presets.from_transformers(public_config("step3p7"), layer=44)
+    assert last == presets.step3p7(activation_limit=7.0, shared_activation_limit=16.0)
+    assert presets.from_transformers(public_config("zaya"), layer=0) == presets.zaya(router_takes_state=False)
+    with pytest.raises(ValueError, match=r"layer must be in \[0, num_hidden_layers \(40\)\), got 40"):
+        presets.from_transformers(public_config("zaya"), layer=40)
+    same = public_config("step3p7", swiglu_limits=[7.0] * 45, swiglu_limits_shared=None)
+    assert presets.from_transformers(same) == presets.step3p7(activation_limit=7.0)
+
+
 def test_multimodal_config() -> None:
     text = small_models.config_of("llama4")
     assert presets.from_transformers(transformers.Llama4Config(text_config=text)) == presets.from_transformers(text)
@@ -75,7 +89,7 @@ def test_multimodal_config() -> None:
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "gpt_oss"])
 def test_balance_loss_is_that_of_transformers(name: str) -> None:
-    """For one layer; the other families have no such loss, or not of the softmax."""
+    """The loss of one layer; other families have no balance loss, or not of the softmax."""
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
     theirs = small_models.config_of(name, router_aux_loss_coef=0.25)
@@ -99,7 +113,7 @@ GOLDEN = {
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_numbers_of_maxtext(name: str) -> None:
-    """The preset, and not the rule that golden_fixtures reads from MaxText's options."""
+    """The config is the preset's, not the one that golden_fixtures reads from MaxText's options."""
     fixture, fields = GOLDEN[name]
     arrays, meta = golden_fixtures.load(fixture)
     rule = golden_fixtures.layer_config(arrays, meta)
@@ -146,6 +160,7 @@ WRONG: dict[str, tuple[Any, tuple[str, ...]]] = {
     "score": (public_config("kimi_k2", scoring_func="softmax"), ("scoring_func", "kimi_k2", "'sigmoid'", "'softmax'")),
     "alpha": (public_config("gpt_oss", swiglu_alpha=1.5), ("swiglu_alpha", "1.702", "1.5")),
     "normalised": (public_config("deepseek_v2", norm_topk_prob=True), ("norm_topk_prob", "False", "True")),
+    "layers": (public_config("step3p7"), ("layer must be given", "step3p5", "None in layer 0", "7.0 in layer 43")),
     "method": (
         public_config("deepseek_v2", topk_method="noaux_tc"),
         ("topk_method", "'greedy'", "'group_limited_greedy'", "'noaux_tc'"),

@@ -20,7 +20,7 @@ def scale_of_each_weight(stack: QuantizedStack) -> Tensor:
 
 
 def table(stack: QuantizedStack) -> Tensor:
-    """Values of all codes, those that are not finite left out."""
+    """The finite values of all codes."""
     count = 2 ** FORMATS[stack.format].bits
     codes = torch.arange(count, dtype=torch.uint8)
     packed = codes if count == 256 else (codes << 4 | codes)
@@ -37,6 +37,7 @@ def test_each_weight_gets_the_nearest_value(format: str, dtype: torch.dtype) -> 
     torch.manual_seed(0)
     weights = (torch.randn(2, 140, 133) * torch.rand(2, 140, 133).exp()).to(dtype)
     stack = quantize(weights, format)
+    assert stack.shape == weights.shape and stack.is_transposed and stack.dtype == dtype
     scales, values = scale_of_each_weight(stack), table(stack)
     scaled = weights.mT.double() / scales
     best = (scaled[..., None] - values).abs().amin(-1)
@@ -45,7 +46,7 @@ def test_each_weight_gets_the_nearest_value(format: str, dtype: torch.dtype) -> 
 
 
 def test_ties_go_to_the_even_code() -> None:
-    """The halves between the values of E2M1, with a scale of one; larger values saturate."""
+    """The midpoints between the values of E2M1, with a scale of one; larger values saturate."""
     values = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 7.0]
     weights = torch.tensor([*values, *(-value for value in values), 0.25000003, 0.24999999, 4.9999995, -0.0]).view(
         1, -1, 1
@@ -107,7 +108,7 @@ def test_group_sizes(group_size: int | None) -> None:
 
 
 def test_bytes_of_each_format() -> None:
-    """Of 2 x 1024 x 512 weights."""
+    """Memory for 2 x 1024 x 512 weights."""
     weights, bits = torch.zeros(2, 1024, 512, dtype=torch.bfloat16), {}
     for format in FORMATS:
         bits[format] = quantize(weights, format).nbytes * 8 / weights.numel()

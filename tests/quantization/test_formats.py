@@ -1,4 +1,4 @@
-"""Values of all codes and scales, against definitions that others have published."""
+"""Values of all codes and scales, against published definitions."""
 
 import math
 from statistics import NormalDist
@@ -8,10 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from maxmoe import reference
-from maxmoe.quantization import FORMATS, QuantizedStack, quantize
-
-each_format = pytest.mark.parametrize("format", FORMATS)
+from maxmoe.quantization import QuantizedStack
 
 
 def dequantized(format: str, codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -129,20 +126,3 @@ def test_zero_points_of_each_group() -> None:
         group = column // 32
         expected = (codes[..., column].float() - zeros[..., group].float()) * scales[..., group]
         assert torch.equal(stack.dequantize(torch.float32)[..., column], expected)
-
-
-@each_format
-@pytest.mark.parametrize(
-    "shape", [(3, 256, 130), (2, 100, 37), (1, 1, 1), (2, 33, 129), (0, 32, 4), (2, 0, 5), (2, 5, 0)]
-)
-def test_dequantize_is_the_reference(format: str, shape: tuple[int, int, int]) -> None:
-    """Ragged last blocks of rows and columns, and no weights at all."""
-    torch.manual_seed(0)
-    weights = torch.randn(shape)
-    stack = quantize(weights, format)
-    parts = (stack.codes, stack.scales, stack.zeros)
-    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        expected = reference.dequantize(*parts, format, shape[1], dtype).mT
-        assert torch.equal(stack.dequantize(dtype), expected) and expected.dtype == dtype
-    assert stack.shape == shape and stack.is_transposed and stack.dtype == weights.dtype
-    assert torch.equal(stack.mT.dequantize(), stack.dequantize().mT)

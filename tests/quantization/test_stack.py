@@ -1,4 +1,4 @@
-"""The stack: views, copies, and errors instead of everything else."""
+"""The stack: views, copies, and errors of all other operations."""
 
 import copy
 import pickle
@@ -11,13 +11,9 @@ from torch import nn
 
 from maxmoe.quantization import FORMATS, QuantizedStack, quantize
 from support.named import named
+from support.quantized_calls import stack_of
 
 each_format = pytest.mark.parametrize("format", FORMATS)
-
-
-def stack_of(format: str, *shape: int, dtype: torch.dtype = torch.bfloat16) -> QuantizedStack:
-    generator = torch.Generator().manual_seed(0)
-    return quantize(torch.randn(shape or (3, 256, 384), generator=generator).to(dtype), format)
 
 
 def assert_same(got: Any, expected: QuantizedStack) -> None:
@@ -58,7 +54,7 @@ def test_views_and_indices(format: str) -> None:
 
 @each_format
 def test_rows_alternate(format: str) -> None:
-    """Gate and up of gpt-oss, where a block is of one row."""
+    """Gate and up of gpt-oss, with blocks of one row."""
     stack = stack_of(format)
     if format == "fp8_block":
         with pytest.raises(ValueError, match="slice of rows with step 2, where a scale is of 128 rows"):
@@ -139,7 +135,7 @@ def test_what_cannot_be_copied() -> None:
     ],
 )
 def test_a_stack_is_no_tensor(operation: Callable[[Any], Any]) -> None:
-    """Nothing dequantizes it by accident."""
+    """Other operators do not dequantize it implicitly."""
     with pytest.raises((TypeError, AttributeError)):
         operation(stack_of("mxfp4"))
 

@@ -1,4 +1,4 @@
-"""Quantized weights of modules: what their parameters do in conversions, files, copies and other modules."""
+"""Parameters of quantized weights in conversions, files, copies and other modules."""
 
 import copy
 from pathlib import Path
@@ -9,7 +9,6 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from maxmoe.ops import Projection, gmm
 from maxmoe.quantization import (
@@ -17,19 +16,14 @@ from maxmoe.quantization import (
     QuantizedStack,
     QuantizedWeight,
     put_stack,
-    quantize,
     stack_parts,
     state_with_stacks,
     weights,
 )
+from support.quantized_calls import stack_of
 from support.run_ranks import run_ranks
 
 each_format = pytest.mark.parametrize("format", FORMATS)
-
-
-def stack_of(format: str, *shape: int, dtype: torch.dtype = torch.bfloat16) -> QuantizedStack:
-    generator = torch.Generator().manual_seed(0)
-    return quantize(torch.randn(shape or (2, 256, 384), generator=generator).to(dtype), format)
 
 
 def module_with(stack: QuantizedStack) -> nn.Module:
@@ -56,11 +50,11 @@ def test_parameters(format: str) -> None:
     assert_same(module.up_proj, stack)
     assert [*stack_parts(module)["up_proj"]] == names
     assert [*state_with_stacks(module)] == ["weight", "bias", "up_proj"]
-    sizes = {4, 2, 2 * 256 * 384}
+    sizes = {4, 2, 3 * 256 * 384}
     assert {weight.numel() for weight in weights(module)} == sizes
     assert {weight.numel() for weight in weights(nn.Sequential(module, module))} == sizes
     assert {weight.numel() for weight in weights(module, recurse=False)} == {4, 2}
-    x, counts = torch.randn(3, 256, dtype=torch.bfloat16), torch.tensor([1, 2])
+    x, counts = torch.randn(3, 256, dtype=torch.bfloat16), torch.tensor([1, 2, 0])
     assert torch.equal(gmm(x, module.up_proj, counts), gmm(x, stack.dequantize(), counts))
     with pytest.raises(RuntimeError, match="floating point"):
         module.requires_grad_()
@@ -104,14 +98,14 @@ def test_files_and_copies(format: str, tmp_path: Path) -> None:
 def test_safetensors(tmp_path: Path) -> None:
     from safetensors.torch import load_model, save_model
 
-    module, other = module_with(stack_of("int4")), module_with(stack_of("int4", 2, 256, 384).map(torch.zeros_like))
+    module, other = module_with(stack_of("int4")), module_with(stack_of("int4").map(torch.zeros_like))
     save_model(module, str(tmp_path / "file"))
     load_model(other, str(tmp_path / "file"))
     assert_same(other.up_proj, module.up_proj)
 
 
 def test_files_that_do_not_fit() -> None:
-    """Of a format with the same shapes and dtypes, with scales of another dtype, and with others than finite ones."""
+    """Another format with the same shapes and dtypes, scales of another dtype, and scales that are not finite."""
     module = module_with(stack_of("int8"))
     with pytest.raises(RuntimeError, match=r"(?s)Missing key.*int8_codes.*Unexpected key.*fp8_row_codes"):
         module.load_state_dict(module_with(stack_of("fp8_row")).state_dict())
@@ -123,8 +117,9 @@ def test_files_that_do_not_fit() -> None:
     assert other.up_proj.scales.dtype == torch.float32
     state = module.state_dict()
     state["up_proj.scales"] = state["up_proj.scales"].index_fill(0, torch.tensor([1]), torch.nan)
-    with pytest.raises(ValueError, match=r"up_proj: scales must be finite, got nan at \(1, 0, 0\)"):
-        module.load_state_dict(state)
+    for assign in (False, True):
+        with pytest.raises(ValueError, match=r"up_proj: scales must be finite, got nan at \(1, 0, 0\)"):
+            module.load_state_dict(state, assign=assign)
 
 
 def test_one_matrix() -> None:
@@ -141,19 +136,9 @@ def test_one_weight_in_the_place_of_another() -> None:
     assert [name for name, _ in module.named_parameters()] == ["up_proj"]
 
 
-@pytest.mark.parametrize("options", [{}, {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}], ids=["mean", "exponential"])
-def test_averages(options: dict[str, object]) -> None:
-    """torch rounds integers: an average of equal codes would be smaller."""
-    module = module_with(stack_of("int8"))
-    averages = AveragedModel(module, **options)
-    for _ in range(3):
-        averages.update_parameters(module)
-    assert_same(averages.module.up_proj, module.up_proj)
-
-
 @each_format
 def test_ddp_and_fsdp2(format: str) -> None:
-    """They send the bytes."""
+    """DDP and FSDP2 send codes and scales as bytes."""
 
     class Experts(nn.Module):
         def __init__(self) -> None:

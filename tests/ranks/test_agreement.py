@@ -17,7 +17,7 @@ SIZES: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 4, "num_experts"
 
 
 def message_of(call: Any, *arguments: Any) -> str:
-    with pytest.raises(ValueError) as caught:  # noqa: PT011  the message is what is tested
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  the message is tested below
         call(*arguments)
     return str(caught.value)
 

@@ -44,7 +44,7 @@ STRATEGIES: dict[str, tuple[dict[str, int], str, Any]] = {
 
 
 def fail_in_forward(layer: MoE, fail: Callable[[], None]) -> None:
-    """Between the way of the tokens to the experts and the way back."""
+    """Fail between the dispatch of the tokens and their return."""
     layer.experts.register_forward_pre_hook(lambda *_: fail())
 
 
@@ -136,7 +136,7 @@ LAST_CALLS = [
 
 
 def test_the_process_with_the_store_is_stopped(tmp_path: Path) -> None:
-    """Its sockets stay open: the connections are not lost, but nobody answers."""
+    """The sockets of a stopped rank stay open: connections are not lost, but it does not answer."""
 
     def check(last: Callable[[], None], delay: float, message: str, is_stopped_early: bool) -> None:
         path = tmp_path / f"{last.__name__} {is_stopped_early}"

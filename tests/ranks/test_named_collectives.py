@@ -1,4 +1,4 @@
-"""Collectives of torch.distributed with names: what they compute, and what the ranks say if they differ."""
+"""Named collectives of torch.distributed: results, and errors of ranks that call different ones."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def test_values() -> None:
 
 @pytest.mark.parametrize("is_compared", [False, True])
 def test_collectives_of_equal_size_in_another_order(monkeypatch: pytest.MonkeyPatch, is_compared: bool) -> None:
-    """Without the comparison they exchange wrong values: what the variable is for."""
+    """The ranks exchange wrong values unless the environment variable turns the comparison on."""
     if is_compared:
         monkeypatch.setenv(named_collectives.CHECK_VARIABLE, "1")
 

@@ -18,7 +18,7 @@ def num_threads_of_parent() -> int:
 
 
 def test_the_forkserver_has_one_thread() -> None:
-    """No library that it has imported keeps threads during a fork."""
+    """Imported libraries keep no threads during a fork."""
     assert RankProcesses().run_alone(num_threads_of_parent) == 1
 
 
@@ -47,7 +47,7 @@ if __name__ == "__main__":
 
 
 def test_ranks_end_with_a_process_that_is_killed(tmp_path: Path) -> None:
-    """They would compute on for the ranks that they wait for, beside whatever runs next."""
+    """Ranks that are left would go on waiting, and use the processor."""
     (tmp_path / "main.py").write_text(PROGRAM)
     folder = tmp_path / "ranks"
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""`set_recompute`: the parts of a model by name, what each keeps, and names of nothing."""
+"""`set_recompute`: the parts of a model by name, the tensors that they keep, and unknown names."""
 
 from typing import Any
 
@@ -87,7 +87,7 @@ def test_activation_checkpointing_keeps_its_arguments_only(options: Options) -> 
 
 
 def test_routes_once_and_computes_down_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The dense implementation is made of products of torch, which can be counted: three, then gate and up again."""
+    """The dense implementation calls products of torch, which can be counted: three, then gate and up again."""
     layer = make(implementation="dense")
     forward = []
 

@@ -72,7 +72,7 @@ def test_gives_the_same_bits_under_autocast(way: Callable[..., Any]) -> None:
 @each_way
 @pytest.mark.parametrize("options", [DEEPSEEK, COMPUTE["capacity"]], ids=["sparse", "capacity"])
 def test_inside_of_a_block(options: Options, way: Callable[..., Any]) -> None:
-    """The routing is neither the first nor the last thing in what is recomputed."""
+    """The routing is neither the first nor the last operator of the recomputed part."""
     layer = make(**options)
     x = tokens(layer, 2, 9)
 
@@ -91,7 +91,7 @@ def test_how_often_it_routes(name: str, times: int) -> None:
         outcome(layer, tokens(layer), lambda x: WAYS[name](layer, x))
     assert executed.times["maxmoe.route.default"] == times
     assert executed.times["maxmoe.ragged_plan.default"] == times
-    # The experts, routed and shared ones, are recomputed all the same; without gradients it is one operator.
+    # Routed and shared experts are always recomputed; without gradients they are one operator.
     experts = executed.times["maxmoe.expert_ffn_forward.default"] + executed.times["maxmoe.expert_ffn.default"]
     assert experts == 4
 
@@ -126,14 +126,14 @@ def test_keeps_the_experts_of_the_forward_when_the_recomputation_differs() -> No
         assert gradient is not None and gradient[0].any() and not gradient[1:].any()
     assert_same(got, expected, 0.2)  # up to the perturbation
 
-    # Without it the other expert is trained, on tokens that it has not computed.
+    # Without keep_routing the other expert gets gradients of tokens that it has not computed.
     calls.clear()
     other = outcome(layer, x, lambda x: WAYS["non_reentrant"](unrepeatable, x)).gradients["experts.up_proj"]
     assert other is not None and other[1].any()
 
 
 def test_counts_once(path: str) -> None:
-    """Statistics are returned, not gathered: recomputing cannot count again, nor step the bias twice."""
+    """Statistics are returned values: a recomputation neither counts again nor updates the bias twice."""
     layer = make(score_correction_bias=True, correction_bias_update_rate=0.25)
     x = tokens(layer)
     expected = layer(x).stats

@@ -1,4 +1,4 @@
-"""The specification itself, against numbers worked out by hand."""
+"""The specification, against numbers worked out by hand."""
 
 from typing import Any
 
@@ -30,14 +30,14 @@ def test_route_takes_the_largest_and_the_lowest_index_of_equals() -> None:
 def test_route_groups_count_their_two_best() -> None:
     # Groups (9, 0, 0), (5, 5, 0): the second has the larger sum of two, though not the best expert.
     assert select([9.0, 0.0, 0.0, 5.0, 5.0, 0.0], 2, num_groups=2) == [3, 4]
-    # Groups of one expert count that one.
+    # The score of a group of one expert is the expert's score.
     assert select([9.0, 0.0, 0.0, 5.0, 5.0, 0.0], 2, num_groups=2, group_score="max") == [0, 1]
     assert select([1.0, 4.0, 3.0], 2, num_groups=3, top_k_groups=2) == [1, 2]
     assert select([1.0, 1.0, 1.0, 1.0], 2, num_groups=2) == [0, 1]
 
 
 def test_route_never_leaves_the_best_groups() -> None:
-    # Of the best group one expert is impossible, yet it goes before any expert of the other group.
+    # An expert of the best group with score -inf is selected before any expert of the other group.
     assert select([9.0, NEVER, 9.0, 1.0, 1.0, 1.0], 3, num_groups=2) == [0, 2, 1]
 
 

@@ -1,6 +1,6 @@
 """MaxText's numbers: the reference, the operators and the layer against the fixtures of tests/golden.
 
-Tolerance 2e-5 of the largest value: both sides are float32 and add up to 40 products in their own order.
+Tolerance 2e-5 of the largest value: both sides are float32 and sum up to 40 products in different orders.
 """
 
 import dataclasses
@@ -99,7 +99,7 @@ def test_ragged_kernels(module: Any) -> None:
 
 @pytest.mark.parametrize("module", [reference, ops])
 def test_permutation(module: Any) -> None:
-    """MaxText sorts the rows that an all-to-all brought by a permutation of the valid prefix, and back."""
+    """MaxText sorts the rows that an all-to-all received by a permutation of the valid prefix, and inverts it."""
     arrays, meta = golden_fixtures.load("a2a_sort")
     for permutation, out, gradient in (
         ("sort_indices", "sorted_out", "grad_x"),

@@ -26,7 +26,7 @@ def compiled(log: str) -> list[tuple[str, str, str, int]]:
 
 
 def log_complaints(name: str, log: str) -> Iterator[str]:
-    """Return what is wrong with the kernels of a file."""
+    """Return the complaints about the kernels of a file."""
     kernels = compiled(log)
     for target in TARGETS:
         if not any(kernel[1] == target for kernel in kernels):
@@ -42,7 +42,7 @@ def cuobjdump(*arguments: str) -> str:
 
 
 def code_complaints(library: Path) -> Iterator[str]:
-    """Return what is wrong with the machine code of the library."""
+    """Return the complaints about the machine code of the library."""
     elves, ptx = cuobjdump("--list-elf", str(library)), cuobjdump("--list-ptx", str(library))
     yield from (f"no machine code for {target}" for target in TARGETS if f".{target}." not in elves)
     if "ptx" not in ptx:

@@ -1,9 +1,9 @@
-"""Complains about what is in a wheel or an sdist and should not be, and the other way round; `make wheel` runs it.
+"""Reports missing and unexpected files in a wheel or an sdist; `make wheel` runs it.
 
     python tests/repository/check_packages.py dist/*
 
-A wheel holds what git has in maxmoe/, the C++ core, and nothing else: no tests, no leftovers of earlier builds. An
-sdist holds all that git has but files and folders that begin with a dot.
+A wheel holds the files of git in maxmoe/, the C++ core, and nothing else: no tests, no files of earlier builds. An
+sdist holds all files of git, except files and folders that begin with a dot.
 """
 
 import re
@@ -66,7 +66,7 @@ def sdist_complaints(path: Path, sources: set[str]) -> Iterator[str]:
 
 
 def metadata_complaints(text: str) -> Iterator[str]:
-    """Of what PyPI shows and pip reads."""
+    """Return complaints about the metadata that PyPI shows and pip reads."""
     metadata = HeaderParser().parsestr(text)
     if metadata["Version"] != VERSION:
         yield f"its version is {metadata['Version']}, pyproject.toml has {VERSION}"

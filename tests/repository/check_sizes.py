@@ -1,6 +1,6 @@
 """Complains about long files and long functions; `make lint` runs it.
 
-Functions are counted without their docstring; those of C++ begin and end in column 0.
+Functions are counted without their docstring; functions of C++ begin and end in column 0.
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""Plants mistakes in the CUDA kernels, one at a time, and tells which test finds each in the emulator.
+"""Plants mistakes in the CUDA kernels, one at a time, and prints the test that finds each in the emulator.
 
     python tests/repository/planted_cuda_mistakes.py
     python tests/repository/planted_cuda_mistakes.py --only no-barrier-after-the-wait
@@ -70,7 +70,7 @@ class Tests:
         return self.folder / f"{source.stem}_{sanitizer}.o"
 
     def complaint(self, kernel: str, mistake: Mistake | None, sanitizer: str) -> str:
-        """Return what the tests of a kernel say of a mistake, or "" if they pass."""
+        """Return the failures of the tests of a kernel with a mistake, or "" if they pass."""
         sources = self.folder / "sources"
         others = [FOLDER / f"tests/test_{kernel}.cpp", *(FOLDER / f"{other}.cu" for other in STARTS.get(kernel, []))]
         for other in others:
@@ -105,7 +105,7 @@ class Tests:
 
 
 def found_by(tests: Tests, mistake: Mistake) -> str:
-    """Return what finds a mistake, or ""."""
+    """Return the tests that find a mistake, or ""."""
     for sanitizer in SANITIZERS:
         if complaint := tests.complaint(mistake.kernel, mistake, sanitizer):
             return f"{sanitizer}: {complaint}"
@@ -119,7 +119,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> list[Mistake]:
 
 
 def main() -> int:
-    """Plant the mistakes, print what finds each, return whether one is not found."""
+    """Plant the mistakes, print the tests that find each, return whether one is not found."""
     chosen = parse_arguments()
     if found := problems(chosen):
         raise SystemExit("\n".join(found))

@@ -1,14 +1,14 @@
-"""Plants mistakes in a copy of the sources, one at a time, and tells which test finds each.
+"""Plants mistakes in a copy of the sources, one at a time, and prints the test that finds each.
 
     python tests/repository/planted_mistakes.py --json before.json
     python tests/repository/planted_mistakes.py --tree ../other --whole --only ties-to-odd-codes
 
 The mistakes are in planted_mistakes.yaml. For each, the tests that are named there run, selected as by default, until
 one fails; if none does, with --whole all tests. The tests that have found mistakes must pass without them. Two runs,
-before and after a change of the tests, tell whether these still find the same.
+before and after a change of the tests, show whether the tests still find the same mistakes.
 
-The copy is kept in the folder for temporary files, so that only what has changed is compiled again. After a mistake in
-C++, the build folder is put back as it was.
+The copy is kept in the folder for temporary files, so that only changed files are compiled again. After a mistake in
+C++, the build folder is restored.
 """
 
 import argparse
@@ -43,7 +43,7 @@ class Replacement:
     """A text that a mistake replaces in a file.
 
     Args:
-        name: what is wrong.
+        name: name of the mistake.
         file: file of the sources.
         right: text that is in the file once.
         wrong: text in its place.
@@ -71,7 +71,7 @@ class Mistake(Replacement):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a mistake: the test that has found it, or "", and the time in seconds."""
+    """Outcome of a mistake: the test that has found it, or "", and the time in seconds."""
 
     name: str
     file: str
@@ -223,7 +223,7 @@ def choose(
 ) -> list[Replacements]:
     """Return the mistakes that --only names, or all without it."""
     if unknown := {*(options.only or ())} - {mistake.name for mistake in table}:
-        parser.error(f"there is no mistake {', '.join(sorted(unknown))}")
+        parser.error(f"unknown mistakes: {', '.join(sorted(unknown))}")
     return [mistake for mistake in table if options.only is None or mistake.name in options.only]
 
 
@@ -238,7 +238,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> tuple[argparse.Na
 
 
 def main() -> int:
-    """Plant the mistakes, print and write what came of them; return whether not all are found."""
+    """Plant the mistakes, print and write the outcomes; return whether not all are found."""
     options, chosen = parse_arguments()
     if found := problems(options.tree, chosen):
         raise SystemExit("\n".join(found))

@@ -1,7 +1,7 @@
-"""What decides each collective of the package: equal on all ranks by construction.
+"""The condition of each collective of the package, which is equal on all ranks by construction.
 
-Nothing that one rank's memory, time, garbage collector, hash seed or errors decide may stand here. A new collective is
-entered with its reason; one that cannot give any does not belong into the package.
+A condition must not depend on one rank's memory, time, garbage collector, hash seed or errors. A new collective is
+entered with its condition.
 """
 
 import ast
@@ -49,7 +49,7 @@ DECIDED_BY = {
     "ranks/named_collectives.py reduce_scatter": CALLER,
     "ranks/named_collectives.py _announce": "an environment variable, which all ranks have or none",
     "nn/losses.py load_balance_loss": CONFIG,
-    "nn/losses.py step_balance_loss": CONFIG,
+    "nn/step_balance.py step_balance_loss": CONFIG,
     "nn/losses.py router_z_loss": CONFIG,
     "nn/losses.py mean_over_tokens": "whether the caller gives num_tokens",
     "nn/losses.py count_tokens": CALLER,

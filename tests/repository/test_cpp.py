@@ -23,7 +23,7 @@ from support import programs
 ROOT = Path(__file__).parents[2]
 ISAS = maxmoe.build_info()["supported_isas"]
 PROGRAMS = ("maxmoe_kernels_tests", "maxmoe_cuda_tests", "maxmoe_kernels_benchmarks")
-# The cmake and ninja that pip installed beside this Python come before those of the system.
+# The cmake and ninja that pip installed beside this Python precede the system's.
 PATH = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
 
 
@@ -42,17 +42,17 @@ def build_step(*command: str) -> None:
 
 @pytest.fixture(scope="module")
 def build_folder() -> Path:
-    """Where the core was built, if it was built here: its kernels are not compiled again."""
+    """The build folder of the core, if it was built here, so that its kernels are not compiled again."""
     options = [f"-DPython_EXECUTABLE={sys.executable}", "-DMAXMOE_BUILD_TESTS=ON", "-DMAXMOE_BUILD_BENCHMARKS=ON"]
     caches = sorted((ROOT / "build").glob("core-????????/CMakeCache.txt"), key=lambda path: path.stat().st_mtime)
     folder = caches[-1].parent if caches else None
-    if folder is not None:  # maybe last configured for the torch of another environment, which need not be there now
+    if folder is not None:  # maybe last configured for the torch of an environment that no longer exists
         options += [f"-DMAXMOE_TORCH={Path(torch.__file__).parent}"]
     else:
         folder = ROOT / "build/tests"
         options += ["-GNinja", "-DMAXMOE_BUILD_OPERATORS=OFF"]
     options += [f"-DCMAKE_MAKE_PROGRAM={ninja}"] if (ninja := shutil.which("ninja", path=PATH)) else []
-    faulthandler.cancel_dump_traceback_later()  # each step has a bound, longer than that of a test
+    faulthandler.cancel_dump_traceback_later()  # each step has its own bound, longer than a test's
     build_step("cmake", "-S", str(ROOT), "-B", str(folder), *options)
     build_step("cmake", "--build", str(folder), "--target", *PROGRAMS)
     return folder
@@ -60,7 +60,7 @@ def build_folder() -> Path:
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_kernels(build_folder: Path, isa: str) -> None:
-    """In one process: ctest would start one for each test. Those of Pairs call no kernel of an instruction set."""
+    """Run all tests in one process, not one per test. Tests of Pairs call no kernel of an instruction set."""
     options = ["--gtest_brief=1", *(["--gtest_filter=-Pairs.*"] if isa != "baseline" else [])]
     done = run(str(build_folder / "cpp/tests/maxmoe_kernels_tests"), *options, MAXMOE_ISA=isa)
     if done.returncode != 0 or not re.search(r"PASSED.* [1-9]\d* tests", done.stdout):
@@ -75,7 +75,7 @@ def test_cuda_kernels(build_folder: Path) -> None:
 
 @pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512", "avx512bf16"])
 def test_instruction_sets_share_no_code(build_folder: Path, isa: str) -> None:
-    """Of a weak symbol the linker keeps one definition: none may come out of two instruction sets."""
+    """The linker keeps one definition of a weak symbol: two instruction sets must not define the same one."""
     objects = sorted(build_folder.glob(f"CMakeFiles/maxmoe_kernels_{isa}.dir/**/*.o"))
     if not objects:
         pytest.skip(f"this build has no kernels for {isa}")

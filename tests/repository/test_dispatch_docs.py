@@ -1,4 +1,4 @@
-"""docs/dispatch.md has the table and the pictures that the code makes, and the pictures show what dispatch does."""
+"""docs/dispatch.md has the table and the pictures that the code makes, and the pictures show the real moves."""
 
 from collections import Counter
 from types import ModuleType
@@ -22,7 +22,7 @@ def test_the_table_is_up_to_date(pictures: ModuleType) -> None:
 def test_bytes_by_hand(pictures: ModuleType) -> None:
     rows = {line.split(" | ")[0]: line for line in pictures.bytes_table(tokens=2**20, num_ranks=2).splitlines()}
     assert "| 16.00 GiB |" in rows["| ring_of_experts"]  # 2 (2 - 1) 2^20 4096 numbers of 2 bytes
-    assert "| 16.00 GiB |" in rows["| ragged_all_to_all"]  # with K = P = 2 as many
+    assert "| 16.00 GiB |" in rows["| ragged_all_to_all"]  # the same number for K = P = 2
     assert "| 1.31 GiB |" in rows["| gather_weights"]  # 3 / 2 of 8 x 4096 x 14336 numbers
 
 
@@ -47,7 +47,7 @@ def test_every_row_is_computed_once_on_the_rank_of_its_expert(pictures: ModuleTy
 
 
 def test_least_loaded_ranks_compute_the_rows_of_others(pictures: ModuleType) -> None:
-    """Every row once, and no rank many more than the mean."""
+    """Every row appears once, and no rank has many more rows than the mean."""
     routing = pictures.uneven_routing().tolist()
     expected = Counter((token, f"e{e}") for token, row in enumerate(routing) for e in row)
     (computed,) = [ranks for text, ranks in pictures.STRATEGIES["least_loaded"]() if "comput" in text]

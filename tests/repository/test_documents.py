@@ -1,4 +1,4 @@
-"""What README.md, CONTRIBUTING.md and docs say: the Python runs, the commands exist, the names are right."""
+"""README.md, CONTRIBUTING.md and docs: the Python runs, the commands exist, the names are right."""
 
 import dataclasses
 import importlib.util
@@ -41,7 +41,7 @@ SHOWN = [code for code in blocks("python", [GETTING_STARTED]) if is_part(code, M
 RUN_BY_EXAMPLES = blocks("python", [ROOT / "docs" / "how_to" / "own_model.md"])
 
 
-# Examples that need nothing but what the tests install, and have options.
+# Examples that have options and need no packages besides the tests'.
 SCRIPTS = [f"examples/{name}.py" for name in ("balancing", "muon_sharding", "replay_routes", "strategies")]
 
 
@@ -155,7 +155,7 @@ REPOSITORY = "git+https://github.com/maxmoe/maxmoe"
 
 
 def check_pip(arguments: list[str]) -> None:
-    """What is installed is what pyproject.toml asks for."""
+    """The documented packages are the ones in pyproject.toml."""
     project = (ROOT / "pyproject.toml").read_text()
     for argument in arguments:
         if argument.startswith(".["):
@@ -173,7 +173,7 @@ def test_the_fields_of_the_config_are_described_as_in_its_docstring() -> None:
 
 
 def test_the_state_dict_is_as_written() -> None:
-    sizes = {"E": 4, "N": 15, "D": 6, "F": 3, "n F": 6, "C": 7, "L": 5, "1": 1, "2": 2}
+    sizes = {"E": 4, "N": 15, "D": 6, "F": 3, "n F": 6, "C": 7, "L": 5, "R": 8, "1": 1, "2": 2}
     rows = re.findall(r"^\| (`\w+\.[\w.]+`.*?) \| `\[(.*?)\]` \|", LAYER.read_text(), re.MULTILINE)
     written = {
         name: tuple(sizes[size] for size in shape.split(", "))
@@ -187,6 +187,8 @@ def test_the_state_dict_is_as_written() -> None:
         top_k=2,
         router_bias=True,
         router_scale=True,
+        router_hidden_size=8,
+        router_takes_state=True,
         score_correction_bias=True,
         expert_bias=True,
         num_shared_experts=2,

@@ -86,7 +86,7 @@ def test_every_test_lies_in_a_folder() -> None:
 
 
 def test_public_names_of_packages_are_no_modules() -> None:
-    """A module of the name of a function takes its place in the package when it is imported later."""
+    """A module with the name of a function would replace it in the package when it is imported later."""
     for path in (ROOT / "maxmoe").glob("*/__init__.py"):
         package = importlib.import_module(f"maxmoe.{path.parent.name}")
         modules = [name for name in getattr(package, "__all__", ()) if isinstance(getattr(package, name), ModuleType)]
@@ -108,7 +108,7 @@ def test_no_operator_is_hidden_from_python() -> None:
         assert f"torch.ops.maxmoe.{operator}(" in (ROOT / module).read_text()
 
 
-# Parts of tile_gemm that are compiled by themselves, and the test that compares their products.
+# Parts of tile_gemm that are compiled separately, and the test that compares their products.
 TESTED_BY = {
     "row_major": "tile_gemm",
     "transposed": "tile_gemm",
@@ -169,7 +169,7 @@ def imported_modules(path: Path) -> Iterator[str]:
 
 
 def imports_of_rooms() -> Iterator[tuple[Path, str, str]]:
-    """Each import in the package, but those of `maxmoe` itself and of `python -m maxmoe`, which see everything."""
+    """Each import in the package, except in `maxmoe` itself and in `python -m maxmoe`, which import everything."""
     for path in sorted((ROOT / "maxmoe").rglob("*.py")):
         if path.parent.name != "maxmoe" or path.stem not in ("__init__", "__main__"):
             own = room(".".join(path.relative_to(ROOT).with_suffix("").parts))
@@ -186,7 +186,7 @@ def test_imports_go_one_way() -> None:
 
 
 def test_no_two_rooms_import_each_other() -> None:
-    """Within a level, too."""
+    """Packages in one line of the order do not import each other either."""
     imports = {(own, imported) for _, own, imported in imports_of_rooms()}
     assert not {(one, other) for one, other in imports if one < other and (other, one) in imports}
 
@@ -234,7 +234,7 @@ def test_names_say_what_is_compiled_per_instruction_set() -> None:
 
 
 def test_private_names_of_torch_are_in_one_file() -> None:
-    """A new version of torch may remove any of them: cpp/ops/torch_internals.h says what each is for."""
+    """A new version of torch may remove any of them: cpp/ops/torch_internals.h names their purposes."""
     found = {
         relative(path): names
         for path in CPP_FILES
@@ -245,5 +245,5 @@ def test_private_names_of_torch_are_in_one_file() -> None:
 
 
 def test_no_torch_extension_header() -> None:
-    """It quadruples the time to compile a file."""
+    """The header quadruples the time to compile a file."""
     assert not including(CPP_FILES, r"torch/(extension|torch)\.h>")

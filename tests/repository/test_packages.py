@@ -1,4 +1,4 @@
-"""What `make wheel` checks of wheel and sdist, on small ones made here; and that one version is written everywhere."""
+"""The checks of `make wheel`, on small packages made here; and that all files have the same version."""
 
 import io
 import re

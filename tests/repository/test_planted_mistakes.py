@@ -1,4 +1,4 @@
-"""The table of planted mistakes fits the sources. Whether tests find the mistakes, planted_mistakes.py tells."""
+"""The table of planted mistakes fits the sources. planted_mistakes.py checks that tests find the mistakes."""
 
 from dataclasses import replace
 from pathlib import Path

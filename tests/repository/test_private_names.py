@@ -1,4 +1,4 @@
-"""Private names of torch are used in one package, which says what each is for."""
+"""Private names of torch are used in one package, which names their purposes."""
 
 import ast
 import re

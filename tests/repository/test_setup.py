@@ -1,4 +1,4 @@
-"""What setup.py decides before anything is compiled: for which torch it builds, and which torch it then requires."""
+"""setup.py before compilation: the versions of torch that it builds for, and the requirement on torch."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ import torch
 from repository.check_packages import MINORS, PROJECT, REQUIREMENTS, ROOT, TORCH_REQUIREMENT, TORCHES
 from support import programs
 
-pytest.importorskip("setuptools")  # has no part in running maxmoe
+pytest.importorskip("setuptools")  # not needed to run maxmoe
 MAJOR, MINOR = map(int, torch.__version__.split(".")[:2])
 
 
@@ -23,7 +23,7 @@ def site_with_torch(folder: Path, version: str) -> str:
 
 
 def metadata(folder: Path, *, sites: list[str] | None, **variables: str) -> subprocess.CompletedProcess[str]:
-    """The first thing that pip asks for."""
+    """The metadata, which pip requests first."""
     environment = {name: value for name, value in os.environ.items() if name != "MAXMOE_TORCH"} | variables
     if sites is not None:
         environment["MAXMOE_TORCH"] = os.pathsep.join(sites)
@@ -85,7 +85,7 @@ def test_an_older_torch_is_said_first_and_stays(tmp_path: Path) -> None:
 
 
 def test_an_older_torch_is_built_for_if_asked(tmp_path: Path) -> None:
-    """For device checks, whose machine may have no other."""
+    """Device checks need it, because their machine may have an older torch only."""
     done = metadata(tmp_path, sites=[site_with_torch(tmp_path / "site", "2.11.0+cu130")], MAXMOE_ANY_TORCH="1")
     assert done.returncode == 0
     assert f"maxmoe is tested with {TORCH_REQUIREMENT}; building for torch 2.11.0+cu130" in done.stderr

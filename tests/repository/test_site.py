@@ -1,4 +1,4 @@
-"""The site: every public name and message is in it, and its pictures are those of the code."""
+"""The site: it has every public name and message, and the pictures that the code makes."""
 
 import copy
 import importlib
@@ -31,7 +31,7 @@ def messages() -> ModuleType:
 
 
 def packages() -> list[str]:
-    """Those with public names of their own."""
+    """Packages with public names."""
     pytest.importorskip("transformers")
     found = [module.name for module in pkgutil.walk_packages(maxmoe.__path__, "maxmoe.") if module.ispkg]
     return [

@@ -1,4 +1,4 @@
-"""Mesh: sizes, coordinates, groups and their timeouts; what does not fit is said alike on every rank."""
+"""Mesh: sizes, coordinates, groups and their timeouts; the same errors on every rank."""
 
 import itertools
 import re
@@ -132,7 +132,7 @@ BAD_SIZES = [
 
 
 def error_of(make) -> str:
-    with pytest.raises(ValueError) as caught:  # noqa: PT011  the message is what is tested
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  the message is tested below
         make()
     return str(caught.value)
 

@@ -1,4 +1,4 @@
-"""NamedSharding: which part of a tensor every rank holds, by definition and by DTensor."""
+"""NamedSharding: the part of a tensor on every rank, against the definition and DTensor."""
 
 import itertools
 import re
@@ -80,7 +80,7 @@ def check_every_spec(sizes: dict[str, int]) -> int:
     ids=str,
 )
 def test_real_ranks_hold_their_part_and_give_it_back(sizes: dict[str, int], count: int) -> None:
-    """The whole tensor, and what is left of a spec after gathering over any one of its axes."""
+    """The whole tensor, and the parts after gathering over any one axis of a spec."""
     assert set(run_ranks(check_every_spec, Mesh.planned(sizes).num_ranks, sizes)) == {count}
 
 

@@ -1,4 +1,4 @@
-"""PartitionSpec: the ways to write an entry, what may not be written, gathering over axes."""
+"""PartitionSpec: forms of entries, invalid entries, gathering over axes."""
 
 import copy
 import pickle

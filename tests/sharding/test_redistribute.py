@@ -1,4 +1,4 @@
-"""Tensors brought from one sharding to another: values and gradients on real ranks against one process."""
+"""Redistribution of tensors: values and gradients on real ranks against one process."""
 
 import itertools
 import random
@@ -21,7 +21,7 @@ SIZES = {"data": 2, "fsdp": 2, "expert": 2}
 
 
 def random_spec(draw: random.Random, axes: tuple[str, ...] = tuple(SIZES)) -> PartitionSpec:
-    """Some of the axes in some order, cut into one part per dim."""
+    """Random axes in random order, distributed over the dims."""
     chosen = draw.sample(axes, draw.randrange(len(axes) + 1))
     cut = draw.randrange(len(chosen) + 1)
     return P(chosen[:cut], chosen[cut:])
@@ -105,7 +105,7 @@ def random_redistributions(count: int, mesh: Mesh) -> Iterator[tuple[NamedShardi
 
 
 def places(sharding: NamedSharding) -> dict[str, Any]:
-    """Of every axis: the dim that it shards and how many axes do so before it, or that it is partial."""
+    """For every axis: the dim that it shards and the number of axes before it in this dim, or that it is partial."""
     found: dict[str, Any] = dict.fromkeys(sharding.partial, "partial")
     for dim, axes in enumerate(sharding.spec):
         for index, axis in enumerate(axes):
@@ -128,7 +128,7 @@ def test_every_step_of_a_redistribution_changes_one_axis() -> None:
 
 
 def summand(whole: Tensor, sharding: NamedSharding) -> Tensor:
-    """This rank's: they differ, and their sum is the part of the whole."""
+    """This rank's summand: the summands of all ranks add up to the part of the whole."""
     part, factor = part_by_definition(whole, sharding.spec, sharding.mesh), 1.0
     for axis in sharding.partial:
         factor *= (0.25, 0.75)[sharding.mesh.coordinates()[axis]]

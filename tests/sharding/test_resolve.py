@@ -1,4 +1,4 @@
-"""From logical names to a spec, and from a spec to what a mesh and a shape allow, against another way to say both."""
+"""From logical names to a spec, and to the axes that mesh and shape allow, against a second implementation."""
 
 import itertools
 import math
@@ -114,7 +114,7 @@ def test_an_unknown_name_is_reported_or_refused(name: str, hint: str) -> None:
 
 
 def best_axes(axes, mesh_sizes, length: int) -> tuple[str, ...]:
-    """Of all choices of axes that divide the length, the one that keeps the earliest axes."""
+    """The choice of axes that divides the length and keeps the earliest axes."""
     usable = [axis for axis in axes if mesh_sizes.get(axis, 1) > 1]
     for keep in itertools.product((True, False), repeat=len(usable)):
         kept = tuple(itertools.compress(usable, keep))

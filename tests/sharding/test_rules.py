@@ -1,4 +1,4 @@
-"""LogicalRules: tables, overrides, files and what is wrong with them; the presets of the package."""
+"""LogicalRules: tables, overrides, files and their errors; the presets of the package."""
 
 import copy
 import pickle

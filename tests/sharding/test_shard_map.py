@@ -34,7 +34,7 @@ def test_shard_map_of_tokens_and_weights(sizes: dict[str, int]) -> None:
 
     def check() -> None:
         mesh = Mesh(sizes)
-        stored = P(None, "fsdp" if "fsdp" in sizes else None)  # shard_map brings them to where the function wants them
+        stored = P(None, "fsdp" if "fsdp" in sizes else None)  # shard_map redistributes them
         ours = {name: laid(value, mesh, stored) for name, value in inputs.items()}
         mapped = shard_map(feed_forward, mesh, IN_SPECS, OUT_SPECS, partial=("expert",))
         summands, hidden_parts = mapped(ours["x"], 0.5, ours["up"], ours["down"])

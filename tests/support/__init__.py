@@ -1,1 +1,1 @@
-"""What tests share."""
+"""Functions, cases and small models that tests share."""

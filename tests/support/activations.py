@@ -23,6 +23,6 @@ def name_of(arguments: Arguments) -> str:
 
 
 def fields(arguments: Arguments) -> Arguments:
-    """The same as fields of `MoEConfig`."""
+    """Return the arguments as fields of `MoEConfig`."""
     renamed = {"limit": "activation_limit", "limit_target": "activation_limit_target"}
     return {renamed.get(name, name): value for name, value in arguments.items()}

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from support.programs import HangError, abort, add_mark
 
-MAX_SECONDS = 600.0  # more than a program or ranks may take, whose own errors say more
+MAX_SECONDS = 600.0  # above the bounds of programs and ranks, whose errors say more
 
 _mark = add_mark(os.environ)
 

@@ -22,7 +22,7 @@ Update = Callable[[], object]
 
 
 class Experts(nn.Module):
-    """All experts for all tokens, weighted; on a mesh those of this rank for the tokens of its expert group."""
+    """Weighted sum of all experts; on a mesh this rank's experts compute the tokens of its expert group."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ def same_batch(_rank: int, _num_ranks: int) -> tuple[Tensor, Tensor]:
 
 
 def other_lengths(rank: int, num_ranks: int) -> Any:
-    """Rank 0 of 4 has fewer sequences: the mean over ranks is not that over tokens."""
+    """Rank 0 of 4 has fewer sequences: the mean over ranks is not the mean over tokens."""
     x, target = whole_batch()
     sizes = [BATCH // 8, *[(BATCH - BATCH // 8) // 3] * 3] if num_ranks == 4 else [BATCH]
     return x.split(sizes)[rank], target.split(sizes)[rank]
@@ -123,7 +123,7 @@ def accumulate(
     loss: Callable[[Any, Any], Terms] = loss,
     **factors: float,
 ) -> Terms:
-    """Forward and backward of all micro-batches; `before` learns whether the next one is the last."""
+    """Forward and backward of all micro-batches; before(model, is_last) is called before each of them."""
     total: Terms = {}
     for number, micro_batch in enumerate(micro_batches(batch)):
         before(model, number == MICRO_BATCHES - 1)
@@ -133,7 +133,7 @@ def accumulate(
 
 
 def reduce_gradients(model: nn.Module, group: Any = None, names: str = "", op: Any = dist.ReduceOp.SUM) -> None:
-    """All-reduce the gradients of the parameters whose names begin so."""
+    """All-reduce the gradients of the parameters whose names begin with `names`."""
     for name, parameter in model.named_parameters():
         if name.startswith(names) and parameter.grad is not None:
             dist.all_reduce(parameter.grad, op=op, group=group)
@@ -168,7 +168,7 @@ def fsdp2(model: nn.Module) -> nn.Module:
 
 
 def alone(model: nn.Module) -> nn.Module:
-    """Nothing is parallelized: the step reduces the gradients."""
+    """The model is not parallelized; the step reduces the gradients."""
     return model
 
 
@@ -187,7 +187,7 @@ def expert_and_data_parallel(model: nn.Module) -> nn.Module:
 
 
 class Case(NamedTuple):
-    """What `compare_ranks` takes, and what it must say of the first wrong gradient; "" for equal."""
+    """Arguments of `compare_ranks`, and the first wrong gradient that it must report; "" if all are equal."""
 
     parallelize: Callable[[Any], Any]
     num_ranks: int = 4

@@ -1,6 +1,7 @@
 """Ring attention of `torch.distributed.tensor.experimental.context_parallel`, with the kernels of the CPU.
 
-`context_parallel` sends attention of CUDA through it. The CPU has other operators, to which it is bound here.
+`context_parallel` sends attention of CUDA through it. Here it is registered for the operators of the CPU, which are
+others.
 """
 
 from functools import partial
@@ -59,7 +60,7 @@ def in_order(model: nn.Module) -> nn.Module:
 
 
 def balanced(model: nn.Module) -> nn.Module:
-    """Each rank has a part from the beginning and one from the end."""
+    """Each rank has one part from the first half of a sequence and one from the second half."""
     ring._cp_options.enable_load_balance, ring._cp_options.convert_to_f32 = True, False
     return nn.parallel.DistributedDataParallel(model)
 

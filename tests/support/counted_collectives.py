@@ -15,11 +15,10 @@ from maxmoe.sharding import Mesh
 
 
 class CountedCollectives(TorchDispatchMode):
-    """In it, `counts` gathers times and bytes by kind and axis, "a, b" for a group over both.
+    """Counts calls and bytes in `counts`, by kind and axis, "a, b" for a group over both.
 
-    The bytes are those that a rank sends, and receives, on a ring: of the largest tensor of a gather or scatter
-    (n - 1) / n, twice that for an all-reduce; and in an all-to-all the larger of what it sends to other ranks and of
-    what it receives from them.
+    The bytes are sent and received by a rank on a ring: (n - 1) / n of the largest tensor of a gather or scatter, twice
+    this number for an all-reduce; in an all-to-all the maximum of the bytes sent to and received from other ranks.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -46,7 +45,7 @@ class CountedCollectives(TorchDispatchMode):
 
 
 def _exchanged(arguments: Sequence[Any], group: dist.ProcessGroup) -> int:
-    """Bytes with other ranks: the output, the input and their splits are arguments in this order."""
+    """Bytes exchanged with other ranks. Output, input and their splits are arguments in this order."""
     tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
     splits = [argument for argument in arguments if isinstance(argument, list)]
     shares = []

@@ -32,6 +32,6 @@ class Outer(nn.Module):
 
 
 def error_of(call, *arguments: Any, **options: Any) -> str:
-    with pytest.raises(ValueError) as caught:  # noqa: PT011  the message is what is tested
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  the message is tested below
         call(*arguments, **options)
     return str(caught.value)

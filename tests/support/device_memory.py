@@ -1,8 +1,8 @@
-"""Tensors of a device whose memory the host cannot read: what waits for a real one is an error here.
+"""Tensors of a device whose memory the host cannot read: an operator that would wait for a real device is an error.
 
-The numbers lie in CPU tensors that only PyTorch's own operators reach. Those of maxmoe see tensors of another device,
-without a data pointer, and run the C++ that they run on every device. An operator of PyTorch that brings a number to
-the host, or one of the host to the device, raises `SynchronizationError`.
+The numbers are in CPU tensors that only PyTorch's own operators reach. The operators of maxmoe get tensors of another
+device, without a data pointer, and run the C++ that they run on every device. An operator of PyTorch that copies a
+number from the device to the host or back raises `SynchronizationError`.
 """
 
 import weakref
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-DEVICE = torch.device("meta")  # not that of the CPU, and autograd needs no driver for it
+DEVICE = torch.device("meta")  # not the CPU, and autograd needs no driver for it
 aten = torch.ops.aten
 
 READS_VALUES = {
@@ -39,7 +39,7 @@ class SynchronizationError(RuntimeError):
 
 
 class DeviceTensor(Tensor):
-    """On the device; `numbers` are its values."""
+    """A tensor on the device; `numbers` are its values."""
 
     numbers: Tensor
 
@@ -62,13 +62,13 @@ class DeviceTensor(Tensor):
 
 
 class DeviceMemory(TorchDispatchMode):
-    """Inside of it one can compute with `DeviceTensor`.
+    """Context in which operators compute with `DeviceTensor`.
 
     Attributes:
-        calls: of PyTorch's operators, how often.
-        num_computed: how many of them computed something: all but views and empty tensors.
-        largest: elements of the largest tensor that one of them made.
-        peak_bytes: the most that there was at a time, of what was made inside.
+        calls: number of calls of each operator of PyTorch.
+        num_computed: number of calls that computed something: all but views and empty tensors.
+        largest: elements of the largest result.
+        peak_bytes: peak memory of the tensors that were made inside of the context.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class DeviceMemory(TorchDispatchMode):
         self.largest = 0
         self.peak_bytes = 0
         self._live_bytes = 0
-        self._num_tensors: Counter[int] = Counter()  # of each storage
+        self._num_tensors: Counter[int] = Counter()  # by storage
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -120,7 +120,7 @@ class DeviceMemory(TorchDispatchMode):
 
 
 def computes(function: Any, arguments: list[Any], results: list[Any]) -> bool:
-    """Whether a call writes numbers: its results are not all views of its arguments, or memory that nobody wrote."""
+    """Whether a call writes numbers: a result is neither a view of an argument nor uninitialized memory."""
 
     def addresses(values: list[Any]) -> set[int]:
         return {value.untyped_storage().data_ptr() for value in values if isinstance(value, Tensor)}
@@ -141,7 +141,7 @@ def check_no_waiting(function: Any, tensors: list[Tensor], device: torch.device 
 
 
 def check_grouped_mm(lhs: Tensor, rhs: Tensor, ends: Tensor) -> None:
-    """What the CUDA kernel demands beyond PyTorch's own checks, or reads otherwise in the wrong place."""
+    """Check the conditions of the CUDA kernel that PyTorch does not check: it would read the wrong memory."""
     assert ends.dtype == torch.int32 and ends.device == DEVICE and len(ends) < 1024
     assert lhs.stride(-1 if rhs.dim() == 3 else -2) == 1, "the first row of a group would begin anywhere"
     for operand in (lhs, rhs):
@@ -151,12 +151,12 @@ def check_grouped_mm(lhs: Tensor, rhs: Tensor, ends: Tensor) -> None:
 
 
 def to_device(tensor: Tensor) -> DeviceTensor:
-    """The same values there, a leaf of the graph."""
+    """Return a copy on the device, a leaf of the graph."""
     return DeviceTensor(tensor.detach().clone()).requires_grad_(tensor.requires_grad)
 
 
 def move_to_device(module: nn.Module) -> None:
-    """All parameters and buffers, in place."""
+    """Move all parameters and buffers to the device, in place."""
     for part in module.modules():
         for name, parameter in list(part.named_parameters(recurse=False)):
             part.register_parameter(name, nn.Parameter(to_device(parameter.detach())))
@@ -165,5 +165,5 @@ def move_to_device(module: nn.Module) -> None:
 
 
 def to_host(values: Any) -> Any:
-    """The numbers of all tensors in a structure."""
+    """Replace the device tensors in a structure by their values."""
     return tree_map_only(DeviceTensor, lambda tensor: tensor.numbers, values)

@@ -56,7 +56,7 @@ LOADS = ("of the router", "even", "half of the experts without tokens", "all to 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step makes of a batch; gradients by the names of the parameters, and of "x"."""
+    """Results of a step; gradients by the names of the parameters, and of "x"."""
 
     hidden_states: Tensor
     aux_loss: Tensor
@@ -66,7 +66,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Batch:
-    """Tokens ``(B, S, D)``, the gradient of their output; experts ``(B, S, K)`` where not the router chooses."""
+    """Tokens ``(B, S, D)``, the gradient of their output; experts ``(B, S, K)`` that replace the router's choice."""
 
     x: Tensor
     cotangent: Tensor
@@ -81,7 +81,7 @@ class Batch:
 
 
 def make_layer(config: MoEConfig, dtype: torch.dtype = torch.float64) -> MoE:
-    """The same random values at every call, in all parameters and buffers."""
+    """A layer with the same random values at every call, in all parameters and buffers."""
     generator = torch.Generator().manual_seed(0)
     layer = MoE(config, dtype=dtype)
     with torch.no_grad():
@@ -95,7 +95,7 @@ def make_layer(config: MoEConfig, dtype: torch.dtype = torch.float64) -> MoE:
 def make_batch(
     config: MoEConfig, load: str, shape: tuple[int, int] = (8, 8), dtype: torch.dtype = torch.float64
 ) -> Batch:
-    """The same random values at every call."""
+    """A batch with the same random values at every call."""
     generator = torch.Generator().manual_seed(1)
     x, cotangent = torch.randn(2, *shape, config.hidden_size, generator=generator, dtype=torch.float64).to(dtype)
     slots = torch.arange(shape[0] * shape[1] * config.top_k).view(*shape, config.top_k)
@@ -114,7 +114,7 @@ def make_batch(
 
 
 def take_step(layer: MoE, batch: Batch, forward: Callable[..., MoEOutput] | None = None) -> Outcome:
-    """Forward and backward, as a training loop does on every rank; `forward` is the layer in another guise."""
+    """Forward and backward, as a training loop does on every rank; `forward` is called in the place of the layer."""
     layer.zero_grad()
     x = batch.x.detach().clone().requires_grad_()
     record = None if batch.experts is None else RoutingRecord({"": [batch.experts]})
@@ -133,7 +133,7 @@ def check_part(
     tolerance: float = 1e-12,
     terms: float = 0.0,
 ) -> None:
-    """Everything of this rank is its part of what one process has; gradients on a scale of at least `terms`."""
+    """Check that results of this rank are parts of one process's; gradients on a scale of at least `terms`."""
     check_same(got.hidden_states, expected.hidden_states, expected.hidden_states[part], "hidden_states", tolerance)
     check_same(got.aux_loss, expected.aux_loss, expected.aux_loss, "aux_loss", tolerance)
     check_same(

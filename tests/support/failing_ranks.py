@@ -1,4 +1,4 @@
-"""Ranks that die, hang or raise in the middle of a training, and what all ranks say of it."""
+"""Ranks that die, hang or raise in the middle of a training, and the errors of all ranks."""
 
 import os
 import re
@@ -67,7 +67,7 @@ def outcomes(
             with watch_ranks(patience):
                 train()
         except Exception as error:
-            note = f"{time.monotonic()} {type(error).__name__}: {error}"  # the clock is that of all processes
+            note = f"{time.monotonic()} {type(error).__name__}: {error}"  # all processes have the same clock
             (folder / str(dist.get_rank())).write_text(note)
             raise
 

@@ -1,4 +1,4 @@
-"""Small checkpoints of `examples/pretrain.py`, and what a stranger may do to them."""
+"""Small checkpoints of `examples/pretrain.py`, and attacks on them."""
 
 import hashlib
 import os

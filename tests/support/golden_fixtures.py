@@ -1,4 +1,4 @@
-"""MaxText's numbers in tests/golden, said in the words of `MoEConfig` and of the layer's state dict.
+"""MaxText's numbers in tests/golden, with the names of `MoEConfig` and of the layer's state dict.
 
 They come from running MaxText's RoutedMoE (commit e591f30c) in float32 on CPU; `meta` is its configuration.
 """
@@ -50,7 +50,7 @@ def load(name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def layer_config(arrays: dict[str, Tensor], meta: dict[str, Any]) -> MoEConfig:
-    """What MaxText's model name, decoder and options mean, said as a MoEConfig."""
+    """Return the MoEConfig that MaxText's model name, decoder and options stand for."""
     options = meta["config"]
     words: dict[str, Any] = {
         "hidden_size": arrays["x"].shape[-1],
@@ -99,20 +99,21 @@ def layer_parameters(arrays: dict[str, Tensor], config: MoEConfig) -> dict[str, 
     if config.score_correction_bias:
         parameters["router.score_correction_bias"] = arrays["gate_bias"]
     if "per_expert_scale" in arrays:
-        # Gemma 4 multiplies the weights by a trained scale per expert: the same as scaling down_proj.
+        # Gemma 4 multiplies the weights by a trained scale per expert, which is equal to scaling down_proj.
         parameters["experts.down_proj"] = arrays["wo"] * arrays["per_expert_scale"][:, None, None]
     return parameters
 
 
 def expected_output(arrays: dict[str, Tensor]) -> Tensor:
-    """The output; of a fixture of several devices that of one, where MaxText computed it."""
+    """Return the output; for several devices the output of a single device, if the fixture has it."""
     return arrays.get("out_single_device", arrays.get("out"))  # type: ignore[return-value]
 
 
 def expected_gradients(arrays: dict[str, Tensor], config: MoEConfig) -> dict[str, Tensor]:
     """The gradients of the trained parameters under the same names, and of "x".
 
-    Some of several devices lack the path through the router: then plain autodiff's, or those of one device, are taken.
+    Some gradients of several devices lack the path through the router: then the ones of plain autodiff, or of one
+    device, are returned.
     """
     prefix = next(start for start in ("true_grad", "single_grad", "grad") if f"{start}_x" in arrays)
     gradients = {"x": arrays[f"{prefix}_x"], "router.weight": arrays[f"{prefix}_gate_kernel"].T}
@@ -127,7 +128,7 @@ def expected_gradients(arrays: dict[str, Tensor], config: MoEConfig) -> dict[str
 
 
 def balance_loss(x: Tensor, parameters: dict[str, Tensor], arrays: dict[str, Tensor], meta: dict[str, Any]) -> Tensor:
-    """MaxText's own balance loss, part of the loss that its gradients belong to; ours has another definition.
+    """MaxText's balance loss, a term of the loss that its gradients belong to; ours has another definition.
 
     It takes the softmax of the scores with the bias, and its constant makes perfect balance K.
     """

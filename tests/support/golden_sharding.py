@@ -1,4 +1,4 @@
-"""MaxText's rule tables in tests/golden/sharding.json, and what flax made of them (MaxText commit e591f30c)."""
+"""MaxText's rule tables in tests/golden/sharding.json, and the specs that flax resolved (MaxText commit e591f30c)."""
 
 import json
 from typing import NamedTuple
@@ -16,7 +16,7 @@ class Table(NamedTuple):
 
 
 def golden_tables() -> list[Table]:
-    """All seven."""
+    """All seven rule tables."""
     return [
         Table(
             table["rule"],

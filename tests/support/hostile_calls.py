@@ -1,7 +1,7 @@
 """Calls every registered operator with one or two arguments that are wrong, on both paths.
 
-Run as a program, since what it looks for may end the process. A call must either raise an error that names the
-operator, or give the same on both paths.
+Run as a program, since a mistake may crash the process. A call must either raise an error that names the operator, or
+give the same results on both paths.
 """
 
 import random
@@ -21,10 +21,10 @@ from maxmoe.quantization import quantize
 
 HUGE = (-(2**63), -(2**62), -1, 0, 1, 3, 10**9, 2**32, 2**62, 2**63 - 1)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
-# What torch itself says of an argument that the schema does not allow, or of a size that no tensor may have.
+# Errors of torch itself for arguments that the schema does not allow, or for sizes that no tensor may have.
 OF_TORCH = "Expected a value of type|fixed-size array|too large|overflow|negative dimension|allocate memory|bad_alloc"
 MEMORY = 2**31  # bytes that the process may ask for
-# What an operator without a kernel calls, and what names itself in its errors.
+# The operators that an operator without a kernel calls: errors name one of them.
 COMPOSED_OF = {"routed_experts": "(linear|route|ragged_plan|expert_ffn|routed_experts)"}
 SAMPLE = 24  # calls of each operator in each way
 
@@ -32,7 +32,7 @@ Arguments = dict[str, Any]
 
 
 def valid_calls() -> Iterator[tuple[str, Arguments]]:
-    """At least one for each operator: 5 tokens, 2 experts each out of 3, D = 4, F = 6."""
+    """Yield at least one call of each operator: 5 tokens, 2 experts each out of 3, D = 4, F = 6."""
     experts = torch.tensor([[0, 1], [2, 0], [1, 2], [0, 2], [2, 1]])
     plan = ops.ragged_plan(experts, 3)
     yield from calls_of_experts(plan)
@@ -138,13 +138,13 @@ def calls_of_movement(plan: ops.RaggedPlan) -> Iterator[tuple[str, Arguments]]:
 
 
 def registered_operators() -> set[str]:
-    """Operators in C++: those in Python cannot read beyond a tensor."""
+    """The operators in C++: an operator in Python cannot read beyond a tensor."""
     names = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("maxmoe::")}
     return {name.removeprefix("maxmoe::") for name in names - set(torch._library.custom_ops.OPDEFS)}
 
 
 def hostile_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """The same in another dtype, rank, size, layout or place, and with other values."""
+    """Yield the tensor with another dtype, rank, size, layout or device, and with other values."""
     yield from (tensor.to(dtype) for dtype in DTYPES if dtype != tensor.dtype)
     yield from (tensor.unsqueeze(0), tensor.flatten(), tensor[0], tensor.new_zeros(()))
     for dim in range(tensor.dim()):
@@ -186,7 +186,7 @@ def hostile_values(value: Any) -> Iterator[Any]:
 
 
 def changes_of(arguments: Arguments) -> list[Arguments]:
-    """Of one argument, and of two."""
+    """Return changes of one argument, and of two."""
     single = [{name: value} for name, valid in arguments.items() for value in hostile_values(valid)]
     generator = random.Random(0)
     pairs = [generator.sample(single, 2) for _ in range(SAMPLE // 4)]
@@ -194,12 +194,12 @@ def changes_of(arguments: Arguments) -> list[Arguments]:
 
 
 def fresh(value: Any) -> Any:
-    """A copy of what a call may overwrite."""
+    """Copy a tensor, because a call may overwrite it."""
     return value.clone() if isinstance(value, Tensor) and value.numel() < 1000 else value
 
 
 def outcome(operator: str, arguments: Arguments, force: bool, wrap: Callable[..., Any]) -> tuple[Tensor, ...] | str:
-    """The results, or the error if it says enough."""
+    """Return the results, or the error if its message is good enough."""
     arguments = {name: fresh(value) for name, value in arguments.items()}
     try:
         with ops.force_aten(force):
@@ -262,7 +262,7 @@ def check(operator: str, arguments: Arguments, change: Arguments, way: Callable[
 
 
 def check_saved_tensors(operator: str, arguments: Arguments) -> None:
-    """Backward gets what a saved-tensor hook makes of a saved tensor: an error or some number, and no crash."""
+    """Check the backward with saved tensors that a hook has replaced: an error or any number, but no crash."""
     generator = random.Random(0)
     saved: list[Tensor] = []
 
@@ -285,7 +285,7 @@ def check_saved_tensors(operator: str, arguments: Arguments) -> None:
 
 
 def announce(operator: str, way: str, change: Arguments) -> None:
-    """The last line says what the process ended at."""
+    """Print the call, so that the last line names the one that crashed."""
     print(operator, way, {name: short(value) for name, value in change.items()}, flush=True)
 
 
@@ -298,7 +298,7 @@ def short(value: Any) -> str:
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     torch.manual_seed(0)
-    torch.use_deterministic_algorithms(True)  # memory that nobody wrote is NaN
+    torch.use_deterministic_algorithms(True)  # uninitialized memory is NaN
     warnings.simplefilter("ignore")
     calls = list(valid_calls())
     operators = {operator for operator, _ in calls}

@@ -1,4 +1,4 @@
-"""What a training step on real ranks holds, keeps and moves: for comparison with what is planned."""
+"""Memory and collectives of a training step on real ranks, for comparison with a plan."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -25,12 +25,12 @@ from support.run_ranks import run_ranks
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """What a step holds, keeps and moves on one rank.
+    """Memory and collectives of a step on one rank.
 
     Args:
-        parameters: shape and bytes of its part of each.
+        parameters: shape and bytes of this rank's part of each parameter.
         collectives: times and bytes by kind and axis, without the sums of losses and statistics.
-        kept_bytes: that autograd holds after the forward, stored parameters apart.
+        kept_bytes: bytes that autograd holds after the forward, without stored parameters.
     """
 
     parameters: dict[str, tuple[tuple[int, ...], int]]
@@ -40,7 +40,7 @@ class MeasuredStep:
 
 @contextmanager
 def kept_tensors(others: Iterable[Tensor]) -> Iterator[dict[int, Tensor]]:
-    """Collect what autograd saves, by its memory, but for `others`."""
+    """Collect the tensors that autograd saves, by storage, without `others`."""
     known = {tensor.untyped_storage().data_ptr() for tensor in others}
     kept: dict[int, Tensor] = {}
 
@@ -57,7 +57,7 @@ def num_bytes(kept: dict[int, Tensor]) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
-# Every preset once, on a mesh of its own axes.
+# Every preset once, on a mesh with the axes of the preset.
 PRESET_LAYOUTS = [layout for layout in layouts(4) if "fsdp_transpose" not in layout.sizes]
 _measured: dict[str, list[MeasuredStep]] = {}
 
@@ -70,7 +70,7 @@ def measured_steps(
     num_chunks: int = 1,
     dtype: torch.dtype = torch.float64,
 ) -> list[MeasuredStep]:
-    """By rank, with balanced routing; what has been measured once is not measured again."""
+    """Measure a step with balanced routing, by rank; results are cached."""
     key = f"{layout} {config} {dispatch} {num_chunks} {dtype}"
     if key not in _measured:
         _measured[key] = run_ranks(_step, layout.world_size, layout, config, dispatch, num_chunks, dtype)
@@ -116,7 +116,7 @@ def _step(
 def by_kind_and_axis(*flows: Traffic) -> dict[tuple[str, ...], list[int]]:
     total: dict[tuple[str, ...], list[int]] = defaultdict(lambda: [0, 0])
     for flow in flows:
-        # gloo has no reduce-scatter: rows are exchanged by an all-to-all, as many bytes, and added up.
+        # gloo has no reduce-scatter: rows are exchanged by an all-to-all of the same number of bytes, and added up.
         of_rows = flow.purpose.startswith(("tokens to experts", "routing weights", "outputs of experts"))
         kind = "all-to-all" if of_rows and flow.kind == "reduce-scatter" else flow.kind
         total[kind, flow.axis][0] += flow.times

@@ -13,7 +13,7 @@ from support.parallel_by_hand import SameOnRanks, SumOfParts
 
 
 class AllReduceExperts(Experts):
-    """The experts of a rank for the tokens of all, which every rank has; outputs are summed."""
+    """Each rank's experts compute all tokens, which every rank has; outputs are summed."""
 
     are_scores_summed = True
 
@@ -34,7 +34,7 @@ class UnsummedScores(AllReduceExperts):
 
 
 class WrongPairs(AllReduceExperts):
-    """The weights of a rank's experts, one place too far."""
+    """A rank takes routing weights of other experts: they are shifted by one place."""
 
     def of_rank(self, weights: Tensor, rank: int, count: int) -> Tensor:
         return super().of_rank(weights.roll(1, -1), rank, count)
@@ -52,7 +52,7 @@ class Sentinels(AllReduceExperts):
         return weights
 
     def ids(self, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """The expert of each slot among those of this rank, and whether it is one of them."""
+        """Return the local id of each slot's expert, and whether the expert is local."""
         count, rank = len(self.up), 0 if self.group is None else self.group.rank()
         experts = weights.topk(2).indices
         is_local = experts // count == rank
@@ -63,7 +63,7 @@ class Sentinels(AllReduceExperts):
         return outputs.gather(-2, experts[..., None].expand(*experts.shape, WIDTH))
 
     def kept(self, weights: Tensor) -> Tensor:
-        """The weights of local slots; others are zero in the forward, and have a gradient all the same."""
+        """Return the weights; weights of slots of other ranks are zero in the forward, but have a gradient."""
         _, is_local = self.ids(weights)
         best = weights.topk(2).values
         return torch.where(is_local, best, best - best.detach())
@@ -92,7 +92,7 @@ class SlicedGradient(Experts):
 
 
 class DetachedScores(Experts):
-    """The routing weights are gathered by a collective that autograd does not know."""
+    """The routing weights are gathered by a collective that autograd does not record."""
 
     def forward(self, x: Tensor, weights: Tensor) -> Tensor:
         return super().forward(x, weights if self.group is None else weights.detach())

@@ -81,7 +81,7 @@ class SwiGLU(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Token ids, targets if there are, and whatever blocks; the output shares the weight of the embedding if tied."""
+    """Takes token ids and optional targets; any blocks; the output layer shares the weight of the embedding if tied."""
 
     def __init__(self, *blocks: nn.Module, is_tied: bool = False, is_checkpointed: bool = False) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class LanguageModel(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A recurrence in Python, and the layer that torch has."""
+    """A recurrence in a loop of Python, and torch's layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class Vision(nn.Module):
 
 
 class EncoderDecoder(nn.Module):
-    """Two keyword arguments of two dtypes."""
+    """A model with two keyword arguments of different dtypes."""
 
     declaration = Declaration(
         example_inputs=lambda batch, length: {

@@ -1,4 +1,4 @@
-"""Small MoE layers with random parameters: their options, results and gradients, and those of the specification."""
+"""Small MoE layers with random parameters: options, results and gradients, of the layer and of the specification."""
 
 from collections.abc import Callable
 from typing import Any
@@ -67,7 +67,7 @@ each_compute = pytest.mark.parametrize("compute", COMPUTE.values(), ids=COMPUTE)
 
 def make(dtype: torch.dtype = torch.float64, **options: Any) -> MoE:
     """A small layer with random values in all parameters, biases included."""
-    torch.set_num_threads(1)  # more only wait for each other at this size
+    torch.set_num_threads(1)  # more threads would only wait for each other at this size
     layer = MoE(MoEConfig(**{**SIZES, **options}), dtype=dtype)
     with torch.no_grad():
         for value in layer.state_dict().values():
@@ -92,17 +92,17 @@ def differentiate(outputs: tuple[Tensor, ...], leaves: dict[str, Tensor], cotang
 def outcome(
     layer: MoE, x: Tensor, forward: Callable[..., Any] | None = None, token_mask: Tensor | None = None
 ) -> Result:
-    """Outputs, and the gradients of x and of all parameters; `forward` is the layer in another guise."""
+    """Outputs, and the gradients of x and of all parameters; `forward` is called in the place of the layer."""
     x = x.detach().requires_grad_()
     hidden_states, aux_loss, stats = (layer if forward is None else forward)(
         x, *([] if token_mask is None else [token_mask])
-    )
+    )[:3]
     outputs = (hidden_states, aux_loss, stats.tokens_per_expert, stats.dropped)
     return differentiate(outputs, {"x": x, **dict(layer.named_parameters())}, cotangents_of(outputs))
 
 
 def specification(layer: MoE, x: Tensor, got: Result, token_mask: Tensor | None = None) -> Result:
-    """What the reference makes of the same values in float64, along the same upstream gradients."""
+    """The results of the reference in float64, for the same values and upstream gradients."""
     state = {name: value.double().requires_grad_() for name, value in layer.state_dict().items()}
     x = x.detach().double().requires_grad_()
     outputs = reference.moe(x, layer.config, state, token_mask)
@@ -113,7 +113,7 @@ def specification(layer: MoE, x: Tensor, got: Result, token_mask: Tensor | None 
 def assert_meets_specification(
     layer: MoE, x: Tensor | None = None, relative: float = 1e-12, token_mask: Tensor | None = None
 ) -> None:
-    """By default with several sequences, without tokens, with one token, and with NaN in padding."""
+    """Compare with the reference; by default several sequences, no tokens, one token, and NaN in padding."""
     if x is None:
         for shape in ((3, 6), (0,), (1,)):
             assert_meets_specification(layer, tokens(layer, *shape), relative)

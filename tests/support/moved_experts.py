@@ -11,13 +11,13 @@ from maxmoe.parallel.dispatch.lent_experts import LentExperts
 
 
 def make_moves_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights cost nothing: they are sent to save a few rows, if a rank has more rows than the bound."""
+    """Sending weights costs nothing: they are sent to save a few rows if a rank has more rows than the bound."""
     monkeypatch.setattr(least_loaded, "FLOP_PER_BYTE", {"cpu": 0, "cuda": 0})
 
 
 @contextmanager
 def moving_experts(expected: bool) -> Iterator[None]:
-    """Move experts for every row above the mean; this rank must take part in a move if `expected`, else in none."""
+    """Move experts for every row above the mean; this rank must take part in a move if and only if `expected`."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         make_moves_free(monkeypatch)
         monkeypatch.setattr(expert_moves, "TRIED_PERCENT", (100,))

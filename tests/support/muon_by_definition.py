@@ -9,7 +9,7 @@ QUINTIC = ((3.4445, -4.7750, 2.0315),) * 5
 
 
 def orthogonalized(matrix: Tensor, steps: Sequence[Sequence[float]] = QUINTIC, eps: float = 1e-7) -> Tensor:
-    """The polynomials act on singular values, and on nothing else."""
+    """Newton-Schulz by its polynomials, which act on the singular values only."""
     u, s, vh = torch.linalg.svd(matrix.double(), full_matrices=False)
     s = s / max(float(s.square().sum().sqrt()), eps)
     for a, b, c in steps:

@@ -1,4 +1,4 @@
-"""What a run left out and how to run it, one line for each reason, at its end."""
+"""The summary of the tests that a run left out and how to run them, one line for each reason."""
 
 import re
 from collections import defaultdict
@@ -11,7 +11,7 @@ LEFT_OUT = "cases beyond the samples of their tests"  # in the output of a proce
 
 
 def explained(reason: str) -> str:
-    """Return a reason with the command that installs what is missing."""
+    """Return a reason with the command that installs the missing package."""
     missing = re.match(r"could not import '.*No module named '(\w+)", reason)
     if missing is None:
         return reason
@@ -22,7 +22,7 @@ def explained(reason: str) -> str:
 
 
 class NotRun:
-    """Writes what was not run."""
+    """Writes the summary."""
 
     def __init__(self) -> None:
         self.num_left_out = 0

@@ -1,4 +1,4 @@
-"""Calling an operator of ours and of the reference alike, and comparing what comes of it."""
+"""Calls of our operators and of the reference with the same arguments, and comparisons of their results."""
 
 import re
 from collections.abc import Collection, Iterator
@@ -63,14 +63,14 @@ class Call:
         return self.replace(**{name: value.to(dtype) for name, value in self.floats().items()})
 
     def trainable(self, frozen: Collection[str] = ()) -> "Call":
-        """With the same memory under new leaves, so that strides stay."""
+        """Return the call with new leaves that share the memory, so that strides stay."""
         trained = {name: value for name, value in self.floats().items() if name not in frozen}
         return self.replace(**{name: value.detach().requires_grad_() for name, value in trained.items()})
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a call returned, and the gradients of its floating-point arguments."""
+    """Outputs of a call, and the gradients of its floating-point arguments."""
 
     outputs: tuple[Tensor, ...]
     gradients: dict[str, Tensor | None]
@@ -105,7 +105,7 @@ def result(
 
 
 def assert_near(got: Tensor | None, expected: Tensor | None, relative: float, what: str) -> None:
-    """Errors relative to the largest value expected: what a sum of products of this size can lose."""
+    """Compare with a tolerance relative to the largest expected value, as sums of products lose precision."""
     if got is None or expected is None:
         assert not torch.any(got if got is not None else torch.zeros(())), what
         assert not torch.any(expected if expected is not None else torch.zeros(())), what
@@ -118,7 +118,7 @@ def assert_near(got: Tensor | None, expected: Tensor | None, relative: float, wh
 
 
 def assert_same(got: Result, expected: Result, relative: float = 0.0) -> None:
-    """Outputs and gradients of two calls; integers must be equal."""
+    """Compare outputs and gradients of two calls; integers must be equal."""
     for number, (output, other) in enumerate(zip(got.outputs, expected.outputs, strict=True)):
         if output.is_floating_point():
             assert_near(output, other, relative, f"output {number}")
@@ -129,7 +129,7 @@ def assert_same(got: Result, expected: Result, relative: float = 0.0) -> None:
 
 
 def tolerance(dtype: torch.dtype, roundings: int) -> float:
-    """`roundings` to a 16 bit dtype; sums of n terms in the others lose some n * eps / 4."""
+    """Relative error of `roundings` to a 16 bit dtype; in wider dtypes sums of n terms lose about n * eps / 4."""
     return torch.finfo(dtype).eps * (roundings if dtype.itemsize == 2 else 32)
 
 
@@ -141,7 +141,7 @@ def expected_result(call: Call) -> Result:
 
 
 def strided(tensor: Tensor, layout: str) -> Tensor:
-    """The same values with other strides, garbage between them; "expanded": the first of them everywhere."""
+    """The same values with other strides and garbage in the gaps; "expanded": the first value everywhere."""
     garbage = float("nan") if tensor.is_floating_point() else 10**9
     match layout:
         case "transposed" if tensor.dim() > 1:
@@ -179,7 +179,7 @@ def short(changes: dict[str, Any] | tuple[Any, ...]) -> str:
 
 @contextmanager
 def refusal(operator: str, *named: Any) -> Iterator[None]:
-    """An error "maxmoe::<operator>: <argument> must ..., got ...", in which all that is `named` appears."""
+    """Expect an error "maxmoe::<operator>: <argument> must ..., got ..." that contains all of `named`."""
     words = "".join(f"(?=.*{re.escape(str(word))})" for word in named)
     with pytest.raises((ValueError, RuntimeError), match=rf"(?s)maxmoe::{operator}: {words}"):
         yield

@@ -1,4 +1,4 @@
-"""What is asked of every operator: a test file derives from `OperatorTests` and says how to call it."""
+"""Tests of every operator: a test file derives from `OperatorTests` and defines how to call the operator."""
 
 import importlib
 import warnings
@@ -40,7 +40,7 @@ from support.shapes import (
     Shape,
 )
 
-# Torch's own: it loads its forward-mode rules with torch.jit, and runs an operator once for each member of a batch.
+# Warnings of torch: it loads forward-mode rules with torch.jit, and runs an operator once for each member of a batch.
 ignore_warnings_of_transforms = pytest.mark.filterwarnings(
     "ignore:`torch.jit.script` is deprecated", "ignore:There is a performance drop"
 )
@@ -49,7 +49,7 @@ ignore_warnings_of_transforms = pytest.mark.filterwarnings(
 class OperatorTests:
     """The common tests; a class that derives from it is collected once per operator."""
 
-    # Roundings to a 16 bit dtype between the arguments and any result.
+    # Number of roundings to a 16 bit dtype between the arguments and any result.
     roundings: ClassVar[int] = 1
     # Operators of the backward that the gradients of several arguments need.
     shared_in_backward: ClassVar[frozenset[str]] = frozenset()
@@ -142,7 +142,7 @@ class OperatorTests:
         call = self.call(MANY_ROWS).cast(dtype)
         torch.set_num_threads(2)
         first = result(call)
-        # The products of ATen are torch's own: repeatable, but for the same number of threads.
+        # The products of ATen are repeatable for the same number of threads only.
         for threads in (1, 2, 4, 4) if path == "cpu" else (2, 2):
             torch.set_num_threads(threads)
             assert_same(result(call), first)
@@ -196,7 +196,7 @@ class OperatorTests:
 
 
 def function_of(call: Call) -> tuple[Callable[..., tuple[Tensor, ...]], tuple[Tensor, ...]]:
-    """The call as a function of its floating tensors, and these."""
+    """The call as a function of its floating tensors, and these tensors."""
     names = list(call.floats())
 
     def function(*values: Tensor) -> tuple[Tensor, ...]:
@@ -206,7 +206,7 @@ def function_of(call: Call) -> tuple[Callable[..., tuple[Tensor, ...]], tuple[Te
 
 
 class MixedWeights:
-    """For the operators with `weights`: these stay float32 beside 16 bit rows."""
+    """Tests of the operators with `weights`, which stay float32 beside 16 bit rows."""
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
     def test_float32_weights(self: Any, every_path: str, dtype: torch.dtype) -> None:
@@ -263,7 +263,7 @@ def check_compile(call: Call, backend: str) -> None:
 
 
 def check_registrations(call: Call) -> None:
-    """torch.library.opcheck of the operator as the dispatcher sees it, with the arguments that it gets."""
+    """torch.library.opcheck of the registered operator, with the arguments that the dispatcher gets."""
     recorded = []
 
     class Record(torch.overrides.TorchFunctionMode):
@@ -275,8 +275,8 @@ def check_registrations(call: Call) -> None:
     with Record():
         call.trainable()()
     assert recorded, "no operator of torch.ops.maxmoe was called"
-    # Since torch 2.15, opcheck asks copies of the arguments, which are no leaves, for their gradients. Torch hides its
-    # warning from users, but not from a filter that raises.
+    # Since torch 2.15, opcheck reads .grad of copies of the arguments, which are not leaves. Torch hides its warning
+    # from users, but not from a filter that raises.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf Tensor", UserWarning)
         for function, args, kwargs in recorded:

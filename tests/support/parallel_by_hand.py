@@ -54,7 +54,7 @@ class SameOnRanks(torch.autograd.Function):
 
 
 class TensorParallelByHand(nn.Module):
-    """Half of the hidden features as ordinary tensors, without DTensor; the names are those of `Dense`."""
+    """Half of the hidden features as ordinary tensors, without DTensor; the names are the same as in `Dense`."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Decoders that every preset can spread over a few ranks, and what one training step of one process makes of them."""
+"""Decoders that every preset can spread over a few ranks, and the results of one training step of one process."""
 
 import functools
 from dataclasses import dataclass, replace
@@ -57,7 +57,7 @@ class MeshRules(NamedTuple):
 
 
 def layouts(*world_sizes: int) -> list[MeshRules]:
-    """Every preset on meshes of its own axes."""
+    """Every preset on meshes with the axes of the preset."""
     return [layout for layout in LAYOUTS if layout.world_size in world_sizes]
 
 
@@ -118,7 +118,7 @@ VARIANTS = {
 
 @dataclass(frozen=True)
 class Step:
-    """What one process makes of a batch."""
+    """Results of a step of one process."""
 
     before: dict[str, Tensor]
     output: DecoderOutput
@@ -127,7 +127,7 @@ class Step:
 
 
 def decoder(config: DecoderConfig = CONFIG) -> Decoder:
-    """The same parameters at every call, large enough to matter."""
+    """A decoder with the same parameters at every call, large enough to matter."""
     generator = torch.Generator().manual_seed(0)
     model = Decoder(config, dtype=torch.float64)
     with torch.no_grad():
@@ -145,7 +145,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def token_spec(mesh: Mesh, rules: LogicalRules) -> PartitionSpec:
-    """Which of the tokens a rank has."""
+    """The spec of the tokens of a rank."""
     spec = logical_to_mesh_axes(("activation_batch", "activation_length"), rules)
     return resolve(spec, mesh.sizes, (BATCH, LENGTH), strict=True).spec
 

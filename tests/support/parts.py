@@ -1,4 +1,4 @@
-"""The part of a tensor that a rank holds, by definition, and how equal numbers must be."""
+"""The part of a tensor that a rank holds, by definition, and comparisons up to a tolerance."""
 
 import itertools
 
@@ -10,7 +10,7 @@ from maxmoe.sharding import Mesh, NamedSharding, PartitionSpec
 
 
 def part_by_definition(whole: Tensor, spec: PartitionSpec, mesh: Mesh, rank: int | None = None) -> Tensor:
-    """Cut one dim after the other, for one axis after the other; `rank` is this one if None."""
+    """Split one dim after the other, for one axis after the other; `rank` is the calling rank if None."""
     rank = mesh.rank if rank is None else rank
     assert rank is not None
     place = dict(zip(mesh.sizes, list(itertools.product(*map(range, mesh.sizes.values())))[rank], strict=True))
@@ -24,7 +24,7 @@ def part_by_definition(whole: Tensor, spec: PartitionSpec, mesh: Mesh, rank: int
 def assert_same(
     actual: Tensor, expected: Tensor, name: str = "", *, scale: float | None = None, tolerance: float = 1e-12
 ) -> None:
-    """All entries within a tolerance of each other, relative to the largest of `expected` or to `scale`."""
+    """Compare all entries with a tolerance relative to the largest of `expected` or to `scale`."""
     actual, expected = actual.detach(), expected.detach()
     assert type(actual) is type(expected) is Tensor, name
     assert actual.shape == expected.shape and actual.dtype == expected.dtype, (name, actual.shape, expected.shape)

@@ -1,4 +1,4 @@
-"""What is in a picture."""
+"""Contents of PNG files."""
 
 from pathlib import Path
 
@@ -8,6 +8,6 @@ import numpy as np
 
 
 def share(path: Path, color: str) -> float:
-    """Of the pixels."""
+    """Return the share of the pixels that have a color."""
     pixels: np.ndarray = matplotlib.image.imread(path)[..., :3]
     return float((abs(pixels - matplotlib.colors.to_rgb(color)) < 0.02).all(-1).mean())

@@ -1,4 +1,4 @@
-"""Runs of `examples/pretrain.py` that last a moment, and what they leave."""
+"""Short runs of `examples/pretrain.py`, and the files that they write."""
 
 import json
 import warnings
@@ -42,7 +42,7 @@ def words(folder: Path) -> Path:
 
 
 def run(text: Path, out: Path, *arguments: str, looks_at_pictures: bool = False) -> int:
-    """Run it; pictures that nobody looks at are not rendered, which takes longer than the run, but written."""
+    """Run the script. Pictures are empty files unless `looks_at_pictures`: rendering takes longer than the run."""
     options = pretrain.parse_options([*TINY, "--data", str(text), "--out", str(out), *arguments])
     if "--resume" in arguments and "--steps" not in arguments:
         options.steps = None
@@ -74,7 +74,7 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 def assert_close(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """Two checkpoints say the same, up to the rounding of float32."""
+    """Compare two checkpoints, up to the rounding of float32."""
     assert one.keys() == other.keys()
     for name in ("training", "held_out"):
         assert torch.tensor(one[name]).allclose(torch.tensor(other[name]), rtol=2e-6, atol=0), name
@@ -85,7 +85,7 @@ def assert_close(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 def messages(text: Path, out: Path, commands: list[list[str]]) -> list[str]:
-    """What each command line gets on this rank."""
+    """The error message of each command line on this rank."""
     result = []
     for arguments in commands:
         with pytest.raises(InputError) as error:
@@ -95,7 +95,7 @@ def messages(text: Path, out: Path, commands: list[list[str]]) -> list[str]:
 
 
 def after_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[], None]) -> None:
-    """Let something happen while a step is under way."""
+    """Call a function during a step."""
     original = pretrain.Trainer.train_step
 
     def train_step(trainer: pretrain.Trainer) -> Any:

@@ -1,4 +1,4 @@
-"""Programs, started as a user starts them. A wait for one has an end that says where it and its processes hang.
+"""Programs, started as a user starts them. A program that hangs ends with the stacks of all its processes.
 
 A program has a bound in seconds. When it has passed, the program and all processes that it has started are aborted:
 each Python process writes the stacks of its threads to stderr (PYTHONFAULTHANDLER), which the error shows.
@@ -79,7 +79,7 @@ class Program:
             time.sleep(0.01)
 
     def wait(self) -> "subprocess.CompletedProcess[str]":
-        """Wait until the program ends; return its exit status and what it wrote."""
+        """Wait until the program ends; return its exit status and its output."""
         try:
             self.process.wait(max(0.0, self.last - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -94,7 +94,7 @@ class Program:
         raise HangError(f"still running after {self.seconds:g} s: {self}\n{self.written()}")
 
     def written(self) -> str:
-        """Return what the processes have written so far."""
+        """Return the output of the processes so far."""
         return f"stdout:\n{_text(self.stdout)}\nstderr:\n{_text(self.stderr)}"
 
     def __str__(self) -> str:
@@ -180,5 +180,5 @@ def processes(mark: str) -> list[int]:
 
 
 def _text(file: IO[bytes]) -> str:
-    descriptor = file.fileno()  # the offset is that of the processes, which may still write
+    descriptor = file.fileno()  # shares its offset with the processes, which may still write
     return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace")

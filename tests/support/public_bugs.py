@@ -1,4 +1,4 @@
-"""Mistakes of public threads, each rebuilt as a small model on the CPU: docs/how_to/public_bugs.md."""
+"""Mistakes of public issues, each rebuilt as a small model on the CPU: docs/how_to/public_bugs.md."""
 
 import math
 from collections.abc import Callable
@@ -49,8 +49,8 @@ class Bug(NamedTuple):
         threads: the threads, as owner/repository#number.
         mistake: the mistake in one sentence.
         case: the small model, with the first wrong gradient and its explanation.
-        half: "forward" or "backward" if the report does not name the cause, but says in which half it is.
-        place: what of several steps differs.
+        half: "forward" or "backward" if the report names this half of the step, but not the cause.
+        place: the part of a comparison of several steps that differs.
     """
 
     threads: str
@@ -69,7 +69,7 @@ def share_of_tokens(model: nn.Module, batch: Any) -> Terms:
 
 
 def sums_of_replicated(model: nn.Module, batch: Any) -> Terms:
-    """Experts have the sum over all ranks from the backward of the all-gather."""
+    """The gradients of experts are summed over all ranks by the backward of the all-gather."""
     terms = backward(share_of_tokens(model, batch))
     reduce_gradients(model, names=REPLICATED)
     return terms
@@ -93,7 +93,7 @@ def of_same_tokens(kind: type[Experts], first_wrong: str, explanation: str) -> C
 
 
 def of_gathered_tokens(kind: type[Experts], first_wrong: str, explanation: str) -> Case:
-    """Experts over ranks that gather the tokens of all."""
+    """Experts over ranks that gather the tokens of all ranks."""
     case = Case(expert_parallel, loss=share_of_tokens, step=sums_of_replicated, build=with_experts(kind))
     return case._replace(first_wrong=first_wrong, explanation=explanation)
 
@@ -105,7 +105,7 @@ def of_tensor_parallel(kind: type[nn.Module], first_wrong: str, explanation: str
 
 
 def split_backward(model: nn.Module, batch: Any) -> Terms:
-    """Gradients of inputs and weights are taken apart, without the hooks by which DDP reduces."""
+    """Gradients of inputs and of weights are computed separately, without the hooks by which DDP reduces."""
     terms = loss(model, batch)
     parameters = list(model.parameters())
     for parameter, gradient in zip(parameters, torch.autograd.grad(sum(terms.values()), parameters), strict=True):
@@ -143,7 +143,7 @@ def masked_loss(model: nn.Module, batch: Any) -> Terms:
 
 
 def mean_of_means(model: nn.Module, batch: Any) -> Terms:
-    """Each micro-batch counts alike, however many tokens it has."""
+    """Each micro-batch has the same weight, whatever its number of tokens."""
     return accumulate(model, batch, loss=masked_loss)
 
 
@@ -212,7 +212,7 @@ def scaled_loss(model: Any, batch: Any) -> Terms:
 
 
 def scaled_after_overflow(model: Any) -> Any:
-    """Rank 1 alone has seen no overflow for a while, and doubles its scale."""
+    """Rank 1 alone has had no overflow for a while, and doubles its scale."""
     update = sgd(model, [*model.parameters()])
 
     def update_with_scale() -> None:
@@ -227,12 +227,12 @@ def is_rank() -> bool:
     return dist.is_initialized()
 
 
-FIRST = "last.bias"  # of the model, in the order of the backward
+FIRST = "last.bias"  # the first gradient in the order of the backward
 MISSING = "missing reduction (sum) over all ranks: each rank has only its own gradient"
 BUGS = {
     "expert gradients times ranks": Bug(
         "pytorch/pytorch#160285, NVIDIA/Megatron-LM#5956",
-        "Gradients of experts are sums over the ranks that sent tokens, and nobody divides them as FSDP does others.",
+        "Gradients of experts are sums over the ranks that sent tokens, and are not divided as FSDP divides others.",
         WRONG["experts summed, the rest averaged"],
     ),
     "scores not summed": Bug(
@@ -242,7 +242,7 @@ BUGS = {
     ),
     "sentinel slots": Bug(
         "huggingface/transformers#48687",
-        "Slots of other ranks' experts run through a local one with weight zero, hidden in the forward alone.",
+        "Slots of other ranks' experts run through a local one with weight zero, which is wrong in the backward only.",
         of_same_tokens(Sentinels, "router.bias", "no single factor"),
         half="backward",
     ),
@@ -275,12 +275,12 @@ BUGS = {
     ),
     "gradients of micro-batches lost": Bug(
         "NVIDIA-NeMo/Automodel#3530",
-        "Gradients of all micro-batches but the last are wiped, and the loss is right.",
+        "The gradients of all micro-batches but the last are lost, although the loss is right.",
         WRONG["gradients of micro-batches lost"],
     ),
     "mean of means": Bug(
         "ml-explore/mlx-lm#1413, huggingface/trl#4719",
-        "Micro-batches with different numbers of tokens count alike.",
+        "Micro-batches with different numbers of tokens have the same weight.",
         Case(
             ddp,
             2,
@@ -294,12 +294,12 @@ BUGS = {
     ),
     "split backward": Bug(
         "pytorch/pytorch#144530",
-        "A zero bubble schedule takes gradients apart, without the hooks by which DDP reduces them.",
+        "A zero bubble schedule computes gradients separately, without the hooks by which DDP reduces them.",
         Case(ddp, step=split_backward, explanation=MISSING.replace("sum", "mean")),
     ),
     "router not reduced": Bug(
         "pytorch/torchtitan#2416",
-        "The router is replicated, and nobody reduces its gradient.",
+        "The router is replicated, and its gradient is not reduced.",
         WRONG["router not reduced"],
     ),
     "bias on every rank": Bug(
@@ -310,7 +310,7 @@ BUGS = {
     ),
     "input gradient not summed": Bug(
         "pytorch/torchtitan#4054",
-        "With tensor-parallel experts, gradients below them lose the sum over the ranks.",
+        "With tensor-parallel experts, gradients of the modules before them are not summed over the ranks.",
         of_tensor_parallel(UnsummedInputGradient, "norm.weight", MISSING),
     ),
     "one factor of an adapter": Bug(
@@ -327,11 +327,11 @@ BUGS = {
         ),
     ),
     "frozen experts": Bug(
-        "unslothai/unsloth#6936", "A wrapper freezes the experts without a word.", WRONG["frozen experts"]
+        "unslothai/unsloth#6936", "A wrapper freezes the experts without a warning.", WRONG["frozen experts"]
     ),
     "clipped by each rank": Bug(
         "NVIDIA-NeMo/Automodel#3816",
-        "Ranks clip to norms of different groups of experts.",
+        "Ranks clip by the norms of different groups of experts.",
         WRONG["clipped by each rank"],
     ),
     "mean of norms": Bug(
@@ -355,7 +355,7 @@ BUGS = {
     ),
     "scale of each rank": Bug(
         "pytorch/pytorch#136009",
-        "The loss is scaled on each rank by a scale of its own, which changes with the overflows of that rank.",
+        "Each rank scales the loss by its own factor, which changes with the overflows of the rank.",
         Case(
             ddp,
             loss=scaled_loss,

@@ -1,4 +1,4 @@
-"""The config.json of the published models: all that has to do with their Mixture-of-Experts layers."""
+"""The config.json of the published models: the fields of their Mixture-of-Experts layers."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -169,6 +169,29 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 2.5,
         "hidden_act": "silu",
     },
+    "step3p7": {
+        "model_type": "step3p5",
+        "num_hidden_layers": 45,
+        "hidden_size": 4096,
+        "moe_intermediate_size": 1280,
+        "share_expert_dim": 1280,
+        "n_routed_experts": 288,
+        "num_experts_per_tok": 8,
+        "moe_router_scaling_factor": 3.0,
+        "swiglu_limits": [0.0] * 43 + [7.0] * 2,
+        "swiglu_limits_shared": [0.0] * 43 + [16.0] * 2,
+    },
+    "zaya": {
+        "model_type": "zaya",
+        "num_hidden_layers": 40,
+        "hidden_size": 2048,
+        "moe_intermediate_size": 2048,
+        "num_experts": 16,
+        "num_experts_per_tok": 1,
+        "router_hidden_size": 256,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+    },
     "muse_spark": {
         "model_type": "muse_spark_text",
         "hidden_size": 8192,
@@ -239,7 +262,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
     "dbrx": {
         "model_type": "dbrx",
-        "hidden_size": 6144,  # there d_model
+        "hidden_size": 6144,  # d_model in the file
         "ffn_config": SimpleNamespace(
             ffn_hidden_size=10752,
             ffn_act_fn={"name": "silu"},
@@ -270,14 +293,14 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
     "switch_transformers": {
         "model_type": "switch_transformers",
-        "hidden_size": 2080,  # there d_model
+        "hidden_size": 2080,  # d_model in the file
         "d_ff": 6144,
         "num_experts": 2048,
         "expert_capacity": 64,
         "dense_act_fn": "relu",
         "router_aux_loss_coef": 0.001,
         "router_z_loss_coef": 0.001,
-        "router_jitter_noise": 0.0,  # 0.01 there, and dropout of 0.1, which are for training alone
+        "router_jitter_noise": 0.0,  # 0.01 in the file, and dropout of 0.1, which are for training alone
         "dropout_rate": 0.0,
     },
 }

@@ -1,4 +1,4 @@
-"""Calls of operators with quantized stacks, and the same calls with what the stacks stand for."""
+"""Calls of operators with quantized stacks, and the same calls with the dequantized matrices."""
 
 import itertools
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from torch import Tensor
 
 import maxmoe
 from maxmoe import ops, reference
-from maxmoe.quantization import FORMATS, QuantizedStack
+from maxmoe.quantization import FORMATS, QuantizedStack, quantize
 from support.operator_calls import Call, Result, result
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -59,6 +59,12 @@ EDGES_E8M0 = (0, 1, 2, 3, 26, 27, 28, 126, 127, 128, 253, 254)
 LARGEST = {"mxfp4": 6, "nf4": 1, "int4": 15, "int8": 128, "fp8_row": 448, "fp8_block": 448}
 
 
+def stack_of(format: str, *shape: int, dtype: torch.dtype = torch.bfloat16) -> QuantizedStack:
+    """Random weights, quantized: three experts, or as many as the shape has."""
+    generator = torch.Generator().manual_seed(0)
+    return quantize(torch.randn(shape or (3, 256, 384), generator=generator).to(dtype), format)
+
+
 def random_scales(variant: Variant, shape: tuple[int, ...], edges: bool) -> Tensor:
     """Scales of weights below 1, or with `edges` each one of EDGES, as far as the dtype has them."""
     if variant.scale_dtype == torch.uint8:
@@ -102,7 +108,7 @@ def with_columns(stack: QuantizedStack, start: int, stop: int) -> QuantizedStack
 
 
 def dequantized(stack: QuantizedStack) -> Tensor:
-    """What the definition of the format says of a stack, in float32 and in the layout of the stack."""
+    """Dequantize a stack by the definition of the format, in float32 and in the layout of the stack."""
     parts = (stack.codes, stack.scales, stack.zeros, stack.format, stack.columns)
     matrices = reference.dequantize(*parts, torch.float32)
     return matrices.mT if stack.is_transposed else matrices
@@ -138,7 +144,7 @@ def described(got: Tensor | None, expected: Tensor | None) -> str:
 
 
 def assert_same_bits(call: Call, dtypes: tuple[torch.dtype, ...], what: str = "") -> None:
-    """The call with quantized stacks has the same outputs and gradients as with what they stand for."""
+    """Check that the call has the same outputs and gradients with quantized stacks and with dequantized matrices."""
     stacks = {name: value for name, value in call.arguments.items() if isinstance(value, QuantizedStack)}
     matrices = {name: dequantized(stack) for name, stack in stacks.items()}
     for dtype in dtypes:

@@ -11,7 +11,7 @@ from support.quantized_checkpoints import BLOCK, FAMILIES, layer_for, tensors_of
 
 
 def written(path: Path, kind: str, **changes: Tensor | None) -> Path:
-    """A checkpoint; the tensors whose names end so are replaced, or left out."""
+    """Write a checkpoint; tensors whose names end with a key are replaced, or left out."""
     tensors = tensors_of(kind)
     for end, tensor in changes.items():
         key = next((key for key in tensors if key.endswith(end)), end)

@@ -21,7 +21,7 @@ def config_of(kind: str) -> MoEConfig:
 
 
 def layer_for(kind: str) -> MoE:
-    """A layer whose experts are quantized and have no memory."""
+    """A layer with quantized experts on the meta device."""
     layer = MoE(config_of(kind), dtype=torch.float32).requires_grad_(False)
     layer.experts.to("meta")
     quantize_experts(layer.experts, kind.split()[0])

@@ -10,15 +10,15 @@ end. pytest has other threads: of operators, of pytest-xdist, of libraries that 
 - The runner receives the function and its arguments, forks the ranks by `RankProcesses`, waits for them, and sends
   their results or the error to pytest.
 
-A fork is safe because the server and the runner have one thread each, so that nobody else holds a lock. Both check the
-number of threads before they fork. Forking takes a hundredth of the time of starting a process, which imports for
+A fork is safe because the server and the runner have one thread each, so that no other thread holds a lock. Both check
+the number of threads before they fork. Forking takes a hundredth of the time of starting a process, which imports for
 seconds.
 
 A module of tests is imported in the server. It must do nothing there that starts a thread: no backward, whose engine
 has threads for some devices; no import of `torch._inductor.lowering`, which starts a pool of compilers; no store or
 process group of `torch.distributed`; no client of Jupyter; no library that starts threads when it is imported.
-NumPy's OpenBLAS does, and ends its threads before a fork; the environment of the server forbids them, so that they
-need not be told from others. A server with other threads refuses to fork, and names the imported modules.
+NumPy's OpenBLAS does, and ends its threads before a fork; the environment of the server disables them, so that any
+second thread is an error. A server with other threads refuses to fork, and names the imported modules.
 
 A rank has the environment, working folder, warning filters, stdout and stderr of the test, the attributes that its
 fixture monkeypatch has set, and seed 0. Anything else must be set by the function that the rank runs.
@@ -42,7 +42,7 @@ from typing import NoReturn
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MAX_BYTES = 2**16  # of a request: the names of modules
+MAX_BYTES = 2**16  # largest request, the names of modules
 
 
 class _Requests:

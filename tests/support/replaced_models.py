@@ -37,7 +37,7 @@ def padding(batch: int, side: str) -> Tensor:
 
 
 def labels_of(ids: Tensor, mask: Tensor | None) -> Tensor:
-    """Without padding, and without tokens after padding, which it would predict."""
+    """Labels without padding, and without tokens after padding, which padding would predict."""
     if mask is None:
         return ids
     is_after_padding = nn.functional.pad(mask[:, :-1], (1, 0), value=1) == 0
@@ -69,8 +69,8 @@ def enable_checkpointing(model: Any, *, use_reentrant: bool) -> None:
 def assert_same(
     got: dict[str, Tensor], expected: dict[str, Tensor], mask: Tensor | None, relative: float = TOLERANCE
 ) -> None:
-    """Compare values of `step`, logits where there is no padding."""
-    # Experts without tokens whose matrices are parameters of their own have no gradient in their own code.
+    """Compare values of `step`; logits of valid tokens only."""
+    # With one parameter per matrix, experts without tokens have no gradient in the code of transformers.
     assert got.keys() >= expected.keys() and not any(got[name].any() for name in got.keys() - expected.keys())
     for name, value in expected.items():
         both = [got[name], value]

@@ -1,4 +1,4 @@
-"""Records of routing, and layers that route otherwise."""
+"""Records of routing, and layers that select other experts."""
 
 import copy
 
@@ -17,7 +17,7 @@ def recorded(model: torch.nn.Module, *arguments: Tensor) -> RoutingRecord:
 
 
 def moved(layer: MoE) -> MoE:
-    """The same layer with other parameters, which routes otherwise."""
+    """A copy of the layer with other parameters, which selects other experts."""
     layer = copy.deepcopy(layer)
     with torch.no_grad():
         for parameter in layer.parameters():

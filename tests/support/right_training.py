@@ -5,11 +5,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -20,7 +18,6 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 from support.compared_models import (
-    MICRO_BATCHES,
     REPLICATED,
     Case,
     Model,
@@ -130,30 +127,8 @@ def fsdp2_micro_batches(model: Any, batch: Any) -> Terms:
     return accumulate(model, batch, lambda model, is_last: model.set_requires_gradient_sync(is_last))
 
 
-def stages_of_torch(model: Any) -> nn.Module:
-    """Norm and up in the first stage, down in the second, with a schedule of torch."""
-    rank, parts = dist.get_rank(), (("norm", "up"), ("down",))
-    stage: Any = nn.Module()
-    for name in parts[rank]:
-        stage.add_module(name, getattr(model, name))
-    stage.forward = (lambda x: F.gelu(stage.up(stage.norm(x)))) if rank == 0 else (lambda x: stage.down(x))
-    # The schedule divides the gradients by the number of micro-batches.
-    part = PipelineStage(stage, rank, 2, torch.device("cpu"))
-    object.__setattr__(stage, "schedule", ScheduleGPipe(part, MICRO_BATCHES, loss_fn=F.mse_loss))
-    return stage
-
-
-def step_of_stages(stage: Any, batch: tuple[Tensor, Tensor]) -> Tensor | None:
-    losses: list[Tensor] = []
-    if dist.get_rank() == 0:
-        stage.schedule.step(batch[0])
-        return None
-    stage.schedule.step(target=batch[1], losses=losses)
-    return torch.stack(losses).mean()
-
-
 def every_second(rank: int, num_ranks: int) -> tuple[Tensor, Tensor]:
-    """As a sampler of torch deals the sequences."""
+    """The sequences of a rank, as a sampler of torch distributes them."""
     x, target = whole_batch()
     return x[rank::num_ranks], target[rank::num_ranks]
 
@@ -188,8 +163,5 @@ RIGHT = {
     ),
     "modules of experts on different ranks": Case(
         keep_experts, 2, loss=share_of_dense_loss, step=reduced("router"), build=build_list
-    ),
-    "stages of torch": Case(
-        stages_of_torch, 2, loss=dense_loss, step=step_of_stages, make_batch=same_batch, build=build_dense
     ),
 }

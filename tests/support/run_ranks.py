@@ -1,4 +1,4 @@
-"""Run a function on several ranks, each a process of its own that talks to the others through gloo: see rank_server."""
+"""Run a function on several ranks, one process each, which communicate through gloo: see rank_server."""
 
 import importlib
 import logging
@@ -47,7 +47,7 @@ def run_ranks(
 
 
 def run_alone(function: Callable[..., Any], *arguments: Any, deadline: float = 120.0) -> Any:
-    """Call a function in a process that is no rank, and return its result."""
+    """Call a function in a process that is not a rank, and return its result."""
     __tracebackhide__ = True
     processes = RankProcesses("fork", deadline=deadline, prepare=partial(prepare, False))
     return call_in_fork(processes.run_alone, function, *arguments, seconds=deadline + LONGER)
@@ -70,7 +70,7 @@ def run_cases(
 def check_at_once(check: Callable[..., object], cases: Iterable[tuple[Any, ...]]) -> None:
     """Call a function with the arguments of each case, some at the same time; an error begins with its case.
 
-    For cases that wait for timeouts most of their time, each on ranks of its own.
+    For cases that wait for timeouts most of their time. Each case has its own ranks.
     """
     with ThreadPoolExecutor(AT_ONCE) as pool:
         checks = [(case, pool.submit(check, *case)) for case in cases]
@@ -80,7 +80,7 @@ def check_at_once(check: Callable[..., object], cases: Iterable[tuple[Any, ...]]
 
 
 def prepare(debug: bool) -> None:
-    """What a rank does first."""
+    """Initialize the process of a rank."""
     torch.default_generator.manual_seed(0)
     dist.set_debug_level(dist.DebugLevel.DETAIL if debug else dist.DebugLevel.OFF)
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -96,5 +96,5 @@ def fake_rank(rank: int, world_size: int) -> Iterator[None]:
     finally:
         sys.excepthook = hook
         dist.destroy_process_group()
-        # It holds meshes of the fake group, and would hand them to equal meshes of later groups.
+        # The cache holds meshes of the fake group, and would return them for equal meshes of later groups.
         _clear_sharding_prop_cache()

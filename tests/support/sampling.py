@@ -9,8 +9,8 @@ import pytest
 def left_out(items: list[pytest.Item]) -> set[pytest.Item]:
     """Return the cases beyond the number that `@pytest.mark.sampled(number)` gives, the same ones in every run.
 
-    Chosen by a hash of the id, so that all values of several parameters occur. The mark of a `pytest.param` counts
-    those that have it by themselves.
+    Chosen by a hash of the id, so that all values of several parameters occur. The mark of a `pytest.param` counts the
+    cases with this mark separately.
     """
     groups: dict[tuple[str, int], list[pytest.Item]] = defaultdict(list)
     for item in items:

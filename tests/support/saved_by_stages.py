@@ -1,4 +1,4 @@
-"""What autograd and the engine hold of the micro-batches of a pipeline, counted where a stage runs."""
+"""Tensors of the micro-batches of a pipeline that autograd and the engine hold, counted in each stage."""
 
 import weakref
 from collections import Counter, defaultdict
@@ -21,11 +21,11 @@ class Saved:
 
 
 class SavedByStages:
-    """Of one rank, at the end of each forward.
+    """Counts of the saved tensors of one rank, at the end of each forward.
 
     Attributes:
-        in_flight: by stage, the largest number of micro-batches of which something is saved.
-        num_bytes: largest number of bytes of all that is saved, with the outputs that wait for their gradients, without
+        in_flight: by stage, the largest number of micro-batches with saved tensors.
+        num_bytes: largest number of bytes of all saved tensors, with the outputs that wait for their gradients, without
             parameters.
     """
 
@@ -46,7 +46,7 @@ class SavedByStages:
         self.num_bytes = max(self.num_bytes, sum(dict(map(self._memory, tensors)).values()))
 
     def _memory(self, tensor: Tensor) -> tuple[int, int]:
-        """Place and size; micro-batches are views of the batch, of which only their part counts."""
+        """Address and bytes. Micro-batches are views of the batch: only their own part counts."""
         storage = tensor.untyped_storage()
         if storage.data_ptr() in self._batch:
             return tensor.data_ptr(), tensor.nbytes

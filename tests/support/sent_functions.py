@@ -33,7 +33,7 @@ class _Pickler(pickle.Pickler):
         self.modules: dict[str, None] = {}
 
     def reducer_override(self, value: Any) -> Any:
-        """Return how to rebuild a value; NotImplemented for values that pickle knows."""
+        """Return how to rebuild a value; NotImplemented for values that pickle can send."""
         if isinstance(value, FunctionType | type):
             self.modules.setdefault(_module_of(value))
             if not _has_name(value):

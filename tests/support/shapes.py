@@ -1,4 +1,4 @@
-"""The situations every operator is tested in, named once."""
+"""The shapes and routings with which every operator is tested."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes, and `route`: which expert slot number s asks for, -1 for none."""
+    """Sizes, and `route`: the expert of slot number s, -1 for none."""
 
     name: str
     num_tokens: int
@@ -45,11 +45,11 @@ WIDTH_ONE = Shape("width_one", 6, 3, 2, 1, 1, scattered(3))
 ONE_EXPERT = Shape("one_expert", 5, 1, 1, 6, 3, lambda slot: 0)
 UNROUTED = Shape("unrouted", 11, 4, 2, 8, 4, lambda slot: -1 if slot % 5 < 3 else slot % 4)
 ALL_UNROUTED = Shape("all_unrouted", 3, 4, 2, 8, 4, lambda slot: -1)
-# Larger than the blocks in which rows and columns are worked on, with a remainder everywhere.
+# Larger than the kernels' blocks of rows and columns, and no multiple of them.
 SEVERAL_BLOCKS = Shape("several_blocks", 101, 3, 2, 131, 67, scattered(3))
 # Enough work that it is spread over threads.
 MANY_ROWS = Shape("many_rows", 700, 7, 3, 66, 35, scattered(7))
-# Of float64 finite differences.
+# For finite differences in float64.
 TINY = Shape("tiny", 4, 3, 2, 3, 2, lambda slot: -1 if slot == 5 else slot * 5 % 3)
 
 SHAPES = [

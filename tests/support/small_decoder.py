@@ -1,4 +1,4 @@
-"""A decoder small enough for loops: one dense block, two MoE blocks, every part in use."""
+"""A decoder small enough for loops: one dense block, two MoE blocks, all options in use."""
 
 from typing import Any
 

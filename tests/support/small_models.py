@@ -64,6 +64,21 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Beam",
         QWEN | GROUPS | {"num_experts": 8, "mlp_layer_types": ["sparse"] * 2},
     ),
+    "step3p7": (
+        "step3p7",
+        "Step3p7",
+        {
+            "moe_intermediate_size": 10,
+            "n_routed_experts": 8,
+            "share_expert_dim": 20,
+            "num_experts_per_tok": 3,
+            "moe_router_scaling_factor": 2.5,
+            "sliding_window": 8,
+            "mlp_layer_types": ["sparse"] * 2,
+            "swiglu_limits": [0.5, 0.0],
+            "swiglu_limits_shared": [0.25, 0.75],
+        },
+    ),
     "muse_spark": (
         "muse_spark",
         "MuseSpark",
@@ -90,6 +105,11 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "swa_num_key_value_heads": 2,
             "swa_head_dim": 8,
         },
+    ),
+    "zaya": (
+        "zaya",
+        "Zaya",
+        {"moe_intermediate_size": 10, "num_experts": 8, "num_experts_per_tok": 1, "router_hidden_size": 6},
     ),
     "minimax_m2": (
         "minimax_m2",
@@ -173,7 +193,7 @@ SAME_LAYERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "glm_moe_dsa": ("glm_moe_dsa", "GlmMoeDsa", DEEPSEEK | GROUPS),
 }
 
-TEXT_CONFIGS = {"inkling", "llama4", "mistral_large4", "muse_spark", "qwen3_5_moe"}
+TEXT_CONFIGS = {"inkling", "llama4", "mistral_large4", "muse_spark", "qwen3_5_moe", "step3p7"}
 # The configs of their other parts, for families that have no class for the language model with its head alone.
 VISION: dict[str, Any] = {
     "hidden_size": 8,
@@ -185,16 +205,17 @@ VISION: dict[str, Any] = {
 }
 MULTIMODAL: dict[str, dict[str, Any]] = {
     "mistral_large4": {"vision_config": VISION | {"model_type": "pixtral"}},
+    "step3p7": {"vision_config": VISION},
     "muse_spark": {
         "vision_config": VISION,
         "audio_config": {"hidden_sizes": [8] * 4, "depths": [1] * 4, "out_hidden_size": 16},
     },
 }
 
-# Models whose files have other names for weights outside of the sparse blocks, which `from_pretrained` alone converts.
-RENAMED_ELSEWHERE = {"axk2", "kolibri1", "mistral_large4", "nemotron_h"}
+# Models whose files name weights outside of the sparse blocks differently; only `from_pretrained` converts them.
+RENAMED_ELSEWHERE = {"axk2", "kolibri1", "mistral_large4", "nemotron_h", "step3p7"}
 
-REPLACED_ONLY = ("jetmoe", "switch_transformers")  # whose blocks compute more than a layer does
+REPLACED_ONLY = ("jetmoe", "switch_transformers")  # their blocks compute more than a layer does
 CONVERTED_MODELS = [name for name in MODELS if name not in REPLACED_ONLY]
 # Models whose experts can have another implementation, and whose saved files have no unused matrix.
 STANDARD_MODELS = [name for name in CONVERTED_MODELS if name not in ("longcat_flash", "dbrx")]
@@ -206,10 +227,10 @@ def config_of(preset: str, **overrides: Any) -> Any:
     module = importlib.import_module(f"transformers.models.{folder}.configuration_{folder}")
     config_class = getattr(module, f"{name}TextConfig" if preset in TEXT_CONFIGS else f"{name}Config")
     options = SIZES | sizes | overrides
-    for name in ("layer_types", "mlp_layer_types"):  # one for each layer
+    for name in ("layer_types", "mlp_layer_types", "swiglu_limits", "swiglu_limits_shared"):  # one for each layer
         if name in sizes:
-            options[name] = sizes[name][:1] * options["num_hidden_layers"]
-    if preset == "longcat_flash":  # of two attentions each
+            options[name] = (sizes[name] * options["num_hidden_layers"])[: options["num_hidden_layers"]]
+    if preset == "longcat_flash":  # two attentions per layer
         options["num_layers"] = options.pop("num_hidden_layers")
     if preset == "dbrx":
         options["attn_config"] = {
@@ -235,7 +256,7 @@ def config_of(preset: str, **overrides: Any) -> Any:
 
 
 def import_models(*presets: str) -> list[ModuleType]:
-    """Import their modules: for a module of tests to call, so that not every rank does."""
+    """Import the modules of the models. Called by a module of tests, so that not every rank imports them."""
     folders = [(MODELS | SAME_LAYERS)[preset][0] for preset in presets]
     return [importlib.import_module(f"transformers.models.{folder}.modeling_{folder}") for folder in folders]
 
@@ -255,18 +276,23 @@ def model_of(preset: str, **overrides: Any) -> nn.Module:
     for block in blocks_of(model).values():
         for value in block.state_dict().values():
             value.copy_(torch.randn(value.shape, dtype=torch.float64) * 0.3)
+        if preset == "zaya":  # so that tokens select different experts, and some the one that skips the layer
+            for name, factor in (("fc1", 8), ("fc2", 4), ("out_proj", 2)):
+                getattr(block.gate.router_mlp, name).weight.data.mul_(factor)
+            block.gate.router_mlp.norm.weight.data.add_(1)
+            block.gate.balancing_biases.mul_(0.1).sub_(1.3)[-1] = -1.0  # as from_pretrained sets it, whatever it reads
     return model
 
 
 def with_config(block: Any, model: Any) -> Any:
-    """A block that has the config of its model if its own parts have none."""
+    """Give a block the config of its model if none of its modules has one."""
     if not any(hasattr(module, "config") for module in block.modules()):
         block.config = model.config
     return block
 
 
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The sparse blocks of a model, by the name of the decoder's block they are in."""
+    """The sparse blocks of a model, by the name of the decoder block that contains them."""
     return {
         name.rpartition(".")[0]: module
         for name, module in model.named_modules()
@@ -282,6 +308,6 @@ def clear_unused_matrices(block: nn.Module) -> None:
         experts.gate_up_proj.detach()[experts.num_routed_experts :] = 0
 
 
-def block_of(preset: str, **overrides: Any) -> nn.Module:
-    block = next(iter(blocks_of(model := model_of(preset, num_hidden_layers=1, **overrides)).values()))
-    return with_config(block, model)
+def block_of(preset: str, layer: int = 0, **overrides: Any) -> nn.Module:
+    model = model_of(preset, num_hidden_layers=layer + 1, **overrides)
+    return with_config([*blocks_of(model).values()][layer], model)

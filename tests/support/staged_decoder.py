@@ -56,7 +56,7 @@ SPLIT = "interleaved_zero_bubble"  # a schedule with a split backward
 
 
 def decoder(config: DecoderConfig) -> Decoder:
-    """With parameters large enough to matter, the same on every rank."""
+    """A decoder with parameters large enough to matter, the same on every rank."""
     torch.manual_seed(0)
     model = Decoder(config, dtype=torch.float64)
     with torch.no_grad():
@@ -82,7 +82,7 @@ def loss(output: DecoderOutput, targets: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Step:
-    """What one process makes of a batch in micro-batches."""
+    """Results of one process for a batch in micro-batches."""
 
     loss: Tensor
     aux_loss: Tensor
@@ -94,7 +94,7 @@ class Step:
 def step_of(
     model: Decoder, parts: list[tuple[Tensor, ...]], aux_loss_scale: float = 1.0, **options: list[Tensor]
 ) -> Step:
-    """Gradients are accumulated, one micro-batch after the other; nothing is divided."""
+    """Accumulate gradients over the micro-batches, without dividing them."""
     outputs, losses = [], []
     for index, (tokens, targets) in enumerate(parts):
         output = model(tokens, **{name: values[index] for name, values in options.items()})
@@ -117,7 +117,7 @@ def step_of_one_process(config: DecoderConfig, num_micro_batches: int = NUM_MICR
 
 
 def part_of_micro_batches(whole: Tensor, mesh: Mesh, rules: str, count: int = NUM_MICRO_BATCHES) -> Tensor:
-    """This rank's part of each micro-batch, one after the other, so that the ranks together have the micro-batches."""
+    """Concatenate this rank's parts of the micro-batches: the batch that the rank passes to a step."""
     sharding = token_sharding(mesh, rules)
     return torch.cat([part[sharding.slices(part.shape)] for part in whole.tensor_split(count)])
 
@@ -147,7 +147,7 @@ def staged(
 
 
 def check_step(found: PipelineOutput, run: Pipeline, expected: Step, times: int = 1) -> None:
-    """Everything that a step returns and leaves behind equals what one process has, `times` the gradients."""
+    """Compare the results and gradients of a step with one process's; gradients are `times` as large."""
     assert_same(found.loss, expected.loss.double(), "loss")
     assert_same(found.aux_loss, expected.aux_loss, "aux_loss")
     assert len(found.stats) == len(expected.tokens_per_expert)

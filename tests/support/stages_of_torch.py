@@ -14,6 +14,7 @@ from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
     ScheduleDualPipeV,
+    ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
     ScheduleLoopedBFS,
@@ -22,7 +23,7 @@ from torch.distributed.pipelining import (
 
 from support.compared_models import WIDTH, Case, whole_batch
 
-NUM_RANKS, MICRO_BATCHES = 2, 4  # of a pipeline
+NUM_RANKS, MICRO_BATCHES = 2, 4  # per pipeline
 IN_V = ScheduleZBVZeroBubble, ScheduleDualPipeV  # the first rank has the first and the last stage
 Wrap = Callable[[nn.Module, DeviceMesh], nn.Module]
 
@@ -37,7 +38,7 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def sequences(rank: int, num_ranks: int) -> tuple[Tensor, Tensor]:
-    """The ranks of a pipeline have the same sequences."""
+    """The batch of a rank: all ranks of a pipeline have the same sequences."""
     part, parts = rank // NUM_RANKS, max(num_ranks // NUM_RANKS, 1)
     x, target = whole_batch()
     return x.chunk(parts)[part], target.chunk(parts)[part]
@@ -59,7 +60,7 @@ def stages(schedule: Any, wrap: Wrap, model: Any) -> nn.Module:
     """The blocks of this rank, under their names, and a schedule that trains them."""
     mesh = init_device_mesh("cpu", (dist.get_world_size() // NUM_RANKS, NUM_RANKS), mesh_dim_names=("data", "pipeline"))
     rank, group = mesh.get_local_rank("pipeline"), mesh.get_group("pipeline")
-    is_single = schedule is Schedule1F1B
+    is_single = schedule in (ScheduleGPipe, Schedule1F1B)
     numbers = [rank] if is_single else [rank, 3 - rank] if schedule in IN_V else [rank, rank + NUM_RANKS]
     blocks: Any = nn.Module()
     parts = []
@@ -95,6 +96,7 @@ RIGHT = {
     **{
         schedule.__name__: case(schedule)
         for schedule in (
+            ScheduleGPipe,
             Schedule1F1B,
             ScheduleInterleaved1F1B,
             ScheduleLoopedBFS,

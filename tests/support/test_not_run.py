@@ -1,4 +1,4 @@
-"""The end of a run says how to run what it left out."""
+"""The end of a run says how to run the tests that it left out."""
 
 import pytest
 

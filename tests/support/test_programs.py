@@ -1,4 +1,4 @@
-"""Programs that hang, and tests that do: they end, with the stacks of all processes, wherever these were started."""
+"""Programs and tests that hang end with the stacks of all processes, wherever these were started."""
 
 import os
 import sys

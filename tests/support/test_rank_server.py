@@ -1,8 +1,7 @@
-"""The process that ranks are forked from: one thread, and what its forks have of the test."""
+"""The process that ranks are forked from: one thread, and the state of the test in its forks."""
 
 import os
 import sys
-import threading
 import time
 import warnings
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 import torch
 
 from maxmoe import config
-from maxmoe.ranks.rank_processes import RankProcesses
 from support import sent_functions
 from support.call_in_fork import call_in_fork, server
 from support.programs import HangError
@@ -33,20 +31,11 @@ def test_the_server_has_one_thread_and_what_ranks_need() -> None:
 
 
 def test_a_server_with_threads_does_not_fork() -> None:
-    """It says so, and is replaced."""
+    """The server raises an error, and is replaced."""
     sent, _ = sent_functions.dumps(None)
     with pytest.raises(RuntimeError, match=r"(?s)support.starts_a_thread.*must have one thread, got 2"):
         server().call(sent, ["support.starts_a_thread"], 60.0)
     assert in_fork(abs, -3) == 3
-
-
-def test_a_fork_with_threads_does_not_fork_ranks() -> None:
-    def run() -> None:
-        threading.Thread(target=time.sleep, args=(1000.0,), daemon=True).start()
-        RankProcesses("fork").run(os.getpid, 1)
-
-    with pytest.raises(RuntimeError, match="a process that forks must have one thread, got 2"):
-        in_fork(run)
 
 
 def test_a_fork_has_the_state_of_the_test(

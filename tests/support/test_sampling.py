@@ -9,7 +9,7 @@ from support.sampling import left_out
 
 @dataclass(frozen=True)
 class Item:
-    """What is asked of an item of pytest."""
+    """The part of an item of pytest that sampling uses."""
 
     nodeid: str
     number: int | None = None

@@ -1,4 +1,4 @@
-"""Functions that run at the same time, each in a thread of its own."""
+"""Functions that run at the same time, each in its own thread."""
 
 import sys
 import threading

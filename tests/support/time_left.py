@@ -1,4 +1,4 @@
-"""The time that is left, beside the percentage that pytest prints."""
+"""The remaining time of a run, beside the percentage that pytest prints."""
 
 import time
 from collections import Counter
@@ -6,17 +6,17 @@ from collections import Counter
 import pytest
 
 DURATIONS = "maxmoe/durations"  # in pytest's cache
-SHORT = 0.02  # seconds, of a test that is not in it
+SHORT = 0.02  # seconds, assumed for a test that is not in the cache
 
 
 class TimeLeft:
-    """Estimates the time left: the elapsed time, times what the tests to come took last time by what these did.
+    """Estimates the remaining time: elapsed time * (remaining tests / finished tests), in durations of the last run.
 
     So a busy machine and any number of processes are taken into account. A first run has no estimate.
     """
 
     def __init__(self, config: pytest.Config) -> None:
-        self.cache = getattr(config, "cache", None)  # not there with -p no:cacheprovider
+        self.cache = getattr(config, "cache", None)  # None with -p no:cacheprovider
         self.last: dict[str, float] = self.cache.get(DURATIONS, {}) if self.cache else {}
         self.durations: Counter[str] = Counter()
         self.left: set[str] = set()

@@ -28,7 +28,7 @@ from support.parts import part_by_definition
 
 
 def decoder_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Terms:
-    """The share of these tokens in the mean over all, and the auxiliary loss, which is that of the whole batch."""
+    """The share of these tokens in the mean over all tokens, and the auxiliary loss of the whole batch."""
     output = model(batch[0])
     token_losses = F.cross_entropy(output.logits.flatten(0, 1), batch[1].flatten(), reduction="sum")
     return {"tokens": token_losses / (parallel_decoder.BATCH * parallel_decoder.LENGTH), "aux": output.aux_loss}

@@ -27,7 +27,7 @@ def initialise(experts: nn.Module, dtype: torch.dtype) -> Any:
 
 
 def small(experts_class: type[nn.Module], dtype: torch.dtype = torch.float64) -> Any:
-    """Experts with the defaults of their family."""
+    """Small experts with the defaults of their family."""
     return initialise(families.small_experts(experts_class), dtype)
 
 
@@ -42,7 +42,7 @@ def routed(dtype: torch.dtype, weights_dtype: torch.dtype | None = None) -> tupl
 
 
 class WithoutFloat32(TorchFunctionMode):
-    """Computes in float64 what a family computes in float32: what is left of its code is exact."""
+    """Replaces float32 by float64 in the code of a family, so that its results are exact."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def wide(value: Any) -> Any:
@@ -68,7 +68,7 @@ def outcome(experts: Any, implementation: str, inputs: tuple[Tensor, Tensor, Ten
 
 
 def assert_equals_eager(experts: Any, inputs: tuple[Tensor, Tensor, Tensor], relative: float) -> None:
-    """What the family computes itself, and what it computes with maxmoe."""
+    """The results of the family's own code, and its results with maxmoe."""
     with WithoutFloat32() if inputs[0].dtype == torch.float64 else nullcontext():
         expected, got = outcome(experts, "eager", inputs), outcome(experts, "maxmoe", inputs)
     assert expected["output"] is not None and expected["output"].any()
@@ -81,7 +81,7 @@ def assert_equals_eager(experts: Any, inputs: tuple[Tensor, Tensor, Tensor], rel
 
 
 class DeclaredExperts(nn.Module):
-    """Its own code reads the parameters as its flags say."""
+    """Experts whose own code reads the parameters according to the flags."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class Config:
 
 
 def declared(act_fn: Any, **flags: bool) -> Any:
-    """An instance of a class of its own: the decorator changes the class."""
+    """An instance of a new class, because the decorator changes the class."""
     flags = {
         "is_concatenated": True,
         "is_transposed": False,

@@ -116,7 +116,7 @@ def build_detached() -> nn.Module:
 
 
 def frozen_experts(model: nn.Module) -> nn.Module:
-    """A wrapper freezes the experts without a word (unsloth#6936)."""
+    """A wrapper freezes the experts without a warning (unsloth#6936)."""
     model.experts.requires_grad_(False)
     return ddp(model)
 
@@ -135,7 +135,7 @@ def average(model: nn.Module, batch: Any) -> Terms:
 
 
 def average_of_replicated(model: nn.Module, batch: Any) -> Terms:
-    """DDP averages what is replicated, and nobody divides the gradients of experts."""
+    """DDP averages replicated gradients, but the gradients of experts are not divided."""
     terms = backward(loss(model, batch))
     reduce_gradients(model, names=REPLICATED, op=dist.ReduceOp.AVG)
     return terms
@@ -162,7 +162,7 @@ def tensor_parallel_twice(model: nn.Module) -> nn.Module:
 
 
 def clipped_by_each_rank(model: nn.Module, batch: Any) -> Terms:
-    """The norms to which ranks clip differ, as between groups of experts (Automodel#3816)."""
+    """Ranks clip by different norms, as between groups of experts (Automodel#3816)."""
     terms = average(model, batch)
     for parameter in model.parameters():
         assert parameter.grad is not None

@@ -1,4 +1,4 @@
-"""`compare_ranks` with started processes: what it takes, refuses, and says of models that cannot be compared."""
+"""`compare_ranks` with started processes: arguments, errors, and messages for models that cannot be compared."""
 
 import math
 import os
@@ -47,7 +47,7 @@ def test_it_starts_processes() -> None:
     with pytest.raises(AssertionError, match=r"(?s)^compare_ranks: different\. 2 ranks beside one process, float64"):
         wrong.raise_if_different()
     assert wrong.first_wrong is not None and wrong.first_wrong.name == "last.bias"
-    assert not any("float32" in note for note in wrong.notes), wrong  # where it is compared once more, and wrong too
+    assert not any("float32" in note for note in wrong.notes), wrong  # in float32 it is wrong, too
     with pytest.raises(RankError, match=r"(?s)^rank 1 of 2 failed first:\nTraceback.*KeyError: 'no such layer'"):
         compare_ranks(build, fail_on_rank_1, make_batch, loss)
 
@@ -75,9 +75,9 @@ def of_a_notebook(model: nn.Module, batch: Any) -> None: ...
 @pytest.mark.parametrize(
     ("argument", "values", "message"),
     [
-        ("num_ranks", (1, True, 2.5, "2"), "an integer of at least 2"),
-        ("steps", (0, False, 1.5, "2"), "an integer of at least 1"),
-        ("timeout", (0, -1.0, math.inf, "3"), "a positive number of seconds"),
+        ("num_ranks", (1, True, 2.5, "2"), "an int >= 2"),
+        ("steps", (0, False, 1.5, "2"), "a positive int"),
+        ("timeout", (0, -1.0, math.inf, "3"), "a finite float > 0.0"),
         ("tolerance", (0.0, 1.0, math.nan, "0.1"), "a number above 0 and below 1 or None"),
         ("dtype", (torch.int64, "float64"), "torch.float64, torch.float32, torch.float16, torch.bfloat16 or None"),
     ],

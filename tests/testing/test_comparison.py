@@ -52,7 +52,7 @@ def test_right_training_is_equal(name: str) -> None:
 
 
 def explained(case: Case) -> RankComparison:
-    """What differs is not compared in float32 once more, as without a dtype: no test here looks at the note."""
+    """Differences are not compared in float32 again, because no test here reads the note about it."""
     return compare(case, dtype=torch.float64)
 
 
@@ -66,7 +66,7 @@ def test_mistakes_are_found_by_name_and_factor(name: str) -> None:
 
 
 def test_a_mean_beside_an_auxiliary_gradient() -> None:
-    """A gradient that the backward adds and that is right does not hide the factor of the loss."""
+    """A correct gradient that the backward adds does not hide the factor of the loss."""
     training = pytest.importorskip(
         "support.training_of_maxmoe", reason="MAXMOE_CORE=off: it needs a layer", exc_type=ImportError
     )
@@ -77,7 +77,7 @@ def test_a_mean_beside_an_auxiliary_gradient() -> None:
 
 
 class Odd(nn.Module):
-    """A linear layer, parameters of a test, and what the test does with them."""
+    """A linear layer, and parameters that a test uses in `forward`."""
 
     def __init__(self, forward: Callable[[Any, Tensor], Any], **parameters: Tensor) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ def test_a_loss_and_outputs_that_are_zero_up_to_rounding() -> None:
 
 def test_the_worst_of_several_calls_of_a_model_counts() -> None:
     whole = torch.arange(8.0).view(4, 2)
-    parts = [whole[:2], whole[2:] + torch.eye(2)]  # of two micro-batches
+    parts = [whole[:2], whole[2:] + torch.eye(2)]  # gradients of two micro-batches
     assert compare_output(whole, [[Entries.of(part)] for part in parts]) == (1.0, 0)
 
 

@@ -1,4 +1,4 @@
-"""docs/how_to/compare_ranks.md: its modules are compared as a reader would do it, and what it prints is shown."""
+"""docs/how_to/compare_ranks.md: its commands run on its modules, and print the shown output."""
 
 import importlib
 import re
@@ -83,7 +83,7 @@ def test_modules_that_cannot_be_compared(module: str, message: str, capsys: pyte
 def test_a_module_that_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The exit code is not that of ranks that differ."""
+    """The exit code differs from the code for different gradients."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "failing_module.py").write_text("import no_such_library")
     assert main(["compare_ranks", "failing_module"]) == 2

@@ -1,4 +1,4 @@
-"""What `compare_ranks` says of FSDP2 and of the parallelism of transformers: docs/how_to/other_libraries.md."""
+"""`compare_ranks` with FSDP2 and with the parallelism of transformers: docs/how_to/other_libraries.md."""
 
 import sys
 from functools import partial
@@ -39,7 +39,7 @@ def build(preset: str) -> nn.Module:
 
 
 def distribute(sizes: dict[str, Any], model: Any) -> nn.Module:
-    """As `from_pretrained(distributed_config=...)` does before it reads weights."""
+    """The state that `from_pretrained(distributed_config=...)` sets before it reads weights."""
     from transformers.distributed.configuration_utils import DistributedConfig
 
     config, _, meshes = type(model).prepare_distribute_model(DistributedConfig(**sizes))

@@ -1,4 +1,4 @@
-"""`compare_ranks` finds the mistakes of public threads, and docs/how_to/public_bugs.md says what it prints."""
+"""`compare_ranks` finds the mistakes of public issues, and docs/how_to/public_bugs.md shows its output."""
 
 import re
 from pathlib import Path
@@ -25,7 +25,7 @@ def test_the_mistake_is_found(name: str) -> None:
     assert str(comparison).startswith(f"compare_ranks: different{where}. "), comparison
     if not BUGS[name].half:
         assert first.explanation == case.explanation, comparison
-    else:  # the cause has no name, and the outputs say in which half it is
+    else:  # the cause has no name, and the outputs show its half of the step
         is_forward = "The mistake is in the forward pass" in str(comparison)
         assert is_forward == (BUGS[name].half == "forward"), comparison
         assert re.fullmatch(rf"{case.explanation} \(cosine -?[0-9.]+\)", first.explanation), comparison
@@ -39,7 +39,7 @@ def build_dead() -> nn.Module:
 
 
 def test_two_dead_models_are_not_compared() -> None:
-    """Weights that nobody has read (NVIDIA-NeMo/Automodel#3701) get random values before the comparison."""
+    """Weights that were not loaded (NVIDIA-NeMo/Automodel#3701) get random values before the comparison."""
     comparison = compare(Case(ddp, 2, build=build_dead), dtype=torch.float64)
     assert comparison.equal and all(gradient.one_process > 0 for gradient in comparison.gradients)
 

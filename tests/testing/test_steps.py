@@ -1,4 +1,4 @@
-"""`compare_ranks` of several steps: updates, and what ranks keep from one step to the next."""
+"""`compare_ranks` of several steps: updates, and state that ranks keep between steps."""
 
 import warnings
 from functools import partial
@@ -28,7 +28,7 @@ from support.compared_models import (
 from support.forked_comparison import compare
 from support.parallel_by_hand import reduced
 
-with warnings.catch_warnings(category=DeprecationWarning, action="ignore"):  # of torch.jit
+with warnings.catch_warnings(category=DeprecationWarning, action="ignore"):  # a warning of torch.jit
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")
@@ -43,7 +43,7 @@ def sgd(model: nn.Module) -> Update:
 
 
 def zero(model: nn.Module) -> Update:
-    """Each rank has the optimizer state of some parameters, and sends these to the others."""
+    """Each rank has the optimizer state of some parameters, and sends these parameters to the others."""
     if not dist.is_initialized():
         return adamw(model)
     return clipped(ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2), model)
@@ -59,7 +59,7 @@ def test_right_updates_are_equal(parallelize: Any, make_update: Any) -> None:
 
 
 def local_norms(model: nn.Module) -> Update:
-    """Each rank clips to the norm of what it has: right for replicas, not for experts."""
+    """Each rank clips by the norm of its own parameters: right for replicas, wrong for experts."""
     return sgd(model)
 
 
@@ -72,7 +72,7 @@ def of_names(model: nn.Module) -> Update:
 
 
 def own_part(model: nn.Module) -> Update:
-    """Each rank updates some of the parameters, and nobody sends them."""
+    """Each rank updates some of the parameters, without sending them to the others."""
     if not dist.is_initialized():
         return sgd(model)
     mine = [*model.parameters()][dist.get_rank() :: dist.get_world_size()]
@@ -135,7 +135,7 @@ def masks(comparison: Any) -> list[str]:
 
 
 def test_dropout_is_left_out_and_its_masks_are_compared() -> None:
-    """With the same seed, ranks have the same masks (huggingface/transformers#31412)."""
+    """Ranks with the same seed have the same masks (huggingface/transformers#31412)."""
 
     def seeded_by_rank(model: nn.Module) -> nn.Module:
         torch.manual_seed(dist.get_rank())
@@ -181,7 +181,7 @@ def scaled_sgd(model: Any) -> Update:
 
 
 def scale_of_each_rank(model: Any) -> Update:
-    """Another rank sees no overflow (pytorch/pytorch#136009)."""
+    """Another rank has no overflow (pytorch/pytorch#136009)."""
     update = scaled_sgd(model)
     if dist.is_initialized() and dist.get_rank() == 1:
         model.module.scaler.set_backoff_factor(2.0**-116)

@@ -1,4 +1,4 @@
-"""What `compare_ranks` says of the training steps of accelerate and DeepSpeed: docs/how_to/other_libraries.md."""
+"""`compare_ranks` with the training steps of accelerate and DeepSpeed: docs/how_to/other_libraries.md."""
 
 import os
 from functools import partial
@@ -62,7 +62,7 @@ def test_accelerate() -> None:
 
 
 class OfDeepSpeed(Model):
-    """The whole parameters and gradients of an engine of DeepSpeed, wherever it keeps them."""
+    """The whole parameters and gradients of an engine of DeepSpeed, for every stage of ZeRO."""
 
     def __init__(self, stage: int, model: nn.Module) -> None:
         import deepspeed

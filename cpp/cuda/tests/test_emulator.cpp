@@ -67,7 +67,7 @@ TEST(CudaEmulator, ReportsCopiesThatAreNotCommitted) {
             "a thread ends with copies that it has not committed");
 }
 
-// Number 0 of the shared memory, which thread 0 has copied there, as thread 40 sees it.
+// Number 0 of the shared memory, which thread 0 has copied there, as thread 40 reads it.
 float copied_number(bool has_wait, bool has_barrier, Order order, bool copies_late) {
   alignas(16) static const float numbers[4] = {3, 0, 0, 0};
   static float seen;

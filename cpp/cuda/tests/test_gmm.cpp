@@ -76,7 +76,7 @@ TYPED_TEST(CudaGmmTest, NothingToMultiply) {
   this->check({{2}, 1, 0, 0, 8, 0}, false, false, false, 8);
 }
 
-// The rows of groups that are elsewhere are not read.
+// The rows of groups without a local matrix are not read.
 TYPED_TEST(CudaGmmTest, ForeignRowsAreNotRead) {
   const auto lhs = Matrix<TypeParam>::random(6, 8, 1, 8).poisoned(0, 2).poisoned(4, 6);
   const auto rhs = Matrix<TypeParam>::random(8, 8, 2, 8);

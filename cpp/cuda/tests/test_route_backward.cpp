@@ -57,7 +57,7 @@ TYPED_TEST(CudaRouteBackwardTest, ManyTokensAndExperts) {
                              run_backward<TypeParam>(rule, logits, experts, grad_weights, nullptr));
 }
 
-// The gradient of the other slots is the one without the slot.
+// A slot without an expert does not change the gradient of the other slots.
 TYPED_TEST(CudaRouteBackwardTest, ASlotWithoutAnExpertHasNoGradient) {
   const auto logits = Matrix<TypeParam>::random(1, 12, 1);
   const auto grad_of_two = Matrix<TypeParam>::random(1, 2, 5);

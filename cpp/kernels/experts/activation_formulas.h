@@ -1,9 +1,9 @@
 // The formulas of the activations and their derivatives, written once: for single numbers, in CUDA kernels, and for
 // blocks of a row, in CPU kernels (activation.simd.h).
 //
-// `Math` says which: Math::Scalar is the type of numbers, Math::Value a number or a block of them, and its functions
-// are the ones that the formulas call. Comparisons propagate NaN: x <= 0 is false for a NaN, which selects x. Since
-// everything is a template of Math, each instruction set has its own functions.
+// The template argument Math selects one: Math::Scalar is the type of numbers, Math::Value a number or a block of them,
+// and its static functions are the operations of the formulas. Comparisons propagate NaN: x <= 0 is false for a NaN,
+// which selects x. Since everything is a template of Math, each instruction set has its own functions.
 #pragma once
 
 #include <cmath>
@@ -85,7 +85,7 @@ MAXMOE_DEVICE ValueAndSlope<Math> softcapped_swish(const Value& x, S cap) {
   return {capped.value * sigmoid, sigmoid * (capped.slope + capped.value * (S(1) - sigmoid))};
 }
 
-// The function f of the gate, or of up without a gate.
+// The activation f and its derivative at x: the gate, or up without a gate.
 template <class Math, bool kWithSlope, class Value = Math::Value, class S = Math::Scalar>
 MAXMOE_DEVICE ValueAndSlope<Math> activate(const ActivationKind& kind, const Value& x) {
   switch (kind.activation) {
@@ -148,7 +148,7 @@ MAXMOE_DEVICE Activated<Math> activate_gated(const ActivationKind& kind, const V
           Math::zero_where(Math::abs(up) > limit, f.value)};
 }
 
-// The same, or activated = f(up) without a gate, which is not read then.
+// As activate_gated; without a gate activated = f(up), and `gate` is not read.
 template <class Math, bool kWithSlope, class Value = Math::Value>
 MAXMOE_DEVICE Activated<Math> activate_pair(const ActivationKind& kind, const Value& gate, const Value& up) {
   if (kind.gate != GateLayout::none) return activate_gated<Math, kWithSlope>(kind, gate, up);

@@ -9,12 +9,12 @@ namespace maxmoe {
 
 enum class Activation { silu, gelu, gelu_tanh, relu, relu2, swigluoai, situ };
 
-// Those that take a gate and a function of up as well.
+// Whether the activation requires a gate, because it also applies a function to up.
 MAXMOE_INLINE bool needs_gate(Activation activation) {
   return activation == Activation::swigluoai || activation == Activation::situ;
 }
 
-// Where the gate projection is stored: there is none; in matrices of its own; or in the matrices of up, before their
+// Where the gate projection is stored: there is none; in separate matrices; or in the matrices of up, before their
 // columns (concatenated) or alternating with them (interleaved).
 enum class GateLayout { none, separate, concatenated, interleaved };
 
@@ -26,7 +26,7 @@ struct ActivationKind {
   GateLayout gate;
   double limit;  // the limited number is clipped to (-inf, limit], up to [-limit, limit]; infinity: no clipping
   LimitTarget limit_target = LimitTarget::input;
-  double gate_softcap = 0.0;  // of situ: the gate is capped as gate_softcap * tanh(gate / gate_softcap), beside sigmoid
+  double gate_softcap = 0.0;  // situ: f(gate) = gate_softcap * tanh(gate / gate_softcap) * sigmoid(gate)
   double up_softcap = 0.0;
 };
 

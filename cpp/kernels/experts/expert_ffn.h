@@ -39,8 +39,8 @@ struct RoutedRows {
   int64_t top_k;
 };
 
-// What the kernels of expert_ffn read; each says what it leaves unread. Their results are empty unless a caller sets
-// them.
+// The inputs of the kernels of expert_ffn; comments name the ones that a kernel does not read. Results are empty unless
+// a caller sets them.
 template <class T>
 struct ExpertFfnCall {
   ConstMatrixView<T> x;           // [T, D]
@@ -107,7 +107,7 @@ struct ExpertFfnBackwardInput : ExpertFfnCall<T> {  // x, weights and down are n
   ConstMatrixView<T> grad_preactivations{};         // dZ [R, 2F]
   MatrixView<T> rows{};                             // dZ [gate | up]^T [R, D], work space; empty when grad_x is
 
-  ReducedRows<T> grad_reduced{};  // of gate and up, with factors; `down` is not read
+  ReducedRows<T> grad_reduced{};  // gradients for gate and up, with factors; `down` is not read
   MatrixView<T> grad_x{};         // [T, D]
 };
 

@@ -13,7 +13,7 @@ int64_t second_level_cache_bytes() {
     // A size that most processors reach or exceed.
     constexpr int64_t kUnknown = int64_t{1} << 20;
 #ifdef _SC_LEVEL2_CACHE_SIZE
-    // 0 or -1 if the system does not know the size.
+    // sysconf returns 0 or -1 if the size is unknown.
     const int64_t reported = sysconf(_SC_LEVEL2_CACHE_SIZE);
     return reported > 0 ? reported : kUnknown;
 #else

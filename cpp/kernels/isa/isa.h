@@ -29,7 +29,7 @@ namespace maxmoe {
 
 class Executor;
 
-// In ascending order: each one includes those before it.
+// In ascending order: each instruction set includes the previous ones.
 enum class Isa { baseline, avx2, avx512, avx512bf16 };
 
 inline constexpr Isa all_isas[] = {Isa::baseline, Isa::avx2, Isa::avx512, Isa::avx512bf16};
@@ -40,8 +40,8 @@ inline constexpr Isa all_isas[] = {Isa::baseline, Isa::avx2, Isa::avx512, Isa::a
 Isa active_isa();
 
 // Whether this processor has the instruction set and this build has kernels for it. avx2 is x86-64-v3, avx512 is
-// x86-64-v4, avx512bf16 is x86-64-v4 with AVX512-BF16 and
-// AVX512-VBMI, which all processors with the former have but those of one generation (Cooper Lake).
+// x86-64-v4, avx512bf16 is x86-64-v4 with AVX512-BF16 and AVX512-VBMI; of the processors with AVX512-BF16 only Cooper
+// Lake lacks AVX512-VBMI.
 bool is_supported(Isa isa);
 
 // The instruction set with the name `text`. Throws std::invalid_argument if it is unknown or unsupported.

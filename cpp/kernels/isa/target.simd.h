@@ -1,4 +1,4 @@
-// What a file that is compiled per instruction set may use, beyond the compiler's own macros.
+// Macros and constants of the instruction set that a file is compiled for, beyond the compiler's own macros.
 //
 // The macros here are always defined, as 0 or 1, and tested with #if: a file that does not include this header does not
 // compile (-Werror=undef in cpp/cmake/kernels.cmake), where #ifdef would take the other branch in silence.

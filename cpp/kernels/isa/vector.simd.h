@@ -36,8 +36,8 @@ constexpr int kLanes = kVectorBytes / static_cast<int>(sizeof(S));
 
 // Two bfloat16 that are neighbours along the inner dimension of a product, the first one in the low half. A lane of the
 // AVX512-BF16 instruction vdpbf16ps multiplies two such pairs. oneDNN and PyTorch call matrices of such pairs
-// VNNI-packed, after the instructions for integers (Vector Neural Network Instructions) that had this layout first; in
-// names of files "vnni" says that something makes or multiplies such pairs.
+// VNNI-packed, after the instructions for integers (Vector Neural Network Instructions) that had this layout first;
+// files with "vnni" in their names make or multiply such pairs.
 using BFloat16Pair = uint32_t;
 
 // The type of a lane of load_vector<T>.

@@ -42,7 +42,7 @@ MAXMOE_INLINE float widen(BFloat16 value) {
 }
 
 MAXMOE_INLINE float widen(Float16 value) {
-  // The exponent bias of float is 112 larger than that of float16. Multiplying with 2^112 corrects it, and makes
+  // The exponent bias of float is 112 larger than the bias of float16. Multiplying with 2^112 corrects it, and makes
   // numbers that are subnormal in float16 normal.
   const uint32_t magnitude = (uint32_t{value.bits} & 0x7fffU) << 13;
   const uint32_t sign = (uint32_t{value.bits} & 0x8000U) << 16;

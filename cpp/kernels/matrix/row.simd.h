@@ -105,8 +105,8 @@ MAXMOE_INLINE int64_t scale_whole_vectors(const T* source, Accumulator<T> weight
   return i;
 }
 
-// target = weight * source. The last elements are computed in vectors that end with the row. They overlap the vectors
-// before and store the same values again. Only a row that is shorter than that takes the scalar loop.
+// target = weight * source. The last elements are computed in vectors that end with the row. They overlap the previous
+// vectors and store the same values again. Only a row that is shorter than kWidth takes the scalar loop.
 template <class T>
 MAXMOE_INLINE void scale_row(const T* source, Accumulator<T> weight, T* target, int64_t count) {
   constexpr int64_t kWidth = kLanesX2<Accumulator<T>>;
@@ -122,7 +122,7 @@ template <class T>
 MAXMOE_INLINE void scale_row_nontemporal(const T* source, Accumulator<T> weight, T* target, int64_t count) {
   constexpr int64_t kWidth = kLanesX2<Accumulator<T>>;
   constexpr int64_t kWhole =
-      kWidth < kCacheLineElements<T> ? kCacheLineElements<T> : kWidth;  // of lines and of vectors
+      kWidth < kCacheLineElements<T> ? kCacheLineElements<T> : kWidth;  // whole lines and whole vectors
   T part[kWhole];
   const int64_t scaled = at_most(count, kWhole);
   const int64_t begin = at_most(elements_to_cache_line(target), count);
@@ -139,9 +139,10 @@ MAXMOE_INLINE void scale_row_nontemporal(const T* source, Accumulator<T> weight,
 }
 
 // target = sum over i < count of weight_of(i) * rows[index_of(i)], in this order; negative indices are skipped. The
-// accumulators of a block of columns stay in registers while all rows are read, so that no partial sum is stored. Every
-// column has an accumulator of its own, so that its bits do not depend on the block that it is in. The loops over the
-// vectors of a block are unrolled: the compiler keeps an array in registers only if all of its indices are constants.
+// accumulators of a block of columns stay in registers while all rows are read, so that no partial sum is stored.
+// Every column has a separate accumulator, so that its bits do not depend on the block that contains it. The loops over
+// the vectors of a block are unrolled: the compiler keeps an array in registers only if all of its indices are
+// constants.
 template <class T, class IndexOf, class WeightOf>
 MAXMOE_INLINE void sum_weighted_rows(ConstMatrixView<T> rows, int64_t count, const IndexOf& index_of,
                                      const WeightOf& weight_of, T* target) {
@@ -169,7 +170,7 @@ MAXMOE_INLINE void sum_weighted_rows(ConstMatrixView<T> rows, int64_t count, con
   while (column + 4 * kWidth <= rows.columns) block.template operator()<4>();
   while (column + kWidth <= rows.columns) block.template operator()<1>();
   if (column == rows.columns) return;
-  if (rows.columns >= kWidth) {  // the last vectors overlap those before, and store the same values again
+  if (rows.columns >= kWidth) {  // the last vectors overlap the previous ones, and store the same values again
     column = rows.columns - kWidth;
     return block.template operator()<1>();
   }
@@ -191,7 +192,7 @@ MAXMOE_INLINE void sum_weighted_rows(ConstMatrixView<T> rows, int64_t count, con
 template <class T>
 MAXMOE_INLINE Accumulator<T> dot_rows(const T* a, const T* b, int64_t count) {
   using S = Accumulator<T>;
-  constexpr int kSums = 2;  // of two vectors each: four chains of multiply-adds, to cover their latency
+  constexpr int kSums = 2;  // with two vectors each: four chains of multiply-adds, to cover their latency
   constexpr int64_t kWidth = kLanesX2<S>;
   VectorX2<S> sums[kSums] = {};
   int64_t i = 0;

@@ -1,4 +1,4 @@
-// One matrix of each expert, with what is added to its product.
+// One matrix of each expert, with the bias and the low-rank term of its product.
 #pragma once
 
 #include "kernels/product/gemm.h"

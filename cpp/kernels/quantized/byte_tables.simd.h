@@ -155,7 +155,7 @@ class E2M1Table {
     for (size_t i = 0; i < 32; ++i) {
       const uint32_t bits = std::bit_cast<uint32_t>(kE2M1.values[i % 16]);
       const uint32_t exponent = uint32_t{kExponent} << 23;
-      // Where exponents are lowered again, there is no -0: it would become another number.
+      // If exponents are lowered afterwards, the table has no -0, which would become another number.
       const uint32_t raised = kExponent != 0 && kE2M1.values[i % 16] == 0.0F ? 0 : bits + exponent;
       result.halves[i] = static_cast<uint16_t>(raised >> 16);
     }

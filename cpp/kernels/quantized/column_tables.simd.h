@@ -25,7 +25,7 @@ class ColumnTables {
     for (size_t i = 0; i < 16; ++i) {
       for (size_t column = 0; column < 8; ++column) values_[i / 2][i % 2 * 8 + column] = values[i];
     }
-    // Bits 3 to 6 of an index are the code, those below the column.
+    // Bits 3 to 6 of an index are the code, bits 0 to 2 the column.
     const int64_t even = is_high_first(c.m.codes) ? 1 : -3;
     const int64_t odd = is_high_first(c.m.codes) ? -3 : 1;
     for (int64_t i = 0; i < 2; ++i) {

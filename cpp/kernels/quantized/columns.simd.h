@@ -57,7 +57,7 @@ class ScaleReader {
     }
   }
 
-  // The bits of the scales of block `index` of the range, in the low bits of the lanes. Those above are undefined.
+  // The bits of the scales of block `index` of the range, in the low bits of the lanes. The higher bits are undefined.
   MAXMOE_INLINE __m512i bits(int64_t index) {
     const int64_t byte = index << log2_bytes_;
     if (byte / 16 != loaded_) load(byte / 16);
@@ -81,7 +81,7 @@ class ScaleReader {
   }
 
   ByteRows bytes_;
-  int64_t log2_bytes_;  // 0, 1 or 2: of 1, 2 or 4 bytes
+  int64_t log2_bytes_;  // 0, 1 or 2 for scales of 1, 2 or 4 bytes
   int64_t loaded_ = -1;
   RowWords words_;
 };
@@ -151,7 +151,7 @@ MAXMOE_INLINE bool have_ordinary_scales(const QuantizedMatrix& m) {
   return is_other == 0;
 }
 
-// Lanes 2 i and 2 i + 1 of the first half are lane i of the vector, those of the second half lane 8 + i. A column then
+// Lanes 2 i and 2 i + 1 are lane i of the vector in the first half, and lane 8 + i in the second half. A column then
 // has two lanes, one for each element of a pair, and rounding both halves with vcvtne2ps2bf16 gives 16 pairs in order.
 struct DoubledLanes {
   __m512i half[2];

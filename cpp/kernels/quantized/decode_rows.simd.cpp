@@ -62,8 +62,8 @@ MAXMOE_INLINE void for_each_run(const QuantizedMatrix& m, Range rows, Range colu
 
 #if defined(__AVX2__)
 
-// Calls for_each_run with a function that decodes as many codes of a run as fill vectors, and returns their number. The
-// others are decoded one by one.
+// Calls for_each_run with a function that decodes the codes of a run that fill whole vectors, and returns their number.
+// The other codes are decoded one by one.
 template <int kBits, class T, class Decode>
 MAXMOE_INLINE void decode_runs(const QuantizedMatrix& m, Range rows, Range columns, MatrixView<T> out, int64_t ahead,
                                const Decode& decode) {

@@ -12,7 +12,7 @@ namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 template <class T>
 void decode_rows(const QuantizedMatrix& m, Range rows, Range columns, MatrixView<T> out, int64_t ahead);
 
-// A block of a quantized B as an operand of its own, in scratch memory: [depth, columns], in the orientation of b.
+// A block of a quantized B as a separate operand, in scratch memory: [depth, columns], in the orientation of b.
 template <class T>
 GemmOperand<T> decoded_block(const GemmOperand<T>& b, Range depth, Range columns, int64_t ahead = 0) {
   const Range rows = b.is_transposed ? columns : depth;

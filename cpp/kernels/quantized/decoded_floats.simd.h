@@ -129,7 +129,8 @@ MAXMOE_INLINE void store_floats(const Floats32& floats, T* out) {
   }
 }
 
-// Decodes as many codes of a run as fill vectors, with floats_of(codes, i) of codes i to i + 31. Returns their number.
+// Decodes the codes of a run that fill whole vectors, with floats_of(codes, i) for codes i to i + 31. Returns their
+// number.
 template <class T, class FloatsOf>
 MAXMOE_INLINE int64_t decode_floats(const Run& run, T* out, const FloatsOf& floats_of) {
   if (!std::isfinite(run.scale)) return 0;

@@ -22,7 +22,7 @@ class HalfTable {
     __m256i first;
     __m256i second;
   };
-  // Of the lower 8 bytes of both halves of `index`, then of the others.
+  // Looks up the lower 8 bytes of both halves of `index` (first), and the upper 8 bytes (second).
   MAXMOE_INLINE Halves32 look_up(__m256i index) const {
     const __m256i low = _mm256_shuffle_epi8(low_, index);
     const __m256i high = _mm256_shuffle_epi8(high_, index);
@@ -116,8 +116,8 @@ class E2M1Halves {
 };
 
 // E4M3 to bfloat16. A code is m / 8 + 1 times a power of two; the numbers of m are rounded alike for each power, unless
-// one is subnormal or infinite. Entries 0 to 7 of the table are the numbers of codes 0 to 7, the subnormal ones,
-// entries 8 to 15 those of codes 8 to 15. The exponents of the others are raised by their own exponent less 1.
+// one is subnormal or infinite. Entry i of the table is the number of code i; codes 0 to 7 are subnormal. A code above
+// 15 takes an entry from 8 to 15, whose exponent is raised by the exponent of the code less 1.
 class E4M3Halves {
  public:
   E4M3Halves() : table_(kE4M3.values) {}
@@ -133,9 +133,9 @@ class E4M3Halves {
       const __m256i codes = _mm256_permute4x64_epi64(source, 0xd8);  // unpacking takes 8 codes of each half
       const __m256i magnitudes = _mm256_and_si256(codes, bytes(0x7f));
       if (_mm256_movemask_epi8(_mm256_cmpeq_epi8(magnitudes, bytes(0x7f))) != 0) break;  // a NaN
-      // Codes above 15 have the index of the one with the same lower 3 bits.
+      // A code above 15 has the index, 8 to 15, with the same lower 3 bits.
       const __m256i index = _mm256_min_epu8(magnitudes, _mm256_or_si256(_mm256_and_si256(codes, bytes(7)), bytes(8)));
-      const __m256i raised = _mm256_sub_epi8(magnitudes, index);  // 8 times what the exponent is raised by
+      const __m256i raised = _mm256_sub_epi8(magnitudes, index);  // 8 times the number that is added to the exponent
       const __m256i signs = _mm256_and_si256(codes, bytes(0x80));
       // The sum is to wrap around: adding 0x8000 changes the sign.
       const auto sum = [&](__m256i numbers, __m256i raised_by, __m256i sign) MAXMOE_INLINE_LAMBDA {

@@ -24,7 +24,7 @@ MAXMOE_INLINE bool have_scales_between(const CodeColumns& c, int smallest, int l
   return is_other == 0;
 }
 
-// The codes of a word, step by step, in the lower bits of 16. Codes of two steps are brought into place at once: vpsrlw
+// The codes of a word, step by step, in the lower bits of 16. Codes of two steps are shifted into place at once: vpsrlw
 // leaves the units of vdpbf16ps free, which vpmultishiftqb would share.
 MAXMOE_INLINE WordPairs<4> e2m1_codes(__m512i words) {
   const __m512i first = _mm512_multishift_epi64_epi8(multishift_control(0, 8, 4, 12, 32, 40, 36, 44), words);

@@ -21,17 +21,17 @@ template <int kBits>
 constexpr int64_t kCodesPerWord = 32 / kBits;
 
 // A cache line of codes of each column at a time. The columns of a matrix with a power of two of rows share a few sets
-// of the first-level cache: lines that are read in parts would be gone before the next part.
+// of the first-level cache: a line that is read in parts would be evicted before the next part is read.
 class LineReader {
  public:
-  // At a distance of `ahead` bytes codes are prefetched.
+  // `ahead`: the distance in bytes of the codes that are prefetched.
   LineReader(const CodeColumns& c, int64_t ahead) : ahead_(ahead) {
     bytes_.end = c.m.bytes_of(c.depth.size());
     for (int i = 0; i < CodeColumns::kColumns; ++i) bytes_.rows[i] = c.m.code(c.rows[i], c.depth.begin);
   }
 
-  // words[w] are the bytes 4 w to 4 w + 3 of the next line, lane i those of column i. Bytes past the end are zeros. Not
-  // inlined: its code is long, and each kernel would have a copy for each vector of columns.
+  // words[w] holds bytes 4 w to 4 w + 3 of the next line, lane i the bytes of column i. Bytes past the end are zeros.
+  // Not inlined: its code is long, and each kernel would have a copy for each vector of columns.
   __attribute__((noinline)) void next(__m512i* words) {
     Vector<uint32_t> lines[16];
     const __mmask64 mask = existing_bytes();
@@ -68,7 +68,7 @@ class LineReader {
   }
   MAXMOE_INLINE void advance() { offset_ += kCacheLineBytes; }
 
-  // Prefetches the next line of column i, and the one that is `ahead` of this one.
+  // Prefetches the next line of column i, and the line `ahead` bytes after the current one.
   MAXMOE_INLINE void prefetch(int64_t i) const {
     __builtin_prefetch(bytes_.rows[i] + offset_, /*write*/ 0, /*locality: L1*/ 3);
     // The rows may be pages apart, where hardware prefetchers stop.

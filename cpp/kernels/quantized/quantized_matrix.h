@@ -14,7 +14,7 @@
 
 namespace maxmoe {
 
-// What a code stands for. Two 4-bit codes share a byte. The first one is in the low half, but for NF4 in the high half.
+// The values of codes. Two 4-bit codes share a byte. The first one is in the low half, but for NF4 in the high half.
 enum class Codes {
   e2m1,  // MXFP4: 0, 0.5, 1, 1.5, 2, 3, 4, 6, and with the highest bit their negatives
   nf4,   // QLoRA: quantiles of the normal distribution
@@ -56,8 +56,8 @@ constexpr int64_t bytes_per_scale(ScaleType type) {
   return type == ScaleType::float32 ? 4 : 2;
 }
 
-// The smallest number of columns that share a scale. Blocks are powers of two, so that as many consecutive columns from
-// a multiple of 32 on always have one scale.
+// The smallest number of columns that share a scale. Blocks are powers of two, so that 32 consecutive columns from a
+// multiple of 32 on always have one scale.
 constexpr int64_t kMinColumnsPerScale = 32;
 
 struct QuantizedMatrix {

@@ -42,7 +42,7 @@ MAXMOE_INLINE __m512 alternating(float first, float second) {
   return _mm512_castsi512_ps(_mm512_set1_epi64(static_cast<int64_t>(high << 32 | low)));
 }
 
-// What the decoders share: the rows of a step and their scales.
+// Base of the decoders: the rows of a step and their scales.
 class RowPairs {
  public:
   RowPairs(const QuantizedMatrix& m, Range depth, int64_t column)

@@ -53,7 +53,8 @@ class DoubledScales {
     store_doubled_lanes(_mm512_mul_ps(scales_from_bits(type_, scales_.bits(index)), unit_), scale_);
   }
 
-  // The pairs of a step from the elements of columns 0 to 7, neighbours, and those of the others.
+  // The pairs of a step, from the elements of columns 0 to 7 and of columns 8 to 15; the two of a column are
+  // neighbours.
   MAXMOE_INLINE __m512i scaled_pairs(__m512 first, __m512 second) const {
     return rounded_products(first, scale_[0], second, scale_[1]);
   }
@@ -78,7 +79,7 @@ class ScaledE4M3 : public DoubledScales {
 
   MAXMOE_INLINE WordPairs<kBits> decode(__m512i words) const {
     // vpunpck*bw makes the lower 8 bytes of each block of 16 the first step, and the others the second one. Even values
-    // are then those of columns 0 to 7, odd ones those of columns 8 to 15.
+    // then belong to columns 0 to 7, odd values to columns 8 to 15.
     static constexpr ByteOrder kOrder = byte_order([](size_t i) {
       const size_t column = i / 16 * 2 + i / 4 % 2 + i % 2 * 8;
       const size_t element = i / 8 % 2 * 2 + i / 2 % 2;

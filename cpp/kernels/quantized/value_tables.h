@@ -11,7 +11,7 @@ struct CodeTable {
   alignas(64) std::array<float, 16> values;
 };
 
-// Not `inline`: every instruction set keeps its own, as the linker would keep one of them.
+// Not `inline`: the linker would keep one definition for all instruction sets.
 // OCP Microscaling Formats, E2M1.
 constexpr CodeTable kE2M1 = {{0.0F, 0.5F, 1.0F, 1.5F, 2.0F, 3.0F, 4.0F, 6.0F,  //
                               -0.0F, -0.5F, -1.0F, -1.5F, -2.0F, -3.0F, -4.0F, -6.0F}};
@@ -20,7 +20,7 @@ constexpr CodeTable kNF4 = {{-1.0F, -0.6961928009986877F, -0.5250730514526367F, 
                              -0.28444138169288635F, -0.18477343022823334F, -0.09105003625154495F, 0.0F,
                              0.07958029955625534F, 0.16093020141124725F, 0.24611230194568634F, 0.33791524171829224F,
                              0.44070982933044434F, 0.5626170039176941F, 0.7229568362236023F, 1.0F}};
-// With zero points the codes themselves, otherwise less 8.
+// INT4: the codes themselves with zero points, the codes less 8 without.
 constexpr CodeTable kUnsigned4 = {{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}};
 constexpr CodeTable kSigned4 = {{-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7}};
 

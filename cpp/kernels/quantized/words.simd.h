@@ -14,7 +14,7 @@ using Floats = Vector<float>;
 // The codes of kLanes columns, which are rows of `m`, a cache line of each at a time.
 class WordReader {
  public:
-  static constexpr int kWords = kCacheLineBytes / 4;  // of a line
+  static constexpr int kWords = kCacheLineBytes / 4;  // words per line
 
   template <class Row>
   MAXMOE_INLINE WordReader(const QuantizedMatrix& m, const Row& row_of_lane) : end_(m.bytes_of(m.columns)) {
@@ -101,9 +101,9 @@ class LaneScales {
   int64_t first_[kLanes<float>];
 };
 
-// The values of the codes of a word, before they are scaled: value(decoded, i) are those of code i of each lane, where
-// begin(word, decoded) has been called. `decoded` is an array of the caller: in an object that is returned, the
-// compiler does not keep vectors in registers.
+// The values of the codes of a word, before they are scaled: value(decoded, i) returns the values of code i of each
+// lane, after begin(word, decoded). `decoded` is an array of the caller: in an object that is returned, the compiler
+// does not keep vectors in registers.
 template <Codes kCodes>
 class WordDecoder {
   using Signed = VectorOf<int32_t, kVectorBytes>::type;

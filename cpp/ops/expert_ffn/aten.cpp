@@ -6,8 +6,8 @@
 // they check the plan again and write zeros: gmm 7 more, tgmm 2, ragged_sort 4.
 //
 // Backward, three products take the weight w of a row: the sum of the gradients of a token's rows, and the gradients of
-// the matrices. Their rows of D numbers are multiplied by w when they are gathered or added up, which takes no pass of
-// its own. So the gradients of activations and preactivations, rows of F numbers, are those without w.
+// the matrices. Their rows of D numbers are multiplied by w when they are gathered or added up, which takes no extra
+// pass. So the gradients of activations and preactivations, rows of F numbers, do not contain w.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
@@ -33,7 +33,7 @@ struct Projected {
 // The plan, and the steps that read it.
 class Steps {
  public:
-  // A slot of -1, of a row of nobody, gives any token.
+  // A row without a slot (-1) gets an arbitrary token.
   explicit Steps(const ExpertFfnArguments& a)
       : a_(a),
         groups_(a.group_sizes, 0, a.group_sizes.size(0)),
@@ -113,7 +113,7 @@ struct Preactivations {
     const Tensor both = saved.contiguous().view({2, saved.size(0), a.up_width()});
     return {both.select(0, 0), both.select(0, 1)};
   }
-  // What the activation takes: gate and up, [R, F] each.
+  // The arguments of the activation: gate and up, [R, F] each.
   std::pair<Tensor, Tensor> parts(GateLayout layout) const {
     return layout == GateLayout::separate ? std::pair(gate, up) : gate_and_up(layout, up);
   }
@@ -147,7 +147,7 @@ struct Reduced {
   }
 };
 
-// What the backward pass reads. `saved` has the preactivations, if it is defined.
+// The intermediates that the backward pass reads. `saved` contains the preactivations, if it is defined.
 struct ProjectedTokens {
   Preactivations preactivations;
   Reduced reduced;  // without down
@@ -191,7 +191,7 @@ Tensor gradient_of_biases(const Tensor& scale, const Tensor& grad, const Steps& 
 }
 
 // The gradients of the matrices and factors of a projection, from the rows that it multiplied, the reduced rows, the
-// gradients of these, and the gradients of the products. Only what a wanted gradient needs is defined.
+// gradients of these, and the gradients of the products. Tensors that no wanted gradient needs are undefined.
 struct ProjectionRows {
   Tensor rows;
   Tensor reduced;
@@ -299,8 +299,8 @@ Outputs expert_ffn_aten(const ExpertFfnArguments& a, bool keeps_intermediates) {
 Gradients expert_ffn_backward_aten(const Tensor& grad_out, const std::optional<Intermediates>& kept,
                                    const Wanted& wanted, const ExpertFfnArguments& a) {
   const Steps steps(a);
-  // Recomputed preactivations lie where saved ones are, because bits of a product may depend on the address of an
-  // operand.
+  // Recomputed preactivations have the same place in memory as saved ones, because bits of a product may depend on the
+  // address of an operand.
   ProjectedTokens tokens =
       kept.has_value() ? ProjectedTokens{Preactivations::in(kept->preactivations, a), Reduced::in(kept->reduced, a)}
                        : project_tokens(a, steps, /*is_saved=*/true);

@@ -63,7 +63,7 @@ GradientTuple expert_ffn_backward_backend(const Tensor& grad_out, const Tensor& 
   return std::tuple_cat(gradients.in_order());
 }
 
-// The same as a composition of operators that are differentiable any number of times, for second derivatives and
+// expert_ffn as a composition of operators that are differentiable any number of times, for second derivatives and
 // forward-mode AD.
 Tensor compose_expert_ffn(const ExpertFfnArguments& a) {
   // Wider than 16 bits, because rounding after every elementwise operation makes second derivatives inaccurate.

@@ -53,7 +53,7 @@ struct ExpertFfnArguments {
   int64_t num_kept_rows() const { return recompute ? 0 : slots.size(0); }
 };
 
-// What the forward pass computes and the backward pass reads.
+// Tensors that the forward pass computes and the backward pass reads.
 struct Intermediates {
   Tensor preactivations;  // [R, 2F], [R, F] without a gate
   Tensor reduced;         // [R, r of gate + up + down]: the rows of x and A times the factors `a`
@@ -94,8 +94,8 @@ struct PerInput {
 using Gradients = PerInput<Tensor>;  // an empty tensor for a gradient that is not wanted
 using Wanted = PerInput<bool>;       // output_mask
 
-// Whether a wanted gradient needs the gradient of the activations A or of the preactivations Z. Those of down, its bias
-// and its factors do not.
+// Whether a wanted gradient needs the gradient of the activations A or of the preactivations Z. The gradients of down,
+// its bias and its factors do not.
 constexpr bool needs_grad_activated(const Wanted& w) {
   const auto any = [](const PerTensor<bool>& p) { return p.weights || p.bias || p.a || p.b; };
   return w.x || w.weights || any(w.gate) || any(w.up);

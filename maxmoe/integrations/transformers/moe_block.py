@@ -19,8 +19,8 @@ from maxmoe.nn import Experts, MoE, MoEFeedForward, Router, Routing, ZeroComputa
 from maxmoe.nn.dispatcher import LayerInputs, sum_of
 from maxmoe.nn.module_path import module_path
 from maxmoe.nn.router import select_experts
-from maxmoe.ops import RaggedPlan, ragged_sort, ragged_unsort
-from maxmoe.presets.families import Family
+from maxmoe.ops import RaggedPlan, ragged_sort, ragged_unsort, route
+from maxmoe.presets.family import Family
 from maxmoe.presets.layouts import Entry
 
 
@@ -98,7 +98,7 @@ class TransformersMoE(MoEFeedForward):
         """Create a layer from the sparse block of a transformers model, with the modules of the block."""
         return cls(block)
 
-    def forward(self, x: Tensor, token_mask: Tensor | None = None) -> Any:
+    def forward(self, x: Tensor, token_mask: Tensor | None = None) -> Any:  # type: ignore[override]
         """Route the tokens and compute their experts.
 
         Args:
@@ -112,13 +112,21 @@ class TransformersMoE(MoEFeedForward):
         return (hidden_states, None) if self.family.returns_scores else hidden_states
 
     def _route(
-        self, x: Tensor, token_mask: Tensor | None, leading_dims: Sequence[int], given: Tensor | None
+        self,
+        x: Tensor,
+        token_mask: Tensor | None,
+        leading_dims: Sequence[int],
+        given: Tensor | None,
+        state: Tensor | None,
     ) -> Routing:
         """Call the router of the block, whose output transformers records, and select experts by its logits."""
         router, family, bias = self.router, self.family, self._correction_bias
         is_outside = bias is not None and "." not in self._keys["router.score_correction_bias"]
-        tokens = x.view(*leading_dims, -1) if family.has_capacity else x
-        outputs = router(tokens, bias) if is_outside else router(tokens)
+        tokens = x.view(*leading_dims, -1) if family.has_capacity or family.has_state else x
+        if family.has_state:
+            outputs = router(tokens, None if state is None else state.view(*leading_dims, -1))
+        else:
+            outputs = router(tokens, bias) if is_outside else router(tokens)
         if self.config.shared_expert_scores:
             return self._routed_with_shared(outputs, token_mask, given)
         logits = router_logits(family, outputs)
@@ -126,6 +134,8 @@ class TransformersMoE(MoEFeedForward):
             routing = select_experts(self.config, logits, bias, token_mask, given)
         except ValueError as error:
             raise ValueError(f"{module_path(self)}: {error}") from error
+        if family.has_state:
+            routing = routing._replace(state=outputs[-1].flatten(0, -2))
         # A replay has been recorded without the slots of dropped tokens.
         drops = family.has_capacity and given is None
         return _without(routing, ~outputs[0].flatten(0, -2).any(1)) if drops else routing
@@ -138,8 +148,9 @@ class TransformersMoE(MoEFeedForward):
             check_replayable(self.config, module_path(self))
         logits, weights, experts, shared_weights = outputs
         wide = torch.promote_types(logits.dtype, torch.float32)
-        routing = select_experts(replace(self.config, shared_expert_scores=False), logits.to(wide), None, None, experts)
-        routing = routing._replace(weights=weights.to(wide), shared_weights=shared_weights, is_unpadded=True)
+        logits, score_function = logits.to(wide), self.config.score_function
+        _, experts, probabilities = route(logits, self.config.top_k, score_function=score_function, experts=experts)
+        routing = Routing(logits, probabilities, weights.to(wide), experts, shared_weights=shared_weights)
         return routing if token_mask is None else routing.without_padding(token_mask)
 
     def _expert_function(self, x: Tensor, weights: Tensor | None, plan: RaggedPlan, *foreign: Any) -> Tensor:
@@ -172,9 +183,11 @@ class TransformersMoE(MoEFeedForward):
         parts += [getattr(self, name).expand_as(inputs.router) for name in self.family.own_parameters]
         return None, sum_of(*parts) if parts else None
 
-    def hidden_states_and_routing(self, x: Tensor, token_mask: Tensor | None) -> tuple[Tensor, Routing, Tensor]:
+    def hidden_states_and_routing(
+        self, x: Tensor, token_mask: Tensor | None, router_state: Tensor | None
+    ) -> tuple[Tensor, Routing, Tensor]:
         """Return hidden states and routing as `MoE`; tokens that the router of the block has dropped are counted."""
-        hidden_states, routing, dropped = super().hidden_states_and_routing(x, token_mask)
+        hidden_states, routing, dropped = super().hidden_states_and_routing(x, token_mask, router_state)
         if self.family.has_capacity:
             is_dropped = routing.experts < 0
             mask = routing.token_mask
@@ -210,6 +223,32 @@ class TransformersMoE(MoEFeedForward):
         _, _, name = self._keys["experts.down_proj"].format(expert=0).partition(".")
         dtype: torch.dtype = attrgetter(name)(self.routed_experts).dtype
         return dtype
+
+
+class StatefulTransformersMoE(TransformersMoE):
+    """`TransformersMoE` of a block that takes and returns the state of its router, as in ZAYA."""
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, router_state: Tensor | None = None, token_mask: Tensor | None = None
+    ) -> Any:
+        """Route the tokens and compute their experts.
+
+        Args:
+            x: ``(..., S, D)``, as in `MoE.forward`.
+            router_state: ``(..., S, R)``, what the block of the layer before has returned; None in the first layer.
+            token_mask: as in `TransformersMoE.forward`.
+
+        Returns:
+            Output ``(..., S, D)`` and state.
+        """
+        mask = mask_of_this_layer.value if token_mask is None else token_mask
+        return MoEFeedForward.forward(self, x, mask, router_state)
+
+
+def layer_of_block(block: nn.Module, **training: Any) -> TransformersMoE:
+    """Return the layer that replaces a block; `training` as in `replace_moe_blocks`."""
+    kind = StatefulTransformersMoE if family_of_block(block).has_state else TransformersMoE
+    return kind(block, **training)
 
 
 def check_replayable(config: MoEConfig, block: str) -> None:
@@ -286,6 +325,8 @@ def _declare(block: nn.Module, router: nn.Module, config: MoEConfig, entries: Se
         experts: Any = block.get_submodule("experts")
         experts.post_expert_norm.declaration = Declaration(logical_names={"weight": ("norm",)})
     keys = {entry.names[0]: entry.key.partition(".")[2] for entry in entries}
-    of_router = Router(config, device="meta").declaration.logical_names
-    names = {keys[f"router.{name}"]: dims for name, dims in of_router.items() if f"router.{name}" in keys}
+    of_router, names = Router(config, device="meta"), {}
+    for prefix, part in (("router.", of_router), ("router.mlp.", of_router.mlp)):
+        declared = {} if part is None else part.declaration.logical_names
+        names |= {keys[prefix + name]: dims for name, dims in declared.items() if prefix + name in keys}
     router.declaration = Declaration(logical_names=names, fsdp_unit=True)  # type: ignore[assignment]

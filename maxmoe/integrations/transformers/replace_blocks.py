@@ -9,7 +9,7 @@ from maxmoe.checks.fields import nearest
 from maxmoe.convert.blocks import TRAINING_FIELDS
 from maxmoe.integrations.transformers._transformers import is_expert_parallel, is_experts
 from maxmoe.integrations.transformers.checkpoint_names import load_checkpoint_names
-from maxmoe.integrations.transformers.moe_block import TransformersMoE
+from maxmoe.integrations.transformers.moe_block import TransformersMoE, layer_of_block
 from maxmoe.integrations.transformers.patched_families import is_sparse_block
 from maxmoe.integrations.transformers.token_masks import hand_over_masks
 from maxmoe.nn import MoE
@@ -67,7 +67,7 @@ def replace_moe_blocks(model: nn.Module, **training: Any) -> tuple[ReplacedBlock
     layers: dict[str, TransformersMoE] = {}
     for path, block in _blocks(model).items():
         try:
-            layers[path] = TransformersMoE(block, **options)
+            layers[path] = layer_of_block(block, **options)
         except ValueError as error:
             raise ValueError(f"{path} ({type(block).__name__}) cannot be replaced: {error}") from error
     return tuple(_put(model, path, layer) for path, layer in layers.items())

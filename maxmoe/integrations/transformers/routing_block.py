@@ -50,7 +50,7 @@ class RoutingBlock:
 
     @property
     def routing_hooks(self) -> tuple[Any, ...]:
-        """Observers of the routing, as `HookedModule` has them."""
+        """Observers of the routing, as `maxmoe.MoE` has them."""
         return self._hooks
 
     @routing_hooks.setter
@@ -98,15 +98,19 @@ class RoutingBlock:
                 f"the router of {type(block).__name__} has run in code that was compiled before its routing was "
                 "recorded or replayed: call torch.compiler.reset() first"
             )
-        given = given_experts(self._hooks, leading_dims, experts.device)
+        given, num_experts = given_experts(self._hooks, leading_dims, experts.device), self.config.num_experts
+        bias = correction_bias_of(block, self._keys) if self.config.score_correction_bias else None
         if given is None:
-            observe(self._hooks, experts, leading_dims)
+            selected = experts
+            if self.config.num_zero_experts:  # their tokens come with expert 0 and a weight of zero
+                selected = select_experts(self.config, logits.detach(), bias, None, None).experts
+            observe(self._hooks, selected, leading_dims)
             return experts, weights
         check_replayable(self.config, type(block).__name__)
-        bias = correction_bias_of(block, self._keys) if self.config.score_correction_bias else None
         routing = select_experts(self.config, logits, bias, None, given)
         observe(self._hooks, given, leading_dims)
-        return ragged_plan(given, self.config.num_experts), routing.weights.to(weights.dtype)
+        plan = ragged_plan(given.masked_fill(given >= num_experts, -1), num_experts)
+        return plan, routing.weights.to(weights.dtype)
 
 
 # The objects of blocks whose routing has been recorded or replayed.

@@ -6,6 +6,7 @@ W + scale * B A with A [r, in] and B [out, r].
 
 import json
 from collections.abc import Iterator, Mapping, Set
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -21,7 +22,7 @@ from maxmoe.files import replacing
 from maxmoe.integrations.transformers._transformers import is_experts
 from maxmoe.integrations.transformers.moe_block import TransformersMoE
 from maxmoe.ops import LowRankFactors
-from maxmoe.presets.families import Family
+from maxmoe.presets.family import Family
 
 ServedLayout = Literal["per_expert", "vllm_stacked", "sglang_stacked"]
 _PREFIX = "base_model.model."  # of PEFT, in every name of a file
@@ -100,7 +101,9 @@ class _Block:
                 f"{experts_path} must be experts of transformers with an interface for implementations, got "
                 f"{type(self.experts).__name__}"
             )
-        self.family = _family(block)
+        self.family: Family | None = None  # of a block without a preset
+        with suppress(ValueError):
+            self.family = block.family if isinstance(block, TransformersMoE) else family_of_block(block)
         self._check()
 
     def _check(self) -> None:
@@ -175,16 +178,6 @@ class _Block:
             return _Factors(like.new_zeros(count, rank, size_in), like.new_zeros(count, size_out, rank))
         a, b, _ = factors[name] if self.experts.is_transposed else factors[name].transposed()
         return _Factors(a.mT, b.mT)
-
-
-def _family(block: nn.Module) -> Family | None:
-    """Return the family of a block; None if it has no preset."""
-    if isinstance(block, TransformersMoE):
-        return block.family
-    try:
-        return family_of_block(block)
-    except ValueError:
-        return None
 
 
 def _pair(name: str, a: Tensor, b: Tensor) -> Iterator[tuple[str, Tensor]]:

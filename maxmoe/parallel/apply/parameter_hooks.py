@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from maxmoe._torch import base_of_view, never_compiled, parameter_in_place, put_in_place, tree_leaves, version_of
+from maxmoe._torch import base_of_view, never_compiled, parameter_table, tree_leaves, version_of
 from maxmoe._torch.fsdp import make_root
 from maxmoe.parallel.plan.plan import ModulePlan, ParameterPlan
 from maxmoe.recompute.freed_storage import FreedStorage
@@ -48,7 +48,7 @@ class Place(NamedTuple):
 
     def gather(self) -> Tensor:
         """Gather the parameter again, which FSDP2 has replaced by its sharded or unsharded state in between."""
-        parameter = parameter_in_place(self.owner, self.name)
+        parameter = parameter_table(self.owner)[self.name]
         assert isinstance(parameter, DTensor)
         again = (parameter, self.plan.gathering, f"{self.plan.name}, again")
         return redistribute_parameters([again], jointly=False)[0]
@@ -72,7 +72,7 @@ class ParameterHooks:
 
     def keep_stored(self) -> None:
         """Keep the parameters that the optimizer holds; called when FSDP2 has replaced them by their shards."""
-        found = ((plan.name, parameter_in_place(owner, name)) for owner, name, plan in self._places)
+        found = ((plan.name, parameter_table(owner)[name]) for owner, name, plan in self._places)
         self._stored = {name: parameter for name, parameter in found if parameter is not None}
 
     @never_compiled
@@ -87,7 +87,7 @@ class ParameterHooks:
         # the plans.
         found: dict[str, tuple[DTensor, Place]] = {}
         for place in self._places:
-            parameter = parameter_in_place(place.owner, place.name)
+            parameter = parameter_table(place.owner)[place.name]
             if isinstance(parameter, DTensor):  # else gathered by a unit whose forward calls this one
                 call.replaced.append((place, parameter))
                 found.setdefault(place.plan.name, (parameter, place))
@@ -102,7 +102,7 @@ class ParameterHooks:
                 elif place.plan.is_saved:
                     call.gathered.append(GatheredParameter(FreedStorage(gathered[name]), place.gather, version))
         for place, _ in call.replaced:
-            put_in_place(place.owner, place.name, gathered[place.plan.name])
+            parameter_table(place.owner)[place.name] = gathered[place.plan.name]
 
     @never_compiled
     def free(self, _unit: nn.Module, _arguments: tuple[Any, ...], output: Any) -> None:
@@ -158,7 +158,7 @@ class UnitCall:
     def put_back(self) -> None:
         """Put the DTensors in the place of the gathered tensors."""
         for place, parameter in self.replaced:
-            put_in_place(place.owner, place.name, parameter)
+            parameter_table(place.owner)[place.name] = parameter
 
 
 # Forwards of units that run now in this process, one inside of the other.

@@ -37,7 +37,7 @@ def shard_parameters(
             then.
     """
     parameters = shardings_by_name(module, mesh, rules, strict=strict, allow_unused=allow_unused)
-    for warning in names_without_rules(parameters, rules):
+    for warning in names_without_rules(parameters, rules) if mesh.rank == 0 else ():
         warnings.warn(warning, stacklevel=2)
     distribute_parameters(module, {name: parameter.sharding for name, parameter in parameters.items()})
     return parameters

@@ -328,10 +328,9 @@ def _check_blocks(name: str, parameter: ParameterSharding, used: NamedSharding) 
     if part is None or part.part != "codes":
         return
     _, *axes_of = used.spec
-    dims = zip(("rows", "columns"), axes_of, part.sizes, part.block, part.num_scales, strict=True)
-    for kind, axes, size, block, num_scales in dims:
+    for kind, axes, size, block in zip(("rows", "columns"), axes_of, part.sizes, part.block, strict=True):
         count = used.mesh.size(*axes)
-        if count > 1 and num_scales > 1 and size % (count * block):
+        if count > 1 and size > block and size % (count * block):
             raise ValueError(
                 f"{name.rpartition('.')[0]} is quantized as {part.format}, in blocks of {block} {kind}: the axes "
                 f"{axes} must give each rank a multiple of {block} of its {size} {kind}, got {size / count:g}. Choose "

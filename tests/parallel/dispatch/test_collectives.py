@@ -1,4 +1,4 @@
-"""Collectives over rows: each is the transpose of its backward, for any counts, and computing goes on meanwhile."""
+"""Collectives over rows: each is the transpose of its backward, for any counts, and overlaps with computation."""
 
 import gc
 import itertools
@@ -22,12 +22,12 @@ Collective = Callable[[Tensor], Tensor]
 
 
 def whole_numbers(num_rows: int, dtype: torch.dtype = torch.float64, shape: tuple[int, ...] = (3,)) -> Tensor:
-    """Small, so that sums of them are exact in every dtype."""
+    """Random small integers, whose sums are exact in every dtype."""
     return torch.randint(-4, 5, (num_rows, *shape)).to(dtype)
 
 
 def matrix_of(counts: Sequence[int]) -> Tensor:
-    """Rows from each rank to each: any numbers, with the counts on one diagonal."""
+    """Number of rows from each rank to each rank: any numbers, with `counts` added on the diagonal."""
     rank = torch.arange(len(counts))
     matrix = (rank.unsqueeze(1) * 3 + rank * 2) % 3 * (torch.tensor(counts) > 0)
     return matrix + torch.tensor(counts).diag()
@@ -41,7 +41,7 @@ def everywhere(value: Tensor) -> list[Tensor]:
 
 
 def check_transpose(collective: Collective, rows: Tensor, expected: Tensor) -> None:
-    """The values are those by definition, and <P x, y> = <x, P' y> summed over the ranks, for any y."""
+    """Check the result against `expected`, and <P x, y> = <x, P' y> summed over the ranks, for a random y."""
     rows.requires_grad_()
     result = collective(rows)
     assert result.dtype == rows.dtype and result.equal(expected)
@@ -123,7 +123,7 @@ class Between(torch.autograd.Function):
 @pytest.mark.usefixtures("collectives_are_not_compared")  # a comparison waits for the other rank
 @pytest.mark.parametrize("counts", [(2, 2), (3, 1)], ids=str)
 def test_a_rank_computes_while_its_rows_travel(counts: tuple[int, int]) -> None:
-    """Rank 1 starts only when rank 0 has done what it computes between start and wait, forward and backward."""
+    """Rank 1 starts only when rank 0 has finished its computation between start and wait, forward and backward."""
 
     def check() -> None:
         rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
@@ -149,7 +149,7 @@ def test_a_rank_computes_while_its_rows_travel(counts: tuple[int, int]) -> None:
 
 
 def test_what_nobody_waits_for_is_freed() -> None:
-    """A recomputation of activation checkpointing stops when it has what the backward needs."""
+    """A recomputation of activation checkpointing stops when it has all tensors that the backward needs."""
 
     def check() -> int:
         before = alive()

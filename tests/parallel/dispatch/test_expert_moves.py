@@ -1,4 +1,4 @@
-"""The moves of rows between ranks, against their definition and the fewest that exist; and where each row goes."""
+"""The moves of rows between ranks, against their definition and the minimum number; and the rank of each row."""
 
 import itertools
 import random
@@ -16,7 +16,7 @@ def bound(rows: Sequence[int], num_ranks: int) -> int:
 
 
 def random_rows(generator: random.Random, num_experts: int) -> list[int]:
-    """From nearly even to one expert with nearly everything, and experts without rows."""
+    """Random rows per expert: nearly even loads, one expert with nearly all rows, experts without rows."""
     shape, scale = generator.choice([0.4, 0.7, 1.5, 8.0]), generator.choice([1, 7, 50])
     return [int(generator.paretovariate(shape) * generator.choice([0, 1, scale])) % 5000 for _ in range(num_experts)]
 
@@ -49,8 +49,8 @@ def max_moves_of_rank(num_ranks: int, experts_per_rank: int) -> int:
 
     A move ends in one of three ways. (1) It takes all rows of an expert that has the most rows of its rank, which has
     more rows than the bound: more than 1 / L of the bound, so that fewer than L such moves fit into a rank. (2) It
-    fills the receiving rank up to the bound, once. (3) It brings the sending rank down to the bound: once for each of
-    the other ranks.
+    fills the receiving rank up to the bound, once. (3) It reduces the sending rank to the bound: once for each of the
+    other ranks.
     """
     return experts_per_rank + num_ranks - 1
 
@@ -69,11 +69,11 @@ def test_a_rank_sends_and_receives_a_bounded_number_of_experts() -> None:
             )
             assert max(counts) <= max_moves_of_rank(num_ranks, experts_per_rank)
             largest = max(largest, max(counts) / max_moves_of_rank(num_ranks, experts_per_rank))
-    assert largest > 0.8  # the bound is not far from what happens
+    assert largest > 0.8  # cases come close to the bound
 
 
 def fewest(rows: list[int], num_ranks: int) -> int:
-    """By trying all sets of pairs of an expert and a rank, the smaller sets first."""
+    """The minimum number of moves, by trying all sets of (expert, rank) pairs, the smaller sets first."""
     count, cap, loads = len(rows) // num_ranks, bound(rows, num_ranks), loads_of(rows, num_ranks)
     pairs = [
         (expert, rank)
@@ -87,7 +87,7 @@ def fewest(rows: list[int], num_ranks: int) -> int:
 
 
 def can_move(rows: list[int], loads: list[int], cap: int, count: int, pairs: tuple[tuple[int, int], ...]) -> bool:
-    """Whether rows can move along the pairs until no rank is above the cap: the maximum flow is what must move."""
+    """Whether rows can move along the pairs until no rank is above the cap: a maximum flow of the surplus."""
     capacities: dict[tuple[str, str], int] = {}
     for rank, load in enumerate(loads):
         capacities["start", f"surplus {rank}"] = max(0, load - cap)
@@ -118,7 +118,7 @@ def free_path(capacities: dict[tuple[str, str], int]) -> list[tuple[str, str]] |
 
 
 def test_as_few_weights_as_possible_are_sent() -> None:
-    """It is a packing problem: few plans have one move too many, none has two."""
+    """Finding the minimum is a packing problem: few plans have one move more than the minimum, none has two."""
     tried = cases(150, [(2, 2), (2, 4), (3, 2), (3, 3), (4, 1), (4, 2), (5, 1)])
     surplus = [len(plan_moves(rows, num_ranks, 0)) - fewest(rows, num_ranks) for rows, num_ranks in tried]
     assert set(surplus) <= {0, 1} and sum(surplus) <= 0.02 * len(surplus)
@@ -179,7 +179,7 @@ def test_every_row_goes_to_one_rank_that_computes_its_expert() -> None:
 
 
 def check_lent(computed: ComputedRows, moves: tuple[Move, ...]) -> None:
-    """What ranks lend, one rank after the other, is what each receives, in the order of its foreign experts."""
+    """Check that the experts that all ranks lend to a rank are its foreign experts, in the same order."""
     num_ranks, count = len(computed.experts), computed.num_experts
     for rank in range(num_ranks):
         lent = [owner * count + expert for owner in range(num_ranks) for expert in computed.lent(owner)[rank]]

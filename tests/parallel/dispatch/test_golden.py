@@ -35,7 +35,7 @@ LAYOUTS = [
 
 @dataclass(frozen=True)
 class Fixture:
-    """MaxText's layer, and what it makes of a batch; gradients without those of its balance loss."""
+    """MaxText's layer, and its results for a batch; gradients without its balance loss."""
 
     config: MoEConfig
     parameters: dict[str, Tensor]
@@ -100,7 +100,7 @@ def test_families_on_four_ranks(name: str) -> None:
 
 
 def slots_by_rank(whole: Fixture) -> Tensor:
-    """How many slots of each of four ranks (first dim) the experts of each have."""
+    """Number of slots from each of four ranks (first dim) to the experts of each rank."""
     num_experts = whole.config.num_experts
     counts = torch.nn.functional.one_hot(whole.chosen.flatten(1), num_experts).sum(1)
     return counts.view(4, -1, 4, num_experts // 4).sum((1, 3))
@@ -111,7 +111,7 @@ def slots_by_rank(whole: Fixture) -> Tensor:
     [("ep4_ring_raggedsort_trunc_drop", "ring_of_experts"), ("ep4_ra2a_trunc_drop", "ragged_all_to_all")],
 )
 def test_a_bounded_buffer_drops_the_slots_that_maxtext_drops(name: str, dispatch: Dispatch) -> None:
-    """Tokens of which all slots are dropped come out zero; the drops are counted on all ranks."""
+    """The output of a token without any kept slot is zero; the drops are counted on all ranks."""
     whole = fixture(name)
     assert whole.config.buffer_factor == 1.0
     of_rank = slots_by_rank(whole).sum(0)
@@ -126,7 +126,7 @@ def offsets(sizes: list[int]) -> list[int]:
 
 @pytest.mark.parametrize(("kind", "bounded"), [("plain", False), ("trunc", True)])
 def test_splits_and_offsets_are_maxtexts(kind: str, bounded: bool) -> None:
-    """Row s of each table is what rank s computes; `output_offsets` are those at the receivers."""
+    """Row s of each table is computed by rank s; `output_offsets` are offsets in the receivers' buffers."""
     arrays, meta = golden_fixtures.load("a2a_params")
     max_rows = meta["buffer"] if bounded else None
     splits = [splits_of(arrays["matrix"], rank, max_rows) for rank in range(meta["ep"])]

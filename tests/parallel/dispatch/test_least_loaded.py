@@ -46,7 +46,7 @@ def moves_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Computed:
-    """Rows that a rank computes in a step, and foreign experts; -1 where nothing moves."""
+    """Rows and foreign experts that a rank computes in a step; -1 foreign experts if no expert moves."""
 
     own: int
     foreign: int = 0
@@ -54,7 +54,7 @@ class Computed:
 
 
 def spy(layer: MoE) -> list[Computed]:
-    """Return a list that gets what the rank computes in each forward of the experts."""
+    """Return a list that collects the rows of the rank in each forward of the experts."""
     computed: list[Computed] = []
 
     def note(_: object, arguments: tuple[Any, ...]) -> None:
@@ -69,7 +69,7 @@ def spy(layer: MoE) -> list[Computed]:
 
 
 def hot_batch(config: MoEConfig, load: str) -> Batch:
-    """Tokens of whose slots a share is of the first expert, and the others of one expert after the other."""
+    """A batch with a share of its slots on the first expert, and the others distributed evenly."""
     if load in LOADS:
         return make_batch(config, load)
     batch = replace(make_batch(config, "even"))
@@ -81,7 +81,7 @@ def hot_batch(config: MoEConfig, load: str) -> Batch:
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 def test_families_and_loads(num_ranks: int) -> None:
-    """From even to all tokens on one expert; and no rank computes more than 1.15 times the mean."""
+    """Loads from even to all tokens on one expert; no rank computes more than 1.15 times the mean."""
     cases, loads = {}, ("even", HOT[1], "all to one expert") if num_ranks == 8 else (*LOADS, *HOT)
     for (family, config), load in itertools.product(FAMILIES.items(), loads):
         batch = hot_batch(config, load)
@@ -136,7 +136,7 @@ FORWARDS: dict[str, Callable[[MoE], Callable[..., Any]]] = {
 
 @pytest.mark.filterwarnings("ignore:no rule for the logical name")
 def test_meshes_recomputation_chunks_and_padding() -> None:
-    """Each twice, since the storages of foreign weights are freed and filled again."""
+    """Two steps each, since the storages of foreign weights are freed and refilled."""
     family = {"mixtral": ((), 1), "deepseek_v3": (("dispatch",), 2), "gpt_oss": (("dispatch", "experts"), 1)}
     family |= {"llama4": (("dispatch", "experts"), 3)}
     cases = {}
@@ -174,7 +174,7 @@ def test_meshes_recomputation_chunks_and_padding() -> None:
 
 
 def kept_bytes(layer: MoE, batch: Batch) -> int:
-    """What autograd keeps for the backward, without parameters."""
+    """Bytes that autograd keeps for the backward, without parameters."""
     stored = [getattr(parameter, "_local_tensor", parameter) for parameter in layer.parameters()]
     record = maxmoe.nn.RoutingRecord({"": [batch.experts]})
     with maxmoe.replay_routing(layer, record), kept_tensors(stored) as kept:
@@ -186,7 +186,7 @@ def kept_bytes(layer: MoE, batch: Batch) -> int:
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_foreign_weights_are_not_kept_for_the_backward(frozen: bool) -> None:
-    """All ranks together keep what they keep without moves, and integers: a row of each expert's plan."""
+    """All ranks together keep the same tensors as without moves, and integers: a row of each expert's plan."""
     config = replace(FAMILIES["mixtral"], hidden_size=32, intermediate_size=64)
     batch = hot_batch(config, HOT[1])
 
@@ -208,7 +208,7 @@ def test_foreign_weights_are_not_kept_for_the_backward(frozen: bool) -> None:
 
 
 def test_moves_that_do_not_pay_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then a step has the bits of a ragged all-to-all."""
+    """Without moves, a step has the bits of a ragged all-to-all."""
     monkeypatch.setattr(least_loaded, "FLOP_PER_BYTE", {"cpu": 100, "cuda": 100})
     batch = hot_batch(FAMILIES["deepseek_v3"], HOT[1])
 

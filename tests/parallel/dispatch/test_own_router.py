@@ -48,7 +48,7 @@ def quadratic(gate: Tensor | None, up: Tensor) -> Tensor:
 
 
 def make(name: str, **replaced: Any) -> MoE:
-    """The same random values at every call."""
+    """A layer with the same random values at every call."""
     top_k, make_router = ALL[name]
     config = MoEConfig(**SIZES, top_k=top_k(NUM_EXPERTS), load_balance_loss_weight=0.3, num_shared_experts=1)
     layer = MoE(config, router=make_router(config), **replaced).double()

@@ -23,7 +23,7 @@ def my_part() -> int:
 
 
 def gradient_of(inputs: Tensor, x: Tensor) -> float:
-    """Of this rank's part times the inputs, the same for all elements of x."""
+    """The gradient of (this rank's part * inputs).sum(), which is equal for all elements of x."""
     (gradient,) = torch.autograd.grad((inputs * my_part()).sum(), x, retain_graph=True)
     assert gradient.eq(gradient[0, 0]).all()
     return float(gradient[0, 0])
@@ -31,7 +31,7 @@ def gradient_of(inputs: Tensor, x: Tensor) -> float:
 
 @pytest.mark.parametrize("shared_is_partial", [False, True])
 def test_gradients_of_the_inputs(shared_is_partial: bool) -> None:
-    """Every rank has the whole gradient from the router, and a summand of it from its experts."""
+    """Every rank has the whole gradient from the router, and one summand of the gradient from the experts."""
 
     def check() -> list[float]:
         x = torch.ones(3, 4, requires_grad=True)
@@ -56,7 +56,7 @@ def test_gradients_of_the_weights_are_summed() -> None:
 
 @pytest.mark.parametrize("shared_is_partial", [False, True])
 def test_outputs_are_summed_and_their_gradient_is_not(shared_is_partial: bool) -> None:
-    """The shared experts are summed where every rank has a part of them only."""
+    """The outputs of shared experts are summed if every rank has only a part of them."""
 
     def check() -> tuple[float, float, list[float]]:
         boundary = boundary_of(shared_is_partial)
@@ -97,7 +97,7 @@ class Noisy(nn.Module):
 
 @pytest.mark.parametrize("rules", [{"expert": 2}, {"tensor": 2}], ids=["experts", "parts of experts"])
 def test_ranks_with_the_same_tokens_must_route_alike(rules: dict[str, int]) -> None:
-    """The backward says so on all ranks, where each would have computed a part of another function."""
+    """If they do not, the backward is an error on all ranks: their parts would belong to different functions."""
     config = MoEConfig(hidden_size=6, intermediate_size=4, num_experts=8, top_k=2)
 
     def check() -> str:

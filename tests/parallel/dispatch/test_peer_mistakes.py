@@ -1,4 +1,4 @@
-"""What other libraries got wrong when experts lie on other ranks, one test each.
+"""Mistakes of other libraries with experts on other ranks, one test each.
 
 Others are where they belong: padding and numbers of sequences in test_strategies.py; checkpoints between meshes in
 tests/parallel/test_distributed_checkpoint.py; losses of unequal micro-batches in tests/parallel/test_token_losses.py;
@@ -58,7 +58,7 @@ def on_meshes(
 
 
 def test_expert_gradients_are_not_multiplied_by_the_ranks() -> None:
-    """Experts see the tokens of all ranks, the router those of one: both have the gradient of the mean over all."""
+    """Experts compute tokens of all ranks, the router one rank's: both get the gradient of the mean over all tokens."""
     whole = make_layer(CONFIG)
     maxmoe.mean_over_tokens(whole(BATCH.x).hidden_states.square().sum(-1)).backward()
 
@@ -72,7 +72,7 @@ def test_expert_gradients_are_not_multiplied_by_the_ranks() -> None:
 
 
 def test_the_router_learns_from_the_outputs_of_experts_elsewhere() -> None:
-    """There is no auxiliary loss, and each token's experts are on other ranks than the token."""
+    """The layer has no auxiliary loss, and each token's experts are on other ranks than the token."""
     expected = take_step(make_layer(CONFIG), BATCH).gradients["router.weight"]
     assert expected.abs().min() > 0
 
@@ -84,7 +84,7 @@ def test_the_router_learns_from_the_outputs_of_experts_elsewhere() -> None:
 
 
 class Below(nn.Module):
-    """Something of the user below a layer."""
+    """A module of a user whose output is the input of a layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ def test_experts_without_tokens_have_gradients_and_optimizer_states() -> None:
         optimizer = torch.optim.AdamW(layer.parameters())
         optimizer.step()
         gradients = [parameter.grad.to_local() for parameter in layer.experts.parameters()]
-        assert all(gradient.any() == (dist.get_rank() == 0) for gradient in gradients)  # that of expert 1
+        assert all(gradient.any() == (dist.get_rank() == 0) for gradient in gradients)  # the gradient of expert 1
         return [name for name, parameter in layer.named_parameters() if "exp_avg" in optimizer.state[parameter]]
 
     for names in on_meshes([TRAVELLING], check, make_layer(CONFIG)):
@@ -162,7 +162,7 @@ def test_experts_without_tokens_have_gradients_and_optimizer_states() -> None:
 
 
 def test_ranks_have_their_own_batches() -> None:
-    """Other tokens on rank 1 change its outputs, and no bit of those of other ranks."""
+    """Other tokens on rank 1 change its outputs, and no bit of the outputs of other ranks."""
 
     def check(_mesh: Mesh, layer: Any, part: tuple[slice, ...]) -> bool:
         x = BATCH.x[part]
@@ -205,7 +205,7 @@ def test_evaluation_counts_nothing_towards_the_correction_bias() -> None:
 
 
 def test_the_auxiliary_loss_is_divided_by_no_ranks() -> None:
-    """The value, and the gradient of it alone."""
+    """The value and the gradient of the auxiliary loss alone."""
     config = replace(CONFIG, load_balance_loss_weight=0.3, router_z_loss_weight=0.1)
     whole, alone = make_layer(config), replace(BATCH, cotangent=torch.zeros_like(BATCH.cotangent))
     expected = take_step(whole, alone)
@@ -220,7 +220,7 @@ def test_the_auxiliary_loss_is_divided_by_no_ranks() -> None:
 
 
 def test_ranks_with_sequences_of_other_lengths_do_not_hang() -> None:
-    """None on rank 0, one token on rank 1; nothing is padded to the largest."""
+    """No token on rank 0, one token on rank 1; sequences are not padded to the longest."""
     whole, lengths = make_layer(CONFIG), (0, 1, 7, 3)
     tokens = BATCH.x.flatten(0, 1)[:11].split(lengths)
 

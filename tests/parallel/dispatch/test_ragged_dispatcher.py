@@ -1,4 +1,4 @@
-"""Rows that travel: bounds on their number; copies of a layer."""
+"""Rows that are sent: bounds on their number; copies of a layer."""
 
 import copy
 from typing import Any

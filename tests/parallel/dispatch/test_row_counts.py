@@ -1,4 +1,4 @@
-"""The counts of all ranks: their values, where they are, and that a recomputation does not gather them again."""
+"""The counts of all ranks: values, device, and that a recomputation does not gather them again."""
 
 import itertools
 from unittest.mock import patch
@@ -20,7 +20,7 @@ from support.run_ranks import run_ranks
 def test_rows_are_those_of_the_ranks_on_the_device_and_on_the_host() -> None:
     def check() -> list[Tensor]:
         rank = dist.get_rank()
-        whole = torch.arange(6).view(3, 2)[rank].repeat_interleave(2)  # of a stride that is not one
+        whole = torch.arange(6).view(3, 2)[rank].repeat_interleave(2)  # with a stride that is not one
         device, host = all_gather_counts(whole[::2], dist.group.WORLD.group_name)
         assert device.data_ptr() != host.data_ptr() and host.device.type == "cpu"
         return [device, host]
@@ -64,7 +64,7 @@ def test_a_recomputation_that_keeps_the_routing_does_not_gather_again() -> None:
 
 
 def test_one_exchange_for_all_chunks_of_a_layer() -> None:
-    """Where tokens travel, and where all ranks hold the same ones."""
+    """Rules that send tokens, and rules by which all ranks hold the same tokens."""
     batch = make_batch(FAMILIES["mixtral"], "of the router")
 
     def check() -> None:

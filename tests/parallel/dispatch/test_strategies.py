@@ -30,7 +30,7 @@ from support.parallel_decoder import MeshRules
 from support.run_ranks import run_ranks
 
 STRATEGIES = tuple(dispatch_plan.STRATEGIES)
-# Tokens are sent to experts that stay where they are. test_least_loaded.py has the experts that move.
+# Strategies that send tokens to experts on fixed ranks. test_least_loaded.py tests experts that move.
 SENDING = tuple(
     name
     for name, strategy in dispatch_plan.STRATEGIES.items()
@@ -78,7 +78,7 @@ def check_steps(
     num_chunks: int = 1,
     tolerance: float = 1e-12,
 ) -> None:
-    """Take steps with one layer, and compare this rank's part of all that comes of it."""
+    """Take steps with one layer, and compare this rank's part of all results."""
     mesh, rules = Mesh(layout.sizes), LogicalRules.load(layout.rules)
     layer = make_layer(config, next(iter(cases.values()))[0].x.dtype)
     shardings = parameter_shardings(layer, mesh, rules)
@@ -88,12 +88,12 @@ def check_steps(
         part = token_sharding(mesh, rules).slices(batch.x.shape[:2])
         with named(name):
             check_part(take_step(layer, batch.part(part)), expected, part, shardings, tolerance)
-            assert counts == [num_experts] * layer.runner.num_chunks, counts  # one where nothing travels
+            assert counts == [num_experts] * layer.runner.num_chunks, counts  # one product if no token is sent
         counts.clear()
 
 
 def cases_of(config: MoEConfig, loads: tuple[str, ...] = LOADS, dtype: torch.dtype = torch.float64) -> dict:
-    """Compute what one process computes."""
+    """Check that a mesh computes the results of one process."""
     layer = make_layer(config, dtype)
     batches = {load: make_batch(config, load, dtype=dtype) for load in loads}
     return {load: (batch, take_step(layer, batch)) for load, batch in batches.items()}
@@ -177,7 +177,7 @@ def test_experts_on_no_rank() -> None:
 
 
 def masked_cases_of(config: MoEConfig) -> dict[str, tuple[Batch, Outcome]]:
-    """Padding of NaN at random places, and one sequence of nothing else."""
+    """Padding of NaN at random places, and one sequence of padding only."""
     batch = make_batch(config, "of the router", (4, 4))
     mask = torch.rand(batch.x.shape[:2], generator=torch.Generator().manual_seed(3)) < 0.7
     mask[3] = False

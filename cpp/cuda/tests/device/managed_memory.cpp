@@ -1,7 +1,7 @@
 // Makes the tests of the CUDA kernels run on a GPU (`make cuda-tests`): all memory of the program is managed memory,
 // which host and device both read. Kernels get pointers to vectors and matrices of the tests. Run with
-// CUDA_LAUNCH_BLOCKING=1, so that a kernel has ended when its function returns. Nothing is given back to CUDA, but
-// freed memory is used again.
+// CUDA_LAUNCH_BLOCKING=1, so that a kernel has ended when its function returns. Freed memory is not returned to CUDA,
+// but reused by later blocks.
 #include <cuda_runtime_api.h>
 
 #include <bit>

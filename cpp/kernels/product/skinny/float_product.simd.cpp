@@ -12,7 +12,7 @@ namespace {
 
 #if defined(__AVX2__)
 
-constexpr int kVectors = 2;  // of a panel
+constexpr int kVectors = 2;  // vectors per panel
 
 // The quantized values and scales of a panel of columns. Columns past the end repeat the last column.
 template <class T>
@@ -30,7 +30,7 @@ struct PanelOfWords {
   }
 };
 
-// The bytes of quantized values from column `first` of B on: they are rows in memory.
+// The bytes of quantized values from column `first` of B on. The columns of B are rows in memory.
 MAXMOE_INLINE ConstMatrixView<uint8_t> bytes_of_columns(const QuantizedMatrix& m, int64_t first) {
   return {m.code(first, 0), m.rows - first, m.bytes_of(m.columns), m.row_bytes};
 }
@@ -151,11 +151,11 @@ MAXMOE_INLINE bool takes_subnormals_as_zeros() {
 template <class T>
 bool multiplies_words([[maybe_unused]] const QuantizedMatrix& m) {
 #if defined(__AVX2__)
-  // Words are read from the first code on. Parts with one scale begin with a word then.
+  // Words are read from the first code on. With this alignment every part with one scale begins with a word.
   if (m.first_column % kMinColumnsPerScale != 0) return false;
   if (m.codes == Codes::int8) return true;
   if (m.codes == Codes::e2m1) return m.scale_type == ScaleType::e8m0;
-  // The others are rounded to 16 bits in tables faster than one by one: decode_rows.simd.h.
+  // For 16-bit types the other formats are faster with tables of rounded values: decode_rows.simd.h.
   return std::is_same_v<T, float> && (m.codes != Codes::e4m3 || !takes_subnormals_as_zeros());
 #else
   return false;

@@ -14,10 +14,10 @@
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 namespace {
 
-// Bytes of a decoded block. With 16 KiB 12 rows took up to 1.1 times the time, with 8 KiB all numbers of rows did.
+// Bytes of a decoded block. With 16 KiB, 12 rows took up to 1.1 times the time; with 8 KiB, every number of rows did.
 constexpr int64_t kDecodedBytes = int64_t{32} * 1024;
 
-// The size of a block of b: as many columns as a kernel multiplies at a time if they are rows of quantized values,
+// The size of a block of b: the columns that a kernel multiplies at a time if columns are rows of quantized values,
 // otherwise short parts of rows.
 template <class T>
 BlockOfB first_decoded_block(const GemmOperand<T>& b, Range columns) {
@@ -26,8 +26,8 @@ BlockOfB first_decoded_block(const GemmOperand<T>& b, Range columns) {
   return {range_from(0, depth, b.rows()), range_from(columns.begin, width, columns.end)};
 }
 
-// The distance in bytes from the quantized values of a block to those of the next one: of the same columns, or the
-// first ones of the columns after them.
+// The distance in bytes from the quantized values of a block to the next block: of the same columns, or the first block
+// of the next columns.
 template <class T>
 int64_t next_block_distance(const GemmOperand<T>& b, const BlockOfB& block) {
   const QuantizedMatrix& m = b.quantized;

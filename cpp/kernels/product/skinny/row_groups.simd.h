@@ -34,14 +34,14 @@ struct ProductInPlace {
   const Element* a;  // rows of A, as in SkinnyRows
   int64_t num_rows;
   const QuantizedMatrix& codes;
-  const QuantizedMatrix& next_codes;  // of the next product, without data if it has none
-  MatrixView<float> sums;             // of all columns, whose number is a multiple of NR
+  const QuantizedMatrix& next_codes;  // b of the next product; without data if that b is not quantized
+  MatrixView<float> sums;             // all columns; their number is a multiple of NR
   bool accumulate;
 };
 
-// Largest number of rows that are multiplied with any B in place; row_major.simd.h has exceptions for more. More
-// than kMaxRowsOfGroup are several groups: each multiplies a block of B, which the first one has brought into a cache.
-// With AVX-512 13 rows or more are faster with packed B (docs/concepts/kernels.md).
+// Largest number of rows that are multiplied with any B in place; row_major.simd.h has exceptions for more. More than
+// kMaxRowsOfGroup rows form several groups: each multiplies the same block of B, which the first group has loaded into
+// a cache. With AVX-512 13 rows or more are faster with packed B (docs/concepts/kernels.md).
 constexpr int64_t kMaxRowsInPlace = 12;
 
 // A group of rows: the `index`th of `count`.
@@ -60,7 +60,7 @@ struct RowGroups {
   int64_t num_rows;
   int64_t row_size;        // elements of each row in `data`
   int64_t max_group;       // rows
-  int64_t first_step = 0;  // of those that are multiplied
+  int64_t first_step = 0;  // the first step that is multiplied
 
   MAXMOE_INLINE int64_t count() const { return (num_rows + max_group - 1) / max_group; }
   // Groups have about the same size.

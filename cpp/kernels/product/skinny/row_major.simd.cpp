@@ -113,8 +113,8 @@ MAXMOE_INLINE void multiply_skinny_columns(const RowGroup<Element>& group, Const
 }
 
 // Calls body(depth, next) for the blocks of rows of b that `num_rows` rows multiply. `next` is the block that is
-// prefetched: the next one of b, and past its last row the first one of the next product; without one, the block at
-// hand once more.
+// prefetched: the next one of b, after the last one the first block of the next product, or `depth` again if there is
+// no next product.
 template <class T, class Body>
 MAXMOE_INLINE void for_blocks_of_rows(int64_t num_rows, ConstMatrixView<T> b, ConstMatrixView<T> next_b,
                                       const Body& body) {
@@ -126,8 +126,8 @@ MAXMOE_INLINE void for_blocks_of_rows(int64_t num_rows, ConstMatrixView<T> b, Co
   }
 }
 
-// Multiplies a group of rows with `block` of the rows of b, or with all blocks if it is null, one after the other. A
-// function of its own for each number of rows: in a common one the compiler keeps fewer accumulators in registers.
+// Multiplies a group of rows with `block` of the rows of b, or with all blocks if it is null, one after the other. Not
+// inlined, once per number of rows: in one common function the compiler keeps fewer accumulators in registers.
 template <class T, class Element, int kRows>
 __attribute__((noinline)) void multiply_skinny_group(const RowGroup<Element>& group, ConstMatrixView<T> b,
                                                      MatrixView<Accumulator<T>> sums, bool accumulate,

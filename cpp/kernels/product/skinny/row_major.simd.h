@@ -11,8 +11,8 @@ constexpr int kLinesPerRow =
     static_cast<int>(kVectorsX2 * kLanesX2<Accumulator<T>> * int64_t{sizeof(T)} / kCacheLineBytes);
 
 // Largest number of rows that are multiplied with a row-major b in place. With 16 registers these are up to 24, which
-// took up to 1.6 times the time with packed b. An exception is a b of whose rows a kernel reads half a cache line at a
-// time: if they are a multiple of 2 KiB apart, their lines share few sets of the first-level cache, and are replaced
+// took up to 1.6 times the time with packed b. An exception is a b of which a kernel reads half a cache line per row
+// at a time: if rows are a multiple of 2 KiB apart, the lines share few sets of the first-level cache, and are evicted
 // before the other half is read (docs/concepts/kernels.md).
 template <class T>
 int64_t max_row_major_rows(ConstMatrixView<T> b) {

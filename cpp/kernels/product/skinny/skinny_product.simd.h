@@ -98,8 +98,8 @@ int64_t max_rows_in_place(const GemmOperand<T>& b) {
   return b.is_transposed ? kMaxRowsInPlace : max_row_major_rows(b.memory);
 }
 
-// Computes sums = a * b, or += if `accumulate`, for 1 to max_rows_in_place(b) rows. Of `p`, b and next_b are read. The
-// call before has stored the same a in groups of at most `stored_group` rows, or none if it is 0.
+// Computes sums = a * b, or += if `accumulate`, for 1 to max_rows_in_place(b) rows. Reads only b and next_b of `p`. The
+// previous call has stored the same a in groups of at most `stored_group` rows; 0 if it has not stored a.
 template <class Element, class T>
 void add_skinny(const GemmOperand<T>& a, int64_t stored_group, const Product<T>& p, MatrixView<Accumulator<T>> sums,
                 bool accumulate) {

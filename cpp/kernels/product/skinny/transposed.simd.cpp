@@ -1,15 +1,16 @@
 // The skinny product with a transposed B, whose columns are rows in memory: skinny_product.simd.h.
 //
-// As many columns as a vector has lanes are transposed in registers, block by block, and multiplied there. Transposed
-// blocks are stored in the first-level cache instead (transposed_parts.simd.h) if
+// One column per lane of a vector: the columns are transposed in registers, block by block, and multiplied there.
+// Transposed blocks are stored in the first-level cache instead (transposed_parts.simd.h) if
 //
 // - more than one group of rows multiplies them, or
 // - there are 16 registers, too few for a block beside the accumulators of more than two rows. Pairs of bfloat16 that
 //   are multiplied as floats have chains of multiply-adds that are twice as long as the shuffles: then even one row
 //   needs more vectors of columns at a time.
 //
-// While some columns are multiplied in registers, the next ones are prefetched, a cache line in each step. All lines of
-// a block at once left the multiply-adds waiting, and took up to 1.25 times the time (docs/concepts/kernels.md).
+// While some columns are multiplied in registers, the next ones are prefetched, a cache line in each step. Prefetching
+// all lines of a block at once stalled the multiply-adds, and took up to 1.25 times the time
+// (docs/concepts/kernels.md).
 #include "kernels/product/skinny/transposed.simd.h"
 
 #include "kernels/product/skinny/transposed_parts.simd.h"
@@ -51,7 +52,7 @@ template <class T, class Element, int kRows>
 constexpr bool kIsInRegisters =
     kVectorRegisters == 32 || (kRows <= 2 && std::is_same_v<Element, BlockElement<T, Element>>);
 
-// The product of a single group of rows. A function of its own for each number of rows: in a common one the compiler
+// The product of a single group of rows. Not inlined, once per number of rows: in one common function the compiler
 // keeps fewer steps in registers.
 template <class T, class Element, int kRows>
 __attribute__((noinline)) void multiply_skinny_group(SkinnyRows<Element, kRows> a, ConstMatrixView<T> memory,

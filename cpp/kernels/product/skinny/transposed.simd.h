@@ -6,7 +6,7 @@
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 
-// Of 16 registers, pairs that become floats leave enough for the accumulators of so many rows.
+// Largest number of rows whose accumulators fit into 16 registers beside pairs that are multiplied as floats.
 constexpr int kMaxRowsOfPairs = 5;
 
 // The largest number of rows of a group that is multiplied with a transposed b.

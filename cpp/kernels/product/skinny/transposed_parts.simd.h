@@ -110,8 +110,8 @@ MAXMOE_INLINE void multiply_step(SkinnyRows<Element, kRows> a, const TransposedP
   }
 }
 
-// The columns to prefetch: those after the ones that are multiplied, at the end of b those of the next product. Without
-// one this is memory past the end of b. A prefetch never faults.
+// The columns to prefetch: the ones after the current columns, at the end of b the first ones of the next product.
+// Without a next product this is memory past the end of b. A prefetch never faults.
 template <class T>
 MAXMOE_INLINE ConstMatrixView<T> columns_to_prefetch(ConstMatrixView<T> after, ConstMatrixView<T> next_memory) {
   return after.rows > 0 || next_memory.rows == 0 ? after : next_memory;
@@ -146,8 +146,8 @@ class ColumnPrefetch {
 };
 
 // Adds the products of a and the first `depth` elements of a part to the sums. `a` begins with the first step of the
-// part. Groups of rows prefetch in turn: the steps are divided into `count` shares, and in those of share `index` a
-// cache line of each panel is prefetched.
+// part. Groups of rows prefetch in turn: the steps are divided into `count` shares, and each step of share `index`
+// prefetches a cache line of each panel.
 template <class T, class Element, int kRows, int kPanels>
 MAXMOE_INLINE void multiply_part(SkinnyRows<Element, kRows> a, const TransposedPart<T, Element, kPanels>& b,
                                  int64_t depth, PartSums<Accumulator<T>, kRows, kPanels>& sums,
@@ -173,7 +173,7 @@ MAXMOE_INLINE void multiply_and_transpose(SkinnyRows<Element, kRows> a, const Tr
                                           TransposedPart<T, Element, kPanels>& next, ConstMatrixView<T> columns,
                                           int64_t d, ColumnPrefetch& prefetch) {
   using Part = TransposedPart<T, Element, kPanels>;
-  constexpr int kBlocks = Part::kBlocksPerLine * Part::kVectors;  // of a cache line of each column
+  constexpr int kBlocks = Part::kBlocksPerLine * Part::kVectors;  // blocks per cache line of each column
   constexpr int kSteps = static_cast<int>(Part::kDepthOfLine / kDepthPerStep<typename Part::Of>) / kBlocks;
   // Half a block and the accumulators of more than two rows need more than 16 registers.
   constexpr int kStepsHalfway = kRows <= 2 ? kSteps / 2 : 0;
@@ -200,7 +200,7 @@ MAXMOE_INLINE void multiply_and_transpose(SkinnyRows<Element, kRows> a, const Tr
 }
 
 // Computes sums = a * b, or += if `accumulate`, for one group of rows, kPanels * NR columns at a time. The columns are
-// the rows of `memory`. Those of `next_memory` are prefetched at the end.
+// the rows of `memory`. The columns in `next_memory` are prefetched at the end.
 template <class T, class Element, int kRows, int kPanels>
 MAXMOE_INLINE void multiply_group_in_parts(SkinnyRows<Element, kRows> a, ConstMatrixView<T> memory,
                                            ConstMatrixView<T> next_memory, MatrixView<Accumulator<T>> sums,
@@ -218,7 +218,7 @@ MAXMOE_INLINE void multiply_group_in_parts(SkinnyRows<Element, kRows> a, ConstMa
     PartSums<Accumulator<T>, kRows, kPanels> of_group(of_columns.data, of_columns.row_stride, accumulate);
     for (int64_t d = 0; d < memory.columns; d += Part::kDepth, current = 1 - current) {
       const SkinnyRows<Element, kRows> of_part{a.data + d / kDepthPerStep<Element> * kRows};
-      // The next part is one of the same columns, or the first one of those after them.
+      // The next part is of the same columns, or the first part of the next columns.
       const bool is_last = d + Part::kDepth >= memory.columns;
       const ConstMatrixView<T>& of_next = is_last ? after : columns;
       const int64_t next_d = is_last ? 0 : d + Part::kDepth;

@@ -14,8 +14,8 @@ namespace {
 // Largest number of rows with four vectors of columns: the accumulators of more rows take the registers.
 constexpr int kMaxRowsOfFourVectors = 2;
 
-// The distance in bytes from quantized values to those that are prefetched meanwhile: of the next columns, or the first
-// bytes of the next product.
+// The distance in bytes from quantized values to the ones that are prefetched meanwhile: of the next columns, or the
+// first bytes of the next product.
 MAXMOE_INLINE int64_t prefetch_distance(const VnniProduct& p, int64_t column, int64_t width) {
   const bool is_last = column + width >= p.codes.rows && p.next_codes.data != nullptr;
   return is_last

@@ -1,5 +1,5 @@
 // The skinny product with quantized values that run along the inner dimension, decoded to pairs of bfloat16. With all
-// decoders and numbers of rows it takes long to compile, hence a file of its own.
+// decoders and numbers of rows it takes long to compile, hence a separate file.
 #pragma once
 
 #include "kernels/product/skinny/row_groups.simd.h"

@@ -18,7 +18,7 @@ namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 // to 1.06 of the time of a product (docs/concepts/kernels.md).
 class BlockPrefetch {
  public:
-  MAXMOE_INLINE BlockPrefetch() {}  // of no lines
+  MAXMOE_INLINE BlockPrefetch() {}  // prefetches no lines
   template <class T>
   MAXMOE_INLINE BlockPrefetch(const GemmOperand<T>& b, Range depth, Range columns) {
     const Range rows = b.is_transposed ? columns : depth;

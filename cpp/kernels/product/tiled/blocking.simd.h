@@ -24,9 +24,9 @@ int64_t block_columns() {
   return columns;
 }
 
-// Rows and columns of an outer block of B. Every row of a row-major B may be on a page of its own, so that the rows are
-// limited by the entries of a second-level TLB. Half as many rows gave 0.94 of the speed at D 4096, and were as fast
-// beyond (docs/concepts/kernels.md).
+// Rows and columns of an outer block of B. Every row of a row-major B may be on another page, so that the number of
+// rows is limited by the entries of a second-level TLB. Half the rows gave 0.94 of the speed at D 4096, and the same
+// speed at larger D (docs/concepts/kernels.md).
 constexpr int64_t kOuterDepth = 4096;
 constexpr int64_t kOuterColumns = 2048;
 

@@ -36,8 +36,8 @@ struct MicroTile {
   bool is_nontemporal;  // whether c is written with non-temporal stores; it begins on a cache line then
 };
 
-// The prefetches of a micro-tile for loops that do not know the number of steps: at most one line per step. tile.next
-// is copied to registers, because a store to packed B could alias it.
+// The prefetches of a micro-tile for loops without a known number of steps: at most one line per step. tile.next is
+// copied to registers, because a store to packed B could alias it.
 class TilePrefetch {
  public:
   template <class T, class Element>
@@ -116,7 +116,7 @@ MAXMOE_INLINE void with_sums_of_micro_tile(const MicroTile<T, Element>& tile, co
 template <int kRows, class T, class Element, class LoadStep>
 MAXMOE_INLINE void multiply_micro_tile(const MicroTile<T, Element>& tile, const LoadStep& load_step_of_b) {
   with_sums_of_micro_tile<kRows>(tile, [&](const auto& multiply_step) MAXMOE_INLINE_LAMBDA {
-    // The steps that prefetch have a loop of their own, so that neither loop has a branch. BlockPrefetch is copied to
+    // The steps that prefetch have a separate loop, so that neither loop has a branch. BlockPrefetch is copied to
     // registers: a store to packed B could alias tile.next, which would then be loaded and stored in every step.
     const int64_t prefetching_steps = at_most(at_most(tile.num_lines, tile.next.num_lines()), tile.num_steps);
     BlockPrefetch lines = tile.next;
@@ -156,8 +156,8 @@ MicroKernel<T, Element> micro_kernel_of_rows(int64_t rows, std::index_sequence<k
   return kernels[rows - 1];
 }
 
-// The micro-kernel for 1 to MR rows. Each number of rows has a kernel of its own, so that the last rows of a product
-// cost no multiply-adds with padding.
+// The micro-kernel for 1 to MR rows. There is one kernel per number of rows, so that the last rows of a product cost no
+// multiply-adds with padding.
 template <class T, class Element>
 MicroKernel<T, Element> micro_kernel_of_rows(int64_t rows) {
   return micro_kernel_of_rows<T, Element>(rows, std::make_index_sequence<kMR>());

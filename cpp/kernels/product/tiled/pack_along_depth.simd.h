@@ -41,8 +41,8 @@ MAXMOE_INLINE Vector<Element> load_along_depth(const T* source, int64_t depth) {
   return load_along_depth<Element>(static_cast<const T*>(part));
 }
 
-// What a block of a matrix that is contiguous along the inner dimension holds: pairs, if it is bfloat16, even where
-// they are multiplied as floats. A block then has twice as many elements, for the same shuffles.
+// The element type of a block of a matrix that is contiguous along the inner dimension: for bfloat16 a pair, even where
+// pairs are multiplied as floats, because the same shuffles then transpose twice the elements.
 template <class T, class Element>
 using BlockElement = std::conditional_t<std::is_same_v<T, BFloat16>, BFloat16Pair, Element>;
 
@@ -100,8 +100,8 @@ void pack_last_block_along_depth(const T* const* rows, int64_t done, int64_t dep
 }
 
 // Packs rows of `memory` that are contiguous along the inner dimension into a micro-panel with `kWidth` elements per
-// step: element i of a step is from row `row_of(i)` of the range. Rows past its end repeat the last one: nobody reads
-// what is computed with them.
+// step: element i of a step is from row `row_of(i)` of the range. Rows past its end repeat the last one: the results
+// that they give are not read.
 //
 // Whole vectors are stored. The elements past kWidth are overwritten by the next step, and by the chunk of lanes
 // before: hence the order of the chunks. All blocks of a cache line are packed before another chunk is: rows a power of

@@ -7,7 +7,8 @@
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 
-// Whether quantized values are decoded while they are packed. Where they are not, tile_gemm decodes blocks before.
+// Whether quantized values are decoded while they are packed. If not, tile_gemm decodes whole blocks before it packs
+// them.
 #if MAXMOE_DECODES_PAIRS
 template <class Element>
 constexpr bool kDecodesPairs = std::is_same_v<Element, BFloat16Pair>;
@@ -38,7 +39,7 @@ void pack_columns_of_b(const GemmOperand<T>& b, Range depth, Range columns, Elem
   pack_b(b, depth, columns, panels);
 }
 
-// `b`, whose scales are read if that decides how its quantized values are packed.
+// Returns b with has_ordinary_scales set, if the packing of its quantized values depends on it.
 template <class Element, class T>
 GemmOperand<T> with_scales_read(GemmOperand<T> b) {
 #if MAXMOE_DECODES_PAIRS
@@ -50,7 +51,7 @@ GemmOperand<T> with_scales_read(GemmOperand<T> b) {
 }
 
 // Whether the first row of micro-tiles packs a block of B: a row-major one, a transposed one without an index with
-// AVX-512, and of the quantized ones those of micro_kernel_packs_codes.
+// AVX-512, or a quantized one for which micro_kernel_packs_codes is true.
 template <class Element, class T>
 bool micro_kernel_packs(const GemmOperand<T>& b) {
   if (!b.is_quantized()) return !b.is_transposed || (kTransposesMeanwhile && b.index == nullptr);

@@ -24,14 +24,14 @@
 // kept for the others. While a block of B is multiplied, the next one is prefetched.
 //
 // With few rows of A each element of packed B would be used so rarely that packing costs more than it saves. Then B is
-// read in place (skinny_product.simd.h). Its kernels, and packing of a quantized B, are in files of their own, so that
+// read in place (skinny_product.simd.h). Its kernels, and packing of a quantized B, are in separate files, so that
 // they are compiled in parallel. Blocks of a quantized B are decoded first, unless its quantized values are decoded
 // while they are packed.
 //
 // With AVX512-BF16 packed blocks of bfloat16 matrices hold BFloat16Pairs, and a step is two elements of the inner
 // dimension.
 //
-// The term of low-rank factors is a block more of the loop pc, with A and B of its own.
+// The term of low-rank factors is one more block of the loop pc, with the reduced rows as A and the factor as B.
 //
 // Blocks change no bit of a result: a sum that continues in the next block is kept in the accumulator's type, and its
 // terms are added in the order of the inner dimension.
@@ -135,8 +135,8 @@ void load_sums(ConstMatrixView<T> c, int64_t sums_rows, Accumulator<T>* sums) {
   }
 }
 
-// What a block of B is packed from: b, or the numbers of its quantized values where packing does not decode them. Those
-// are an operand of their own, in which the block begins at 0.
+// The operand that a block of B is packed from: b, or the decoded block if packing does not decode quantized values.
+// The decoded block is a separate operand, in which `block` begins at 0.
 template <class Element, class T>
 GemmOperand<T> operand_of_block(const GemmOperand<T>& b, BlockOfB& block) {
   if (!b.is_quantized() || kDecodesPairs<Element>) return b;
@@ -173,8 +173,8 @@ void multiply_column_block(PackedA<T>& a, const GemmOperand<T>& b, Range depth, 
                                     of_b.columns,        panels_of_b,     packs_b,
                                     block.sums,          block.sums_rows, has_sums || pc > depth.begin,
                                     block.is_nontemporal};
-    // The columns that micro-kernels pack. All others are packed here: those of a B that they do not pack, and a panel
-    // with fewer than NR.
+    // The columns that micro-kernels pack. The others are packed here: all columns of a B that micro-kernels do not
+    // pack, and a panel of fewer than NR columns.
     const int64_t packed = packs_b ? of_b.columns.size() / kNR<S> * kNR<S> : 0;
     if (packed < of_b.columns.size()) {
       const Range rest{of_b.columns.begin + packed, of_b.columns.end};
@@ -185,7 +185,7 @@ void multiply_column_block(PackedA<T>& a, const GemmOperand<T>& b, Range depth, 
 }
 
 // The loop jc. The sums of a block of columns are at sums + (its first column in the outer block) * sums_per_column.
-// The low-rank term ends the sums: its steps follow those of the last outer block of the inner dimension.
+// The low-rank term ends the sums: its steps follow the last outer block of the inner dimension.
 template <class T>
 void multiply_outer_block(PackedA<T>& a, PackedA<T>& reduced, const Product<T>& p, const BlockOfB& outer,
                           Accumulator<T>* sums, int64_t sums_per_column) {
@@ -237,8 +237,9 @@ Product<T> column_range(Product<T> p, int64_t begin, int64_t end) {
 // A product with few rows of A. The columns that fill micro-panels are computed with B in place, the last ones with
 // packed B.
 //
-// `stored_group` tells in which groups the product before has left the rows of a for skinny_product.simd.h, and returns
-// in which this one has, 0 for none: the low-rank term and packed B take their place.
+// `stored_group` is the size of the groups in which the previous product has stored the rows of a
+// (skinny_product.simd.h), 0 for none. It becomes the size for this product: 0 if the low-rank term or packed B has
+// overwritten the rows.
 template <class T>
 void multiply_skinny_of(const GemmOperand<T>& a, int64_t& stored_group, PackedA<T>& packed_a, const Product<T>& p) {
   using Element = ElementOf<T>;

@@ -55,7 +55,8 @@ struct HalfBlock {
   static constexpr int kOperations = 2 * kInterleaves + kBlock;
   static_assert(kSteps == 2 * kBlock || !kTransposesMeanwhile);
 
-  // The column in the lower half of register i before the transpose. That in the upper half is kBlock lanes further.
+  // The column in the lower half of register i before the transpose. The column in the upper half is kBlock lanes
+  // further.
   static constexpr int lane_of(int i) { return i / kBlock * 2 * kBlock + i % kBlock; }
 
   template <int kIndex>
@@ -133,7 +134,8 @@ MAXMOE_INLINE void for_steps_of_block(TransposedBlock<S>& block, int64_t step, c
 }
 
 // Calls body(step, has_second, values) for the steps of a vector of columns in order; the last step of an odd depth has
-// no second element of a pair. `block` is its first block, and becomes that of `following`, a vector of the same depth.
+// no second element of a pair. `block` is its first block, and becomes the first block of `following`, a vector of the
+// same depth.
 template <class S, class T, class Body>
 MAXMOE_INLINE void for_transposed_steps(TransposedBlock<S>& block, const ColumnVector<T>& columns,
                                         const ColumnVector<T>& following, const Body& body) {

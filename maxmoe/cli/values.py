@@ -1,9 +1,36 @@
-"""Modules that are named on the command line."""
+"""Values of the command line: numbers and modules."""
 
+import argparse
 import importlib
+import re
 import traceback
 from pathlib import Path
 from types import ModuleType
+
+
+def positive(text: str) -> int:
+    """Parse a positive integer."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return number
+
+
+def positives(text: str) -> list[int]:
+    """Parse comma-separated positive integers."""
+    return [positive(number) for number in text.split(",")]
+
+
+def parse_bytes(text: str) -> int:
+    """Parse a number of bytes, such as 80GiB or 80GB."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B|B?)", text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"must be a number of bytes such as 80GiB, got {text!r}")
+    power = "KMGT".index(match[2]) + 1 if match[2] else 0
+    number = int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least one byte, got {text!r}")
+    return number
 
 
 def import_module(name: str) -> ModuleType:

@@ -1,0 +1,174 @@
+"""Names of fields and weights of the families of 2026; see `maxmoe/presets/families.py`."""
+
+from maxmoe.presets import published_2026
+from maxmoe.presets.family import Family, LayerField, in_list, limit
+from maxmoe.presets.layouts import Entry, Layout, router, shared, stacked, within
+from maxmoe.presets.shared_names import (
+    DEEPSEEK_V2_FIELDS,
+    DEEPSEEK_V3_FIELDS,
+    FIELDS,
+    GATE,
+    GATE_BIASED,
+    PROJ,
+    QWEN2_FIELDS,
+    SHARED,
+    W123,
+    without,
+)
+
+_KOLIBRI1_FIELDS = without("load_balance_loss_weight", QWEN2_FIELDS)
+_BEAM_FIELDS = without("num_shared_experts", DEEPSEEK_V3_FIELDS) | {"num_experts": "num_experts"}
+_MUSE_SPARK_FIELDS = FIELDS | {
+    "intermediate_size": "moe_intermediate_size",
+    "num_experts": "num_local_experts",
+    "latent_size": "moe_hidden_size",
+    "logit_scale": "output_multiplier",
+    "routed_scaling_factor": "routed_scaling_factor",
+    "norm_eps": "rms_norm_eps",
+    "expert_norm_eps": "post_norm_eps",
+}
+_INKLING_FIELDS = FIELDS | {
+    "intermediate_size": "moe_intermediate_size",
+    "num_experts": "n_routed_experts",
+    "num_shared_experts": "n_shared_experts",
+    "routed_scaling_factor": "route_scale",
+}
+_STEP3P7_FIELDS = without("activation", FIELDS) | {
+    "intermediate_size": "moe_intermediate_size",
+    "num_experts": "n_routed_experts",
+    "num_shared_experts": "share_expert_dim",
+    "routed_scaling_factor": "moe_router_scaling_factor",
+}
+_ZAYA_FIELDS = FIELDS | {
+    "intermediate_size": "moe_intermediate_size",
+    "num_experts": "num_experts",
+    "router_hidden_size": "router_hidden_size",
+    "norm_eps": "rms_norm_eps",
+}
+
+_MUSE_SPARK = Layout(
+    "mlp",
+    (
+        *GATE_BIASED,
+        *stacked(),
+        Entry("experts.post_expert_norm.weight", ("experts.norm.weight",)),
+        Entry("pre_expert_proj.weight", ("latent_in.weight",), transposed=True),
+        Entry("pre_expert_norm.weight", ("latent_in.norm.weight",)),
+        Entry("post_expert_proj.weight", ("latent_out.weight",), transposed=True),
+    ),
+)
+_INKLING = Layout(
+    "mlp",
+    (
+        *GATE_BIASED,
+        Entry("gate.global_scale", ("router.scale",)),
+        *stacked(),
+        *(
+            Entry(f"shared_experts.{name}", (f"shared_experts.{name}",), transposed=True)
+            for name in ("gate_proj", "up_proj", "down_proj")
+        ),
+    ),
+)
+_INKLING_PUBLISHED = Layout(
+    "mlp",
+    (
+        *router("gate", correction_bias="gate.bias"),
+        Entry("gate.global_scale", ("router.scale",)),
+        Entry("experts.w13_weight", ("experts.gate_proj", "experts.up_proj"), transposed=True, interleaved=True),
+        Entry("experts.w2_weight", ("experts.down_proj",), transposed=True),
+        Entry(
+            "shared_experts.shared_w13_weight",
+            ("shared_experts.gate_proj", "shared_experts.up_proj"),
+            transposed=True,
+            interleaved=True,
+        ),
+        Entry("shared_experts.shared_w2_weight", ("shared_experts.down_proj",), transposed=True),
+    ),
+)
+_KOLIBRI1 = Family(
+    preset=published_2026.kolibri1,
+    fields=_KOLIBRI1_FIELDS,
+    block=Layout("mlp", GATE_BIASED + stacked() + SHARED),
+    checkpoint=Layout("", router("mlp.gate", "moe.router.expert_bias") + within("mlp", PROJ + SHARED)),
+)
+_MISTRAL_LARGE4 = Family(
+    preset=published_2026.mistral_large4,
+    fields=DEEPSEEK_V2_FIELDS,
+    block=Layout("mlp", GATE + stacked() + SHARED),
+    checkpoint=Layout("", GATE + W123 + shared("shared_experts", "w1", "w3", "w2")),
+)
+_STEP3P7 = Family(
+    preset=published_2026.step3p7,
+    fields=_STEP3P7_FIELDS,
+    layer_fields={
+        "activation_limit": LayerField(in_list("swiglu_limits"), "experts.limit", limit),
+        "shared_activation_limit": LayerField(in_list("swiglu_limits_shared"), "shared_experts.limit", limit),
+    },
+    block=Layout("mlp", GATE_BIASED + stacked() + SHARED),
+    checkpoint=Layout(
+        "",
+        (
+            *router("moe.gate", "moe.router_bias"),
+            *(
+                Entry(f"moe.{name}.weight", (f"experts.{name}",), transposed=True)
+                for name in ("gate_proj", "up_proj", "down_proj")
+            ),
+            *shared("share_expert"),
+        ),
+    ),
+    scales_sum=True,
+)
+_BEAM = Family(
+    preset=published_2026.beam,
+    fields=_BEAM_FIELDS,
+    block=Layout("mlp", GATE_BIASED + stacked()),
+    checkpoint=Layout("mlp", GATE_BIASED + PROJ),
+    scales_sum=True,
+)
+_ZAYA_ROUTER = {
+    "down_proj.weight": "down_weight",
+    "down_proj.bias": "down_bias",
+    "router_states_scale": "state_scale",
+    "router_mlp.norm.weight": "norm_weight",
+    "router_mlp.fc1.weight": "fc1_weight",
+    "router_mlp.fc1.bias": "fc1_bias",
+    "router_mlp.fc2.weight": "fc2_weight",
+    "router_mlp.fc2.bias": "fc2_bias",
+}
+_ZAYA = Layout(
+    "mlp",
+    (
+        *router("gate.router_mlp.out_proj", correction_bias="gate.balancing_biases"),
+        *(
+            Entry(f"gate.{theirs}", (f"router.mlp.{ours}",), is_optional=ours == "state_scale")
+            for theirs, ours in _ZAYA_ROUTER.items()
+        ),
+        *stacked(),
+    ),
+)
+
+
+FAMILIES_2026: dict[str, Family] = {
+    "kolibri1": _KOLIBRI1,
+    "mistral_large4_text": _MISTRAL_LARGE4,
+    "beam": _BEAM,
+    "step3p5": _STEP3P7,
+    "muse_spark_text": Family(
+        preset=published_2026.muse_spark, fields=_MUSE_SPARK_FIELDS, block=_MUSE_SPARK, checkpoint=_MUSE_SPARK
+    ),
+    "inkling_text": Family(
+        preset=published_2026.inkling,
+        fields=_INKLING_FIELDS,
+        required={"shared_expert_sink": [True]},
+        block=_INKLING,
+        checkpoint=_INKLING_PUBLISHED,
+    ),
+    "zaya": Family(
+        preset=published_2026.zaya,
+        fields=_ZAYA_FIELDS,
+        layer_fields={"router_takes_state": LayerField(lambda _config, layer: layer > 0, "gate.use_eda", bool)},
+        block=_ZAYA,
+        checkpoint=_ZAYA,
+        has_state=True,
+    ),
+}
