@@ -63,7 +63,11 @@ def reshaped(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def never_compiled(function: Function) -> Function:
-    """Keep `torch.compile` from tracing a function. `torch.compiler.disable` imports the compiler at once."""
+    """Keep `torch.compile` from tracing a function, because it communicates or its shapes depend on what it receives.
+
+    `torch.compile` breaks the graph at the call and runs the function in eager mode, so that another number of rows
+    from other ranks causes no recompilation. `torch.compiler.disable` imports the compiler at once.
+    """
     return cast(Function, _disable_dynamo(function))
 
 
@@ -233,13 +237,6 @@ def schedule_actions(
 def version_of(tensor: Tensor) -> int:
     """Return the version counter of a tensor, which autograd increments with every in-place operation."""
     return tensor._version
-
-
-def import_distributed() -> None:
-    """Import the modules that DTensor and FSDP2 import at first use, once before processes are forked."""
-    import torch._dynamo
-    import torch.distributed.fsdp
-    import torch.distributed.tensor  # noqa: F401
 
 
 def process_groups() -> dict[str, list[int]]:

@@ -77,14 +77,18 @@ def clip(parameters: Sequence[Tensor], max_norm: float, squares: Tensor) -> Tens
     elif num_different:
         raise ValueError(message)
     norm = total.sqrt()
-    by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
-    for parameter in parameters:
-        if parameter.grad is not None:
-            mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
-            by_mesh.setdefault(mesh, []).append(parameter)
-    for group in by_mesh.values():
-        torch.nn.utils.clip_grads_with_norm_(group, max_norm, norm)
+    torch.nn.utils.clip_grads_with_norm_([*map(with_local_gradient, parameters)], max_norm, norm)
     return norm
+
+
+def with_local_gradient(parameter: Tensor) -> Tensor:
+    """Return a tensor whose gradient is the local shard of a DTensor's gradient, or the parameter if it has none."""
+    if not isinstance(parameter.grad, DTensor):
+        return parameter
+    gradient = parameter.grad.to_local()
+    holder = gradient.detach()
+    holder.grad = gradient
+    return holder
 
 
 def is_of_a_stage(parameter: Tensor) -> bool:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from maxmoe._torch.amp import ScalerWithHooks
 from maxmoe._torch.dtensor import UNSCALE, handler_of, set_handler
-from maxmoe.parallel.clip_grad_norm import is_of_a_stage
+from maxmoe.parallel.clip_grad_norm import is_of_a_stage, with_local_gradient
 from maxmoe.ranks.named_collectives import all_reduce
 
 
@@ -40,7 +40,7 @@ class GradScaler(ScalerWithHooks):
 
     def _unscaled(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Return plain parameters, and tensors whose gradients are the local shards of DTensors."""
-        return [_with_local_gradient(parameter) for parameter in parameters]
+        return [*map(with_local_gradient, parameters)]
 
     def _found(self, by_device: dict[torch.device, Tensor], zero: Tensor) -> dict[torch.device, Tensor]:
         """Return whether gradients on any rank are infinite or NaN."""
@@ -49,15 +49,6 @@ class GradScaler(ScalerWithHooks):
         anywhere = sum((each.to(zero.device) for each in by_device.values()), zero)
         all_reduce(anywhere, "whether gradients are infinite")
         return {anywhere.device: anywhere.sign()}  # fused optimizers compare with 1
-
-
-def _with_local_gradient(parameter: Tensor) -> Tensor:
-    if not isinstance(parameter.grad, DTensor):
-        return parameter
-    gradient = parameter.grad.to_local()
-    holder = gradient.detach()
-    holder.grad = gradient
-    return holder
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Collection, Mapping
+from typing import Any
 
 from torch import nn
 
@@ -96,18 +97,11 @@ def parallelize(
         raise ValueError(f"mesh must have no axis {STAGE_AXIS!r}, got {mesh}: maxmoe.pipeline cuts a model into stages")
     rules = LogicalRules.load(rules)
     recompute = recompute_of(module) if recompute is None else recompute
-    settings = {
-        "dispatch": repr(dispatch),
-        "num_chunks": repr(num_chunks),
-        "recompute": repr(sorted(map(str, recompute))),
-        "strict and allow_unused": repr((strict, allow_unused)),
-    }
-    check_settings(module, mesh, rules, settings)
+    options = dict[str, Any](dispatch=dispatch, num_chunks=num_chunks, strict=strict, allow_unused=allow_unused)
+    check_settings(module, mesh, rules, {**options, "recompute": sorted(map(str, recompute))})
     check_recompute(module, recompute)
     with stacked_factors(module):
-        plan = make_plan(
-            module, mesh, rules, dispatch=dispatch, num_chunks=num_chunks, strict=strict, allow_unused=allow_unused
-        )
+        plan = make_plan(module, mesh, rules, **options)
         for warning in plan_warnings(plan, rules) if mesh.rank == 0 else ():  # the plan is equal on all ranks
             warnings.warn(warning, stacklevel=2)
         set_recompute(module, recompute)
@@ -117,12 +111,12 @@ def parallelize(
         return module
 
 
-def check_settings(module: nn.Module, mesh: Mesh, rules: LogicalRules, settings: Mapping[str, str]) -> None:
+def check_settings(module: nn.Module, mesh: Mesh, rules: LogicalRules, settings: Mapping[str, object]) -> None:
     """Raise on every rank if anything differs on which the collectives of a module depend, and for adapters in layers.
 
-    `settings` has texts of settings besides the mesh, the rules and the module, by name.
+    `settings` has all settings besides the mesh, the rules and the module, by name.
     """
-    facts = {"the mesh": repr(mesh), **settings}
+    facts = {"the mesh": repr(mesh), **{name: repr(value) for name, value in settings.items()}}
     facts |= {f"rule {number}": f"{name}: {' '.join(axes) or '-'}" for number, (name, axes) in enumerate(rules)}
     for path, child in module.named_modules():
         facts[f"the module {path or '(root)'}"] = f"{type(child).__name__}({child.extra_repr()})"
@@ -135,45 +129,41 @@ def check_settings(module: nn.Module, mesh: Mesh, rules: LogicalRules, settings:
 def plan_warnings(plan: Plan, rules: LogicalRules) -> list[str]:
     """Return warnings of names without rules, modules that may mix sharded sequences, and parameters left whole."""
     shardings = {name: parameter.parameter for name, parameter in plan.parameters.items()}
-    others = (undeclared_modules(plan), whole_parameters(plan, rules))
-    return [*names_without_rules(shardings, rules), *(warning for warning in others if warning is not None)]
+    others = (undeclared_modules(plan), _whole_parameters(plan, rules))
+    return [*names_without_rules(shardings, rules), *filter(None, others)]
 
 
-def whole_parameters(plan: Plan, rules: LogicalRules) -> str | None:
+def _whole_parameters(plan: Plan, rules: LogicalRules) -> str | None:
     """Return the warning for parameters without names that are more than `WHOLE_SHARE` of all on `fsdp`, or None."""
     sizes = {name: parameter.parameter.num_weights for name, parameter in plan.parameters.items()}
     whole = [name for name, parameter in plan.parameters.items() if parameter.parameter.names is None]
     share = sum(sizes[name] for name in whole) / max(sum(sizes.values()), 1)
     # Names of weights whose first dim the rules shard over the axis.
     names = [name for name, axes in rules if SHARD_AXIS in axes and not name.startswith("activation_")]
-    warning = None
-    if plan.mesh.size(SHARD_AXIS) > 1 and names and share > WHOLE_SHARE:
-        largest = listed(sorted(whole, key=lambda name: -sizes[name]))
-        dim = "embed" if "embed" in names else names[0]
-        warning = (
-            f"{share:.0%} of the parameters are whole on every rank along {SHARD_AXIS}={plan.mesh.size(SHARD_AXIS)}, "
-            f"because no module declares their names: {largest}. To shard their first dim, before "
-            "parallelize:\n"
-            f"    names = {{name: ({dim!r}, *[None] * (p.dim() - 1)) for name, p in model.named_parameters() "
-            "if p.dim()}\n"
-            "    model.declaration = maxmoe.parallel.Declaration("
-            "logical_names=names | maxmoe.parallel.logical_names(model))"
-        )
-    return warning
+    if plan.mesh.size(SHARD_AXIS) == 1 or not names or share <= WHOLE_SHARE:
+        return None
+    largest = listed(sorted(whole, key=lambda name: -sizes[name]))
+    dim = "embed" if "embed" in names else names[0]
+    return (
+        f"{share:.0%} of the parameters are whole on every rank along {SHARD_AXIS}={plan.mesh.size(SHARD_AXIS)}, "
+        f"because no module declares their names: {largest}. To shard their first dim, before parallelize:\n"
+        f"    names = {{name: ({dim!r}, *[None] * (p.dim() - 1)) for name, p in model.named_parameters() if p.dim()}}\n"
+        "    model.declaration = maxmoe.parallel.Declaration("
+        "logical_names=names | maxmoe.parallel.logical_names(model))"
+    )
 
 
 def undeclared_modules(plan: Plan) -> str | None:
     """Return the warning for modules without declaration that may mix the tokens of sharded sequences, or None."""
     axes, names = plan.tokens.length_axes, types_that_may_mix_tokens(plan)
-    warning = None
-    if axes and names:
-        warning = (
-            f"the rules shard sequences over {axes}, and {', '.join(names)} declare nothing: a module that mixes the "
-            "tokens of a sequence sees only this rank's part, and computes something else. See needs_whole_sequences "
-            "in maxmoe.parallel.Declaration and maxmoe.nn.TokenGroupAttribute; declare Declaration() for a module that "
-            "mixes no tokens"
-        )
-    return warning
+    if not axes or not names:
+        return None
+    return (
+        f"the rules shard sequences over {axes}, and {', '.join(names)} declare nothing: a module that mixes the "
+        "tokens of a sequence sees only this rank's part, and computes something else. See needs_whole_sequences "
+        "in maxmoe.parallel.Declaration and maxmoe.nn.TokenGroupAttribute; declare Declaration() for a module that "
+        "mixes no tokens"
+    )
 
 
 def types_that_may_mix_tokens(plan: Plan) -> list[str]:

@@ -40,11 +40,7 @@ class Boundary:
             return copy.deepcopy(module, copies)
 
     def hidden_states(self, micro_batch: MicroBatch) -> Tensor:
-        """Return a fake tensor of the shape and dtype of the hidden states, before they are sharded.
-
-        Raises:
-            ValueError: if the model computes with the hidden states outside of its parts, which every stage would do.
-        """
+        """Return a fake tensor like the hidden states, before they are sharded; raise if the model changes them."""
         with self._mode, torch.no_grad():
             inputs, _, options = tree_map(self._fake, micro_batch)
             hidden_states = first_tensor(self._first(inputs, **options))
@@ -63,10 +59,7 @@ class Boundary:
         return torch.empty((max(1, shape[0]), *shape[1:]), dtype=hidden_states.dtype, device="meta")
 
     def check_loss(self, loss: Loss, hidden_states: Tensor, micro_batch: MicroBatch) -> None:
-        """Raise a ValueError if the loss is not a scalar.
-
-        A loss that cannot be computed with fake tensors is checked when it is computed.
-        """
+        """Raise if the loss is not a scalar. A loss that fails on fake tensors is checked when it is computed."""
         with self._mode:
             _, targets, options = tree_map(self._fake, micro_batch)
             output = self._last(torch.empty_like(hidden_states), **options)

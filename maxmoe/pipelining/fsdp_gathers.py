@@ -14,14 +14,8 @@ def fsdp_gathers(actions: Sequence[Action], kind: ScheduleKind) -> dict[int, dic
 
     A schedule with one stage per rank gathers parameters when a forward or a backward needs them. All other schedules
     gather the parameters of the next three stages ahead, and free the parameters of the other stages. The parameters
-    are freed after each forward, unless the backward is split, and stay after each backward.
-
-    Args:
-        actions: actions of the rank.
-        kind: schedule.
-
-    Returns:
-        Numbers by stage and by the purpose of the collective.
+    are freed after each forward, unless the backward is split, and stay after each backward. Returns the numbers by
+    stage and by the purpose of the collective.
     """
     stages = {action.stage for action in actions}
     gathers = {stage: {"weights, forward": 0, "weights, backward": 0} for stage in stages}

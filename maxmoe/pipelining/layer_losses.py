@@ -39,16 +39,10 @@ class RecordedLosses(RoutingLosses):
 
 @dataclass(frozen=True)
 class LayersOfStages:
-    """The Mixture-of-Experts layers of all stages of a pipeline.
+    """The Mixture-of-Experts layers of all stages of a pipeline."""
 
-    Args:
-        num_experts: number of experts of each layer, by its path in the whole model; equal on all ranks.
-        group: process group over the stages; None if there is one stage.
-        device: device of the collective.
-    """
-
-    num_experts: Mapping[str, int]
-    group: dist.ProcessGroup | None
+    num_experts: Mapping[str, int]  # of each layer, by its path in the whole model; equal on all ranks
+    group: dist.ProcessGroup | None  # over the stages; None if there is one stage
     device: str
 
     def all_reduce(self, metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -123,14 +123,15 @@ def pipeline(
     rules = LogicalRules.load(rules)
     recompute = recompute_of(model) if recompute is None else recompute
     settings = {
-        "schedule": repr(schedule),
-        "num_micro_batches": repr(num_micro_batches),
-        "blocks_per_stage and stages_per_rank": repr((blocks_per_stage, stages_per_rank)),
-        "aux_loss_scale": repr(aux_loss_scale),
-        "dispatch": repr(dispatch),
-        "num_chunks": repr(num_chunks),
-        "recompute": repr(sorted(map(str, recompute))),
-        "strict and allow_unused": repr((strict, allow_unused)),
+        "schedule": schedule,
+        "num_micro_batches": num_micro_batches,
+        "blocks_per_stage and stages_per_rank": (blocks_per_stage, stages_per_rank),
+        "aux_loss_scale": aux_loss_scale,
+        "dispatch": dispatch,
+        "num_chunks": num_chunks,
+        "recompute": sorted(map(str, recompute)),
+        "strict": strict,
+        "allow_unused": allow_unused,
     }
     check_settings(model, mesh, rules, settings)
     kind = schedule_kind(schedule)
@@ -238,9 +239,6 @@ class Pipeline:
         """Clip the total norm of the gradients of all stages, as `maxmoe.parallel.clip_grad_norm_`.
 
         All ranks must call it, also those whose stages have no trained parameters.
-
-        Args:
-            max_norm: largest norm of all gradients together.
 
         Returns:
             ``()``, float64, norm before clipping, equal on all ranks.

@@ -39,7 +39,6 @@ class StagePlan:
     """Plan of one stage.
 
     Args:
-        index: number of the stage.
         rank: rank along the axis `stage` that has the stage.
         parts: names of its parts of the model, such as "embedding, blocks.0-3".
         plan: plan of its module on the mesh within a stage.
@@ -63,7 +62,6 @@ class PipelinePlan:
     """Plan of a pipeline.
 
     Args:
-        options: how the model is cut and run.
         stages: plans of the stages, in order.
         order: actions of each rank along the axis `stage`.
         timeline: their times, in forwards of a stage with the mean work. Messages and collectives take no time.
@@ -127,11 +125,7 @@ def plan_pipeline(
     dispatch: Dispatch,
     num_chunks: int,
 ) -> PipelinePlan:
-    """Plan each stage of a model as `maxmoe.pipeline` does.
-
-    Raises:
-        ValueError: as `maxmoe.pipeline`, except for what depends on processes.
-    """
+    """Plan each stage of a model as `maxmoe.pipeline` does."""
     num_ranks = mesh.size(STAGE_AXIS)
     kind = schedule_kind(options.schedule)
     count = check_schedule(options.schedule, num_ranks, options.stages_per_rank, options.num_micro_batches)

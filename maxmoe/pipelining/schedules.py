@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.distributed import pipelining
 
-from maxmoe.checks.fields import nearest
+from maxmoe.checks.fields import check_int, nearest
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,7 @@ def schedule_kind(name: str) -> ScheduleKind:
 def check_schedule(name: str, num_ranks: int, stages_per_rank: int | None, num_micro_batches: int) -> int:
     """Return the number of stages of each rank; raise a ValueError for numbers that the schedule cannot run."""
     kind = schedule_kind(name)
-    if not isinstance(num_micro_batches, int) or num_micro_batches < 1:
-        raise ValueError(f"num_micro_batches must be a positive int, got {num_micro_batches!r}")
+    check_int("num_micro_batches", num_micro_batches, at_least=1)
     count = kind.default_stages_per_rank if stages_per_rank is None else stages_per_rank
     required = 1 if kind.has_one_stage else 2 if kind.is_v_shaped else None
     if not isinstance(count, int) or count < 1 or (required is not None and count != required):

@@ -13,13 +13,6 @@ from maxmoe.nn import MoE
 from maxmoe.quantization import weights
 
 
-class Cost(NamedTuple):
-    """Share of a part of a model in the parameters, and in the multiplications of a token."""
-
-    parameters: float
-    work: float
-
-
 class StagePart(NamedTuple):
     """The part of a model that a stage has: names in the list of blocks, and what comes before and after the blocks."""
 
@@ -29,12 +22,7 @@ class StagePart(NamedTuple):
 
 
 def stage_parts(model: nn.Module, num_stages: int, blocks_per_stage: Sequence[int] | None = None) -> list[StagePart]:
-    """Cut a model into stages, of given numbers of blocks or such that the largest cost is as small as possible.
-
-    Raises:
-        ValueError: for a module that does not declare its parts, parts that it does not have, parameters outside of the
-            parts or shared between stages, more stages than blocks, and numbers of blocks with another sum.
-    """
+    """Cut a model into stages, of given numbers of blocks or such that the largest cost is as small as possible."""
     parts = pipeline_parts(model)
     blocks = model.get_submodule(parts.blocks)
     names = _names(blocks)
@@ -131,8 +119,8 @@ def _with_children(module: nn.Module, replaced: Mapping[str, nn.Module]) -> nn.M
     return copy
 
 
-def _costs(model: nn.Module, parts: PipelineParts) -> list[Cost]:
-    """Return the costs of the first part, of each block and of the last part."""
+def _costs(model: nn.Module, parts: PipelineParts) -> list[tuple[float, float]]:
+    """Return the shares of the first part, of each block and of the last part in the parameters, and in the work."""
     modules = [
         [model.get_submodule(path) for path in parts.first],
         *([block] for block in model.get_submodule(parts.blocks)),  # type: ignore[attr-defined]
@@ -141,10 +129,10 @@ def _costs(model: nn.Module, parts: PipelineParts) -> list[Cost]:
     sizes = [sum(weight.numel() for module in group for weight in weights(module)) for group in modules]
     work = [sum(map(work_per_token, group)) for group in modules]
     total_size, total_work = max(sum(sizes), 1), max(sum(work), 1.0)
-    return [Cost(size / total_size, part / total_work) for size, part in zip(sizes, work, strict=True)]
+    return [(size / total_size, part / total_work) for size, part in zip(sizes, work, strict=True)]
 
 
-def partition_blocks(costs: Sequence[Cost], num_stages: int) -> list[int]:
+def partition_blocks(costs: Sequence[tuple[float, float]], num_stages: int) -> list[int]:
     """Cut a list of blocks into stages such that the largest cost of a stage is as small as possible.
 
     There is one cost for the part before the blocks, one per block, and one for the part after. The cost of a stage is

@@ -20,8 +20,6 @@ class Action(NamedTuple):
     Args:
         kind: "forward", "backward", or one half of a split backward: "backward_input" computes the gradient of the
             input of the stage, "backward_weight" the gradients of its parameters.
-        stage: number of the stage.
-        micro_batch: number of the micro-batch.
     """
 
     kind: str

@@ -32,7 +32,6 @@ def check_ranks_agree(
             ours, other = (found.get(name, "nothing") for found in (all_facts[0], theirs))
             if ours != other:
                 raise ValueError(f"the ranks must agree on {name}: rank {ranks[0]} has {ours}, rank {rank} has {other}")
-    for rank, theirs in zip(ranks, all_facts, strict=True):
         for ours, other in zip(all_facts[0], theirs, strict=True):
             if ours != other:
                 raise ValueError(

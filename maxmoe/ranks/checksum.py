@@ -12,10 +12,14 @@ def checksum(values: Tensor) -> Tensor:
 
     Their sums over the ranks tell whether all checksums are equal: `are_equal`.
     """
-    bits = values.view(torch.int64 if values.dtype == torch.float64 else torch.int32).long()
-    weights = torch.arange(1, len(bits) + 1, device=bits.device)
-    value = (bits.remainder(PRIME) * weights).sum().remainder(PRIME)
+    value = weighted_sum(values.view(torch.int64 if values.dtype == torch.float64 else torch.int32))
     return torch.stack([torch.ones_like(value), value, value * value]).double()
+
+
+def weighted_sum(numbers: Tensor) -> Tensor:
+    """Return a checksum ``()``, int64, of integers ``(N,)`` and their order, which float32 represents exactly."""
+    weights = torch.arange(1, len(numbers) + 1, device=numbers.device)
+    return (numbers.long().remainder(PRIME) * weights).sum().remainder(PRIME)
 
 
 def are_equal(sums: Tensor) -> Tensor:

@@ -28,12 +28,11 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from maxmoe.ranks.failures import RankError
+from maxmoe.ranks.failures import RankError, is_lost_connection
 
-# Parts of the messages of a rank whose peer is gone or did not come.
-SYMPTOMS = ("Connection closed by peer", "Connection reset by peer", "Timed out", "timed out", "monitoredBarrier")
 GRACE = 5.0  # seconds that ranks have to notice the failure of another one
-PRELOADED = ["maxmoe.ranks.preloaded"]  # imported once, in the process that forks the others
+# Imported once, in the process that forks the others: besides torch, what DTensor and FSDP2 import at their first use.
+PRELOADED = ["maxmoe.ranks.rank_processes", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor"]
 
 
 @dataclass(frozen=True)
@@ -61,27 +60,23 @@ class RankProcesses:
                 of those that hung.
         """
         __tracebackhide__ = True  # for pytest
-        names = [f"rank {rank} of {num_ranks}" for rank in range(num_ranks)]
-        return self._run(names, function, arguments, has_group=True)
+        return self._run(num_ranks, function, arguments)
 
     def run_alone(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function in one process, where `torch.distributed` is not initialized, and return its result."""
         __tracebackhide__ = True
-        return self._run(["one process"], function, arguments, has_group=False)[0]
+        return self._run(None, function, arguments)[0]
 
-    def _run(self, names: list[str], function: Callable[..., Any], arguments: Any, *, has_group: bool) -> list[Any]:
+    def _run(self, num_ranks: int | None, function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Any]:
+        """Call a function on every rank, or in one process without `torch.distributed` if `num_ranks` is None."""
         __tracebackhide__ = True
         sys.stdout.flush()
         sys.stderr.flush()
+        numbers = range(num_ranks or 1)
         with tempfile.TemporaryDirectory() as folder:
-            box, context = Path(folder), self._context()
-            group = (len(names), self.timeout) if has_group else None
-            processes: list[BaseProcess] = [
-                context.Process(  # type: ignore[attr-defined]
-                    target=_main, args=(box, number, group, dict(os.environ), self.prepare, function, arguments)
-                )
-                for number in range(len(names))
-            ]
+            box, make = Path(folder), self._context().Process  # type: ignore[attr-defined]
+            settings = box, self, num_ranks, dict(os.environ), function, arguments
+            processes: list[BaseProcess] = [make(target=_main, args=(number, *settings)) for number in numbers]
             try:
                 for process in processes:
                     process.start()
@@ -92,8 +87,9 @@ class RankProcesses:
                     if process.pid is not None:
                         process.kill()
                         process.join()
+            names = ["one process" if num_ranks is None else f"rank {number} of {num_ranks}" for number in numbers]
             _raise_first_failure(box, names, [process.exitcode for process in processes], hung)
-            return [pickle.loads((box / f"{number}.result").read_bytes()) for number in range(len(names))]
+            return [pickle.loads((box / f"{number}.result").read_bytes()) for number in numbers]
 
     def _context(self) -> BaseContext:
         methods = multiprocessing.get_all_start_methods()
@@ -115,11 +111,11 @@ def require_one_thread() -> None:
 
 
 def _main(
-    box: Path,
     number: int,
-    group: tuple[int, float] | None,
+    box: Path,
+    processes: RankProcesses,
+    num_ranks: int | None,
     environment: Mapping[str, str],
-    prepare: Callable[[], object] | None,
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> NoReturn:
@@ -135,17 +131,18 @@ def _main(
             if hasattr(signal, "SIGUSR1"):
                 faulthandler.register(signal.SIGUSR1, stack)
             os.environ.update(environment)
-            if prepare is not None:
-                prepare()
-            if group is not None:
-                _init_process_group(box, number, *group)
+            if processes.prepare is not None:
+                processes.prepare()
+            if num_ranks is not None:
+                _init_process_group(box, number, num_ranks, processes.timeout)
             result = function(*arguments)
-            if group is not None:
+            if num_ranks is not None:
                 dist.barrier()
             (box / f"{number}.result").write_bytes(pickle.dumps(result))
         code = 0
-    except BaseException:
-        (box / f"{number}.error").write_text(f"{time.time()}\n{traceback.format_exc()}")
+    except BaseException as error:
+        failure = is_lost_connection(error), time.time(), traceback.format_exc()
+        (box / f"{number}.error").write_bytes(pickle.dumps(failure))
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -200,14 +197,13 @@ def _raise_first_failure(box: Path, names: list[str], exit_codes: list[int | Non
         error = box / f"{number}.error"
         if number in hung or (box / f"{number}.result").exists():
             continue
-        when, text = 0.0, f"it died: exit code {code}"
+        has_lost, when, text = False, 0.0, f"it died: exit code {code}"
         if not (box / f"{number}.stack").exists():
             text += ", before its first line, see its output. A script must start processes under "
             text += 'if __name__ == "__main__"'
         if error.exists():
-            first_line, _, text = error.read_text().partition("\n")
-            when = float(first_line)
-        failures.append((any(symptom in text for symptom in SYMPTOMS), when, number, text.rstrip()))
+            has_lost, when, text = pickle.loads(error.read_bytes())
+        failures.append((has_lost, when, number, text.rstrip()))
     if not failures and not hung:
         return
     failures.sort()

@@ -1,6 +1,7 @@
 """Frees the storage of saved tensors after the forward pass and refills it before the backward pass."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -33,16 +34,12 @@ class FreedStorage:
             storage.resize_(0)
             self._is_freed = True
 
-    @property
-    def is_needed(self) -> bool:
-        """Whether the storage is freed and tensors still share it, even if the tensor is empty on this rank."""
-        return self._is_freed and self._storage.get() is not None
-
     @torch.no_grad()
     def fill(self, values: Tensor) -> Tensor:
-        """Allocate the storage again and copy `values` into it; return the tensor, detached. Requires `is_needed`."""
+        """Return `values`, in the storage if it is freed and tensors still share it: it is then allocated again."""
         storage = self._storage.get()
-        assert storage is not None
+        if storage is None or not self._is_freed:
+            return values
         storage.resize_(self._num_bytes)
         self._is_freed = False
         return values.new_empty(0).set_(storage, *self._view).copy_(values)
@@ -116,16 +113,12 @@ class Rematerialized:
 def _start_all(x: Tensor, freed: Sequence[tuple[FreedStorage, Callable[[Wait], Wait]]]) -> Wait:
     """Start all recomputations; return a function that waits, fills the storages and returns the last tensor."""
 
-    def filled(storage: FreedStorage, wait: Wait) -> Wait:
-        def fill() -> Tensor:
-            values = wait()
-            return storage.fill(values) if storage.is_needed else values
-
-        return fill
+    def filled(storage: FreedStorage, wait: Wait) -> Tensor:
+        return storage.fill(wait())
 
     def last() -> Tensor:
         return x
 
     for storage, start in freed:
-        last = filled(storage, start(last))
+        last = partial(filled, storage, start(last))
     return last

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext,
 
 from maxmoe._torch import tree_leaves
 from maxmoe._torch.autograd import is_backward_running, is_packed_by_checkpoint, is_recomputed_with_gradients
+from maxmoe._torch.this_thread import OfThisThread
 
 # Operators whose outputs `keep_routing` saves.
 KEPT_OPERATORS = ("maxmoe::route", "maxmoe::ragged_plan", "maxmoe_dispatch::all_gather_counts")
@@ -39,7 +39,7 @@ def is_checkpointed() -> bool:
     return is_packed_by_checkpoint() or is_recomputation()
 
 
-_keeps_choices: ContextVar[bool] = ContextVar("keeps_choices", default=False)
+_keeps_choices: OfThisThread[bool] = OfThisThread()
 
 
 @contextmanager
@@ -54,11 +54,8 @@ def choices_are_kept() -> Iterator[None]:
     if torch.compiler.is_compiling():
         yield
         return
-    token = _keeps_choices.set(True)
-    try:
+    with _keeps_choices.set(True):
         yield
-    finally:
-        _keeps_choices.reset(token)
 
 
 def _policy(context: SelectiveCheckpointContext, operator: Any, *_args: object, **_kwargs: object) -> CheckpointPolicy:
@@ -66,7 +63,7 @@ def _policy(context: SelectiveCheckpointContext, operator: Any, *_args: object, 
         isinstance(output, Tensor) and not output.is_floating_point() for output in tree_leaves(context.op_output)
     )
     is_random = torch.Tag.nondeterministic_seeded in operator.tags
-    is_kept = (is_choice and not is_random and _keeps_choices.get()) or operator.name() in KEPT_OPERATORS
+    is_kept = (is_choice and not is_random and _keeps_choices.value) or operator.name() in KEPT_OPERATORS
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -17,7 +17,6 @@ class PlannedCollective(NamedTuple):
 
     Args:
         purpose: which tensor it moves, and whether in the forward or in the backward.
-        kind: kind of the collective.
         axes: axes of the mesh whose ranks take part, in the order of the mesh.
         bytes: bytes that each rank sends, equal to the bytes that it receives, on a ring of n ranks: (n - 1) / n of the
             output of an all-gather, of the input of a reduce-scatter, and of the input of an all-to-all with equal

@@ -16,11 +16,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Replicate
 
-from maxmoe._torch import has_other_owner
+from maxmoe._torch import has_other_owner, never_compiled
 from maxmoe.ranks.named_collectives import all_gather, all_reduce, reduce_scatter
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding, PartitionSpec
-from maxmoe.sharding.not_compiled import not_compiled
 
 
 def redistribute(tensor: Tensor, sharding: NamedSharding) -> DTensor:
@@ -160,7 +159,7 @@ def embed_sharding(mesh: Mesh, num_dims: int, axes: tuple[str, ...]) -> NamedSha
     return NamedSharding(mesh, PartitionSpec(*(None,) * (num_dims - 1), axes))
 
 
-@not_compiled
+@never_compiled
 def redistribute_local(local: Tensor, redistribution: Redistribution, what: str) -> Tensor:
     """Redistribute a tensor, given this rank's shard and a name; return this rank's shard of the result."""
     result: Tensor = _RedistributeLocal.apply(local, redistribution, what)  # type: ignore[no-untyped-call]
@@ -168,20 +167,17 @@ def redistribute_local(local: Tensor, redistribution: Redistribution, what: str)
 
 
 def redistribute_parameters(
-    parameters: Sequence[DTensor], redistributions: Sequence[Redistribution], names: Sequence[str], *, jointly: bool
+    parameters: Sequence[tuple[DTensor, Redistribution, str]], *, jointly: bool
 ) -> list[Tensor]:
-    """Redistribute DTensor parameters, and return this rank's shards as plain tensors; their gradients are DTensors.
+    """Redistribute named DTensor parameters, and return this rank's shards as plain tensors with gradients as DTensors.
 
     The gradients are reduced `jointly` when the backward has computed the last one, or else each alone.
     """
     # A frozen parameter would require a gradient beside a trained one.
-    trained = [index for index, parameter in enumerate(parameters) if parameter.requires_grad]
-    values = [
-        parameter if parameter.requires_grad else _forward(parameter, redistribution, name)
-        for parameter, redistribution, name in zip(parameters, redistributions, names, strict=True)
-    ]
+    trained = [index for index, (parameter, *_) in enumerate(parameters) if parameter.requires_grad]
+    values = [each[0] if each[0].requires_grad else _forward(*each) for each in parameters]
     for group in filter(None, [trained] if jointly else [[index] for index in trained]):
-        chosen = [(redistributions[index], names[index]) for index in group]
+        chosen = [parameters[index][1:] for index in group]
         results = _RedistributeParameters.apply(chosen, *(values[index] for index in group))  # type: ignore[no-untyped-call]
         for index, result in zip(group, results, strict=True):
             values[index] = result
@@ -227,16 +223,15 @@ class _RedistributeParameters(torch.autograd.Function):
         given = [gradient for gradient in gradients if gradient is not None]
         count = Counter(map(id, given))
         are_shared = [count[id(gradient)] > 1 or has_other_owner(gradient) for gradient in given]
-        shardings = [context.redistributions[index][0].backward for index in present]
-        names = [context.redistributions[index][1] for index in present]
         results: list[DTensor | None] = [None] * len(gradients)
-        reduced = _reduced(given, shardings, names)
-        for position, index in enumerate(present):
-            local, (_, target) = reduced[position].contiguous(), shardings[position]
+        reduced = _reduced(given, [context.redistributions[index] for index in present])
+        for index, gradient, is_shared, local in zip(present, given, are_shared, reduced, strict=True):
             # Without a collective, the gradient of a sum of parameters is one tensor for all of them. Autograd copies
             # such a tensor before it accumulates into it, but does not see it inside of a DTensor.
-            if local is given[position] and are_shared[position]:
+            local = local.contiguous()
+            if local is gradient and is_shared:
                 local = local.clone()
+            _, target = context.redistributions[index][0].backward
             shape, stride = context.layouts[index]
             results[index] = DTensor.from_local(
                 local, target.mesh.device_mesh, target.placements, run_check=False, shape=shape, stride=stride
@@ -244,17 +239,15 @@ class _RedistributeParameters(torch.autograd.Function):
         return None, *results
 
 
-def _reduced(
-    gradients: Sequence[Tensor], shardings: Sequence[tuple[NamedSharding, NamedSharding]], names: Sequence[str]
-) -> list[Tensor]:
+def _reduced(gradients: Sequence[Tensor], redistributions: Sequence[tuple[Redistribution, str]]) -> list[Tensor]:
     """Redistribute gradients, with one collective for gradients of one dtype where `joint_steps` allows it."""
     results = list(gradients)
     for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
         own = [index for index, gradient in enumerate(gradients) if gradient.dtype == dtype]
-        for together in joint_steps(tuple(shardings[index] for index in own)):
+        for together in joint_steps(tuple(redistributions[index][0].backward for index in own)):
             indices, steps = [own[number] for number, _ in together], [step for _, step in together]
             others = f" and {len(indices) - 1} others" * (len(indices) > 1)
-            what = f"gradient of {names[indices[0]]}{others}"
+            what = f"gradient of {redistributions[indices[0]][1]}{others}"
             for index, result in zip(indices, _run([results[i] for i in indices], steps, what), strict=True):
                 results[index] = result
     return results

@@ -131,7 +131,6 @@ class DroppedAxis(NamedTuple):
     """A mesh axis of a spec over which the tensor is not sharded.
 
     Args:
-        axis: name of the axis.
         dim: index of the dim that the spec shards over the axis.
         reason: why the axis was dropped.
     """

@@ -7,10 +7,10 @@ import pytest
 
 from maxmoe import presets
 from maxmoe.models import Decoder, DecoderConfig
-from maxmoe.pipelining.stage_modules import Cost, partition_blocks, stage_parts
+from maxmoe.pipelining.stage_modules import partition_blocks, stage_parts
 
 
-def largest(costs: list[Cost], counts: list[int]) -> float:
+def largest(costs: list[tuple[float, float]], counts: list[int]) -> float:
     """The largest share of a stage, by definition."""
     ends = list(itertools.accumulate(counts))
     shares = []
@@ -18,7 +18,7 @@ def largest(costs: list[Cost], counts: list[int]) -> float:
         here = costs[1 + end - counts[stage] : 1 + end]
         here += costs[:1] if stage == 0 else []
         here += costs[-1:] if stage == len(ends) - 1 else []
-        shares.append(max(sum(cost.parameters for cost in here), sum(cost.work for cost in here)))
+        shares.append(max(map(sum, zip(*here, strict=True))))
     return max(shares)
 
 
@@ -27,7 +27,7 @@ def test_no_cut_is_more_even(seed: int) -> None:
     random = Random(seed)
     num_blocks = random.randint(1, 9)
     num_stages = random.randint(1, num_blocks)
-    costs = [Cost(random.random(), random.random()) for _ in range(num_blocks + 2)]
+    costs = [(random.random(), random.random()) for _ in range(num_blocks + 2)]
     found = partition_blocks(costs, num_stages)
     assert len(found) == num_stages and sum(found) == num_blocks and min(found) >= 1
     cuts = itertools.combinations(range(1, num_blocks), num_stages - 1)

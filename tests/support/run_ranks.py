@@ -1,5 +1,6 @@
 """Run a function on several ranks, one process each, which communicate through gloo: see rank_server."""
 
+import importlib
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -13,8 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from maxmoe._torch import import_distributed
-from maxmoe.ranks.rank_processes import RankProcesses
+from maxmoe.ranks.rank_processes import PRELOADED, RankProcesses
 from maxmoe.sharding import LogicalRules
 from maxmoe.sharding.rules import PRESETS
 from support.call_in_fork import call_in_fork
@@ -23,7 +23,8 @@ from support.named import named
 AT_ONCE = 6  # with four ranks each
 LONGER = 60.0  # seconds after the deadline of the ranks, when their stacks should have come
 
-import_distributed()  # once, in the server, and not in every rank
+for module in PRELOADED:
+    importlib.import_module(module)  # once, in the server, and not in every rank
 for preset in PRESETS.glob("*.yaml"):
     LogicalRules.load(preset.stem)  # keeps the rules: parsed once
 

@@ -50,10 +50,7 @@ def _register_hooks(module: nn.Module, plan: Plan, input_check: InputGradientChe
     In the backward, hooks on one tensor run in the order of their registration. If an output of a FSDP unit is also an
     output of the FSDP2 module, the hook of `ParameterHooks` runs first, so it calls `unshard` of the FSDP2 module.
 
-    Args:
-        module: module with DTensor parameters.
-        plan: plan of the module.
-        input_check: check of the inputs; None for a pipeline stage, whose inputs `Pipeline.step` checks.
+    `input_check` is None for a pipeline stage, whose inputs `Pipeline.step` checks.
     """
     if input_check is not None:
         module.register_forward_pre_hook(input_check.enter, with_kwargs=True)

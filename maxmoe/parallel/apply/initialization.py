@@ -1,6 +1,5 @@
 """Initialization of the parameters of a sharded module."""
 
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,13 +26,7 @@ def reset_parameters(module: nn.Module) -> None:
 class _DrawnWhole(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Mode in which an in-place random operator on a DTensor draws the global tensor and keeps the local shard."""
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tensor, options = args[0] if args else None, kwargs or {}
         is_random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         if not is_random or not isinstance(tensor, DTensor):

@@ -7,11 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from maxmoe._torch import tree_leaves
+from maxmoe._torch import never_compiled, tree_leaves
 from maxmoe.ranks.named_collectives import all_gather
 from maxmoe.recompute.selective import is_recomputation
 from maxmoe.sharding.mesh import Mesh
-from maxmoe.sharding.not_compiled import not_compiled
 
 
 class InputGradientCheck:
@@ -27,7 +26,7 @@ class InputGradientCheck:
         self._signature = inspect.signature(module.forward)
         self._module_name = type(module).__name__  # FSDP replaces the class
 
-    @not_compiled
+    @never_compiled
     def enter(self, _module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Forward pre-hook: raise if the ranks differ."""
         if not self._is_on_cpu or is_recomputation() or not torch.is_grad_enabled():

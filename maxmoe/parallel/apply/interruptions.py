@@ -182,10 +182,7 @@ class AfterInterruption:
     with its own, which is an error or, if the sizes are equal, wrong numbers in silence. The ranks compare through the
     store of torch.distributed, because a collective would pair with one in which another rank still waits.
 
-    Args:
-        name: class of the module.
-        mesh: mesh on which it runs.
-        has_fsdp: whether FSDP2 communicates in every call, besides the collectives that are counted.
+    `has_fsdp`: whether FSDP2 communicates in every call, besides the collectives that are counted.
     """
 
     _number = 0  # of the modules of this process, in the order in which all ranks have parallelized them

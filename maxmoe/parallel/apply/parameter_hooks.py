@@ -31,12 +31,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from maxmoe._torch import base_of_view, parameter_table, tree_leaves, version_of
+from maxmoe._torch import base_of_view, never_compiled, parameter_table, tree_leaves, version_of
 from maxmoe._torch.fsdp import make_root
 from maxmoe.parallel.plan.plan import ModulePlan, ParameterPlan
 from maxmoe.recompute.freed_storage import FreedStorage
 from maxmoe.recompute.selective import is_checkpointed
-from maxmoe.sharding.not_compiled import not_compiled
 from maxmoe.sharding.redistribute import Redistribution, redistribute_parameters
 
 
@@ -51,19 +50,12 @@ class Place(NamedTuple):
         """Gather the parameter again, which FSDP2 has replaced by its sharded or unsharded state in between."""
         parameter = parameter_table(self.owner)[self.name]
         assert isinstance(parameter, DTensor)
-        (tensor,) = redistribute_parameters(
-            [parameter], [self.plan.gathering], [f"{self.plan.name}, again"], jointly=False
-        )
-        return tensor
+        again = (parameter, self.plan.gathering, f"{self.plan.name}, again")
+        return redistribute_parameters([again], jointly=False)[0]
 
 
 class ParameterHooks:
-    """Keeps the parameters of one FSDP unit gathered during its forward and its backward.
-
-    Args:
-        unit: plan of the unit, or of a block that reduces gradients.
-        fsdp_blocks: modules to which FSDP2 is applied, by their path.
-    """
+    """Keeps the parameters of one FSDP unit, or of a block that reduces gradients, gathered in forward and backward."""
 
     num_gathers = 0  # of all units of this process
 
@@ -83,7 +75,7 @@ class ParameterHooks:
         found = ((plan.name, parameter_table(owner)[name]) for owner, name, plan in self._places)
         self._stored = {name: parameter for name, parameter in found if parameter is not None}
 
-    @not_compiled
+    @never_compiled
     def gather(self, _unit: nn.Module, _arguments: tuple[Any, ...]) -> None:
         """Forward pre-hook: replace the DTensor parameters by gathered plain tensors."""
         if self._fsdp_root is not None:
@@ -99,9 +91,8 @@ class ParameterHooks:
             if isinstance(parameter, DTensor):  # else gathered by a unit whose forward calls this one
                 call.replaced.append((place, parameter))
                 found.setdefault(place.plan.name, (parameter, place))
-        parameters = [parameter for parameter, _ in found.values()]
-        gatherings = [_gathering_now(parameter, place.plan) for parameter, place in found.values()]
-        tensors = redistribute_parameters(parameters, gatherings, [*found], jointly=self._reduces_jointly)
+        named = [(parameter, _gathering_now(parameter, place.plan), name) for name, (parameter, place) in found.items()]
+        tensors = redistribute_parameters(named, jointly=self._reduces_jointly)
         gathered = dict(zip(found, tensors, strict=True))
         if _has_later_backward():
             for name, (_, place) in found.items():
@@ -113,7 +104,7 @@ class ParameterHooks:
         for place, _ in call.replaced:
             parameter_table(place.owner)[place.name] = gathered[place.plan.name]
 
-    @not_compiled
+    @never_compiled
     def free(self, _unit: nn.Module, _arguments: tuple[Any, ...], output: Any) -> None:
         """Forward hook: put the DTensors back, free the gathered tensors, and refill them in the backward."""
         if not _RUNNING or _RUNNING[-1].hooks is not self:  # another hook has raised before `gather`
@@ -239,9 +230,7 @@ class GatheredParameter(NamedTuple):
     @torch.no_grad()
     def refill(self) -> None:
         """Gather the parameter again, and fill the storage if tensors still share it on this rank."""
-        values = self.gather()
-        if self.storage.is_needed:
-            self.storage.fill(values)
+        self.storage.fill(self.gather())
 
 
 def _has_later_backward() -> bool:

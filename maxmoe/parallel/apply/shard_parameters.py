@@ -26,14 +26,8 @@ def shard_parameters(
     Parameters on the meta device stay there with the shape of their shard: `to_empty` then allocates the shards only,
     and values come from a checkpoint or `reset_parameters`. Other parameters must be whole on every rank. They are
     broadcast from the first rank in buckets of 16 MiB, and sharded. Their `.grad` is dropped. The optimizer must be
-    made afterwards; `step` of an optimizer with the previous parameters raises a RuntimeError.
-
-    Args:
-        module: module whose parameters have logical names, see `Declaration`.
-        mesh: mesh on which parameters are sharded.
-        rules: rules that map logical names to mesh axes.
-        strict: as for `parameter_shardings`.
-        allow_unused: as for `parameter_shardings`.
+    made afterwards; `step` of an optimizer with the previous parameters raises a RuntimeError. Arguments as for
+    `parameter_shardings`.
 
     Returns:
         Sharding of each parameter, by its path.

@@ -23,10 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from maxmoe._torch import process_group_named
+from maxmoe._torch import never_compiled, process_group_named
 from maxmoe.nn.dispatcher import Future
 from maxmoe.ranks.named_collectives import all_gather, all_to_all, reduce_scatter
-from maxmoe.sharding.not_compiled import not_compiled
 
 
 @dataclass(frozen=True)
@@ -132,29 +131,23 @@ def start_collective(rows: Tensor, collective: RowCollective) -> Future[Tensor]:
     `_Start.backward` waits for it.
     """
     handles = _Handles(collective)
-    placeholder = _start(rows, handles)
-    return lambda: _wait(placeholder, handles)
+    placeholder = _apply(_Start, rows, handles)
+    return lambda: _apply(_Wait, placeholder, handles)
 
 
-@not_compiled
-def _start(rows: Tensor, handles: "_Handles") -> Tensor:
-    placeholder: Tensor = _Start.apply(rows, handles)  # type: ignore[no-untyped-call]
-    return placeholder
-
-
-@not_compiled
-def _wait(placeholder: Tensor, handles: "_Handles") -> Tensor:
-    result: Tensor = _Wait.apply(placeholder, handles)  # type: ignore[no-untyped-call]
+@never_compiled
+def _apply(function: Any, rows: Tensor, handles: "_Handles") -> Tensor:
+    result: Tensor = function.apply(rows, handles)
     return result
 
 
+@dataclass
 class _Handles:
     """The handles of a collective in the forward and of its adjoint in the backward, while they run."""
 
-    def __init__(self, collective: RowCollective) -> None:
-        self.collective = collective
-        self.forward: CollectiveHandle | None = None
-        self.backward: CollectiveHandle | None = None
+    collective: RowCollective
+    forward: CollectiveHandle | None = None
+    backward: CollectiveHandle | None = None
 
 
 class _Start(torch.autograd.Function):

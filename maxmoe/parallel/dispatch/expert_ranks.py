@@ -12,7 +12,7 @@ from maxmoe.nn import local_dispatcher
 from maxmoe.nn.dispatcher import Dispatcher
 from maxmoe.nn.local_dispatcher import LocalExperts
 from maxmoe.nn.routing import TopK
-from maxmoe.ops import RaggedPlan, ragged_gather, ragged_plan
+from maxmoe.ops import RaggedPlan, ragged_plan
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding, PartitionSpec
 
@@ -22,8 +22,6 @@ class ExpertLayout:
     """Mesh axes over which the experts of a layer are sharded.
 
     Args:
-        config: configuration of the layer.
-        mesh: mesh of the layer, planned or not.
         expert_axes: axes over which the experts are sharded, the major axis first.
         token_axes: subset of `expert_axes` over which tokens are communicated. Along the other axes, all ranks hold the
             same tokens.
@@ -131,8 +129,3 @@ def with_rows(plan: RaggedPlan, rows: Tensor) -> RaggedPlan:
     slots = plan.slots[rows]
     places = torch.full_like(plan.rows, -1).scatter(0, slots, torch.arange(len(slots), device=slots.device))
     return plan._replace(slots=slots, rows=places)
-
-
-def weights_of_rows(weights: Tensor, slots: Tensor) -> Tensor:
-    """Return the routing weight ``(R, 1)`` of each row, given the slot of each row."""
-    return ragged_gather(weights.reshape(-1, 1), slots)

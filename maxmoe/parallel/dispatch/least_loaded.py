@@ -24,18 +24,13 @@ from maxmoe.sharding.planned_collective import PlannedCollective
 FLOP_PER_BYTE = {"cpu": 100, "cuda": 1000}
 
 
-def flop_per_byte(device_type: str) -> int:
-    """Return the number of floating-point operations of a rank in the time in which it sends a byte."""
-    return FLOP_PER_BYTE.get(device_type, FLOP_PER_BYTE["cuda"])
-
-
 def rows_per_expert(device_type: str, dtype: torch.dtype) -> int:
     """Return the number of rows that a rank computes in the time in which it sends the weights of an expert.
 
     A row costs six floating-point operations per weight: two in the forward and four in the backward. A weight is sent
     in the forward and again in the backward, and its gradient is sent back: three times its bytes.
     """
-    return flop_per_byte(device_type) * 3 * dtype.itemsize // 6
+    return FLOP_PER_BYTE.get(device_type, FLOP_PER_BYTE["cuda"]) * 3 * dtype.itemsize // 6
 
 
 @dataclass(frozen=True)
@@ -121,7 +116,8 @@ class LeastLoaded(RaggedAllToAll):
     def _facts(self, chunk: TopK) -> list[int]:
         device = chunk.experts.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        settings = (TRIED_PERCENT, flop_per_byte(device), self.ranks.first_experts, chunk.weights.dtype, autocast)
+        cost = rows_per_expert(device, chunk.weights.dtype)
+        settings = (TRIED_PERCENT, cost, self.ranks.first_experts, chunk.weights.dtype, autocast)
         return [*super()._facts(chunk), zlib.crc32(repr(settings).encode())]
 
     @staticmethod

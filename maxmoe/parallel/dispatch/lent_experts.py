@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ from maxmoe.nn.experts import ExpertWeights
 from maxmoe.ops import RaggedPlan
 from maxmoe.parallel.dispatch.collectives import ragged_all_to_all
 from maxmoe.recompute.freed_storage import Recomputation, Rematerialized, Wait
-from maxmoe.sharding.not_compiled import not_compiled
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,6 @@ class LentExperts:
         plan: rows that the foreign experts compute.
         lent: experts of this rank that each rank computes, numbered from 0.
         receive: number of experts that each rank lends to this one.
-        group: the ranks.
     """
 
     plan: RaggedPlan
@@ -52,31 +51,23 @@ class LentExperts:
         received = [arrive() for arrive in arriving]
         foreign = experts(own.with_tensors(received), self.plan)
         # Their storages are freed here. Before the backward of the foreign experts, all weights are sent again.
-        again = [Recomputation(*pair) for pair in zip(received, map(self._send_again, tensors), strict=True)]
+        pairs = zip(received, tensors, strict=True)
+        again = [Recomputation(arrived, partial(self._send_again, tensor)) for arrived, tensor in pairs]
         Rematerialized(tensors[0], again, foreign)
         return outputs + foreign
 
     def _send(self, tensor: Tensor) -> Future[Tensor]:
-        chosen = _select(tensor, [expert for experts in self.lent for expert in experts])
+        chosen: Tensor = _Select.apply(tensor, [expert for experts in self.lent for expert in experts])  # type: ignore[no-untyped-call]
         return ragged_all_to_all(chosen, [len(experts) for experts in self.lent], self.receive, self.group)
 
-    def _send_again(self, tensor: Tensor) -> Callable[[Wait], Wait]:
-        def start(previous: Wait) -> Wait:
-            arrive = self._send(tensor)
+    def _send_again(self, tensor: Tensor, previous: Wait) -> Wait:
+        arrive = self._send(tensor)
 
-            def wait() -> Tensor:
-                previous()
-                return arrive()
+        def wait() -> Tensor:
+            previous()
+            return arrive()
 
-            return wait
-
-        return start
-
-
-@not_compiled
-def _select(tensor: Tensor, experts: list[int]) -> Tensor:
-    chosen: Tensor = _Select.apply(tensor, experts)  # type: ignore[no-untyped-call]
-    return chosen
+        return wait
 
 
 class _Select(torch.autograd.Function):

@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from maxmoe._torch import assert_async
+from maxmoe._torch import assert_async, never_compiled
 from maxmoe.nn.dispatcher import LayerInputs, TensorParallelRegion, sum_of
 from maxmoe.nn.routing import TopK
 from maxmoe.parallel.dispatch.strategy import PlannedDispatch
-from maxmoe.ranks.checksum import PRIME
+from maxmoe.ranks.checksum import weighted_sum
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding, PartitionSpec
-from maxmoe.sharding.not_compiled import not_compiled
 from maxmoe.sharding.planned_collective import PlannedCollective, planned_redistribution
 from maxmoe.sharding.redistribute import Redistribution, redistribute_local
 
@@ -27,7 +26,6 @@ class PartialSums(TensorParallelRegion):
     The outputs are summed by an all-reduce, or by a reduce-scatter if the residual stream is sharded.
 
     Args:
-        mesh: mesh of the layer.
         axes: axes along which the ranks hold the same tokens and compute parts of the layer.
         dropped_axes: subset of `axes` along which the ranks drop different slots.
         embed_axes: axes that shard the hidden dim of the residual stream. The layer takes whole hidden states, returns
@@ -44,7 +42,7 @@ class PartialSums(TensorParallelRegion):
     shared_is_partial: bool = False
     routed_is_partial: bool = True
 
-    @not_compiled
+    @never_compiled
     def enter(self, x: Tensor) -> LayerInputs:
         """Return x as input of each part of the layer; the backward sums the gradients of the parts."""
         what = "the tokens of a layer"
@@ -53,7 +51,7 @@ class PartialSums(TensorParallelRegion):
         are_partial = (self.routed_is_partial, self.shared_is_partial)
         return LayerInputs(whole, *(parts if is_partial else whole for is_partial in are_partial))
 
-    @not_compiled
+    @never_compiled
     def assign(self, top_k: TopK) -> TopK:
         """Return ids and weights; the gradient of the weights is all-reduced over `axes`.
 
@@ -61,20 +59,20 @@ class PartialSums(TensorParallelRegion):
         """
         if not self.axes or not top_k.weights.requires_grad:
             return top_k
-        weights = _Assign.apply(top_k.weights, _checksum_of_ids(top_k.experts), self)  # type: ignore[no-untyped-call]
+        weights = _Assign.apply(top_k.weights, weighted_sum(top_k.experts.flatten()), self)  # type: ignore[no-untyped-call]
         return top_k._replace(weights=weights)
 
-    @not_compiled
+    @never_compiled
     def copy_to_experts(self, latent: Tensor) -> Tensor:
         """Return latent rows; their gradient is all-reduced over `axes`."""
         return redistribute_local(latent, self._copied_to_experts, "latent inputs")
 
-    @not_compiled
+    @never_compiled
     def reduce_from_experts(self, latent: Tensor) -> Tensor:
         """All-reduce the outputs of latent experts over `axes`."""
         return redistribute_local(latent, self._latent_outputs, "latent outputs")
 
-    @not_compiled
+    @never_compiled
     def leave(self, routed: Tensor, shared: Tensor | None, whole: Tensor | None = None) -> Tensor:
         """Sum the partial outputs over `axes`, add the whole ones, and keep this rank's part of the hidden dim."""
         parts = [(routed, self.routed_is_partial), (shared, self.shared_is_partial), (whole, False)]
@@ -85,7 +83,7 @@ class PartialSums(TensorParallelRegion):
                 outputs.append(redistribute_local(sum_of(*summands), self._outputs(axes), "outputs of a layer"))
         return sum_of(*outputs)
 
-    @not_compiled
+    @never_compiled
     def all_reduce_dropped(self, dropped: Tensor) -> Tensor:
         """All-reduce the number of dropped slots."""
         return redistribute_local(dropped, self._dropped, "dropped slots")
@@ -171,12 +169,6 @@ class _Assign(torch.autograd.Function):
         of_slots, checksums = torch.split(summed, [gradient.numel(), region.num_ranks])
         _check_routed_alike(checksums)
         return of_slots.view_as(gradient), None, None
-
-
-def _checksum_of_ids(experts: Tensor) -> Tensor:
-    """Return a checksum ``()`` of expert ids, int64, which float32 represents exactly."""
-    ids = experts.flatten()
-    return (ids * torch.arange(1, len(ids) + 1, device=ids.device)).sum().remainder(PRIME)
 
 
 def _check_routed_alike(checksums: Tensor) -> None:

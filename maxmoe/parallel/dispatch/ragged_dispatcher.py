@@ -14,9 +14,9 @@ from torch import Tensor
 from maxmoe.declaration import SavedTensor
 from maxmoe.nn.dispatcher import Dispatcher, Future
 from maxmoe.nn.routing import TopK
-from maxmoe.ops import RaggedPlan, ragged_sort, ragged_unsort
+from maxmoe.ops import RaggedPlan, ragged_gather, ragged_sort, ragged_unsort
 from maxmoe.parallel.dispatch.collectives import all_gather_counts, ragged_all_to_all
-from maxmoe.parallel.dispatch.expert_ranks import ExpertLayout, ExpertRanks, weights_of_rows, without_last_rows
+from maxmoe.parallel.dispatch.expert_ranks import ExpertLayout, ExpertRanks, without_last_rows
 from maxmoe.parallel.dispatch.strategy import PlannedDispatch, Received, Strategy
 from maxmoe.recompute.freed_storage import Recomputation
 from maxmoe.sharding.planned_collective import PlannedCollective
@@ -129,7 +129,7 @@ class RaggedAllToAll(Strategy):
         """Start the all-to-all of rows and of their weights, which `local` dispatches to `expert_ids` ``(R, 1)``."""
         plan, splits = sent
         rows = self._sent(ragged_sort(x, plan), splits)
-        weights = self._sent(weights_of_rows(top_k.weights, plan.slots), splits)
+        weights = self._sent(ragged_gather(top_k.weights.reshape(-1, 1), plan.slots), splits)
 
         def arrive() -> Received[SentRows]:
             arrived = rows()

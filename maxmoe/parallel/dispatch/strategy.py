@@ -30,7 +30,6 @@ class PlannedDispatch:
     """The tokens that a rank dispatches in one layer and one training step, if routing is balanced.
 
     Args:
-        layout: layout of the experts of the layer.
         num_tokens: T, number of tokens of this rank.
         num_chunks: number of chunks of the tokens, dispatched one after the other.
         dtype: dtype of the hidden states.

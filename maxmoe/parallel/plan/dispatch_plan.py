@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
+from maxmoe._torch import never_compiled
 from maxmoe.declaration import EXPERT_TOKEN_DIMS
 from maxmoe.nn import ExpertRunner, TensorParallelRegion
 from maxmoe.parallel.dispatch import (
@@ -16,7 +17,6 @@ from maxmoe.parallel.dispatch import (
 )
 from maxmoe.parallel.plan.parameter_sharding import ParameterSharding
 from maxmoe.parallel.plan.sharded_tokens import ShardedTokens, activation_spec
-from maxmoe.sharding.not_compiled import not_compiled
 from maxmoe.sharding.rules import LogicalRules
 
 Dispatch: TypeAlias = Literal["auto", "ring_of_experts", "ragged_all_to_all", "least_loaded", "gather_weights"]
@@ -32,7 +32,7 @@ STRATEGIES: dict[Dispatch, type[Strategy]] = {
 class MeshExpertRunner(ExpertRunner):
     """An `ExpertRunner` that is not compiled: with most strategies, shapes depend on the rows that other ranks send."""
 
-    run = not_compiled(ExpertRunner.run)
+    run = never_compiled(ExpertRunner.run)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,6 @@ class DispatchPlan(ExpertLayout):
 
     Args:
         strategy: dispatch strategy, given or chosen. Without `expert_axes`, all experts are computed on every rank.
-        reason: reason for the strategy.
         tensor_parallel_axes: mesh axes over which each expert is computed in parts.
         embed_axes: mesh axes that shard the residual stream to which the layer adds its output.
         shared_is_partial: whether the shared experts are computed in parts over the same axes as the routed experts.

@@ -46,18 +46,14 @@ def _is_fsdp_unit(module: nn.Module) -> bool:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Return whether a module has a forward, unlike a `nn.ParameterList`, which the module around it reads.
-
-    Hooks around the forward of other modules never run.
-    """
+    """Return whether hooks around a forward run, unlike for a `nn.ParameterList`, which the module around it reads."""
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def is_saved(unit: nn.Module, path: str) -> bool:
     """Return whether the backward reads a parameter of a FSDP unit, given its path in the unit.
 
-    True for what is not known: the parameter is then gathered once more than necessary. If it is read after all, its
-    memory is kept from the forward to the backward.
+    True for what is not known: the parameter is then gathered once more than necessary.
     """
     if path in declaration_of(unit).unsaved_parameters:
         return False

@@ -32,8 +32,6 @@ class ParameterSharding:
 
     Args:
         names: logical name of each dim; None for a parameter without names, which is replicated.
-        shape: global shape of the parameter.
-        dtype: dtype of the parameter.
         requested: partition spec that the rules give, independent of mesh and shape.
         sharding: sharding on the mesh, with the axes of `requested` that can shard the shape.
         dropped: axes of `requested` that were dropped, with the reason.
@@ -63,9 +61,6 @@ class ParameterSharding:
 
 def logical_names(module: nn.Module) -> dict[str, Names]:
     """Collect the logical names that a module and its descendants declare; see `Declaration`.
-
-    Args:
-        module: module to inspect.
 
     Returns:
         Logical name of each dim, by the path of the parameter.

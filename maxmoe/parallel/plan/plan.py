@@ -112,7 +112,6 @@ class ModulePlan:
     """Plan of one module.
 
     Args:
-        module: the module.
         parameters: parameters that the module gathers as a FSDP unit, by their path in the module.
         reduced: parameters of FSDP units inside of the module whose gradients it reduces as a block, likewise.
         tensor_parallel_axes: axes over which the module computes parts of its tensor-parallel dims.
@@ -172,7 +171,6 @@ class Plan(Mapping[str, ModulePlan]):
         mesh: mesh on which the model runs; may be planned.
         tokens: token group, with the mesh axes that shard the tokens.
         model: the model, also in the plan of a part of it.
-        modules: plan of each module, by its path.
         axes_of_tokens: for each name of an activation dim, the axes of its rule that do not shard the dim, because they
             shard the tokens.
     """

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from torch import nn
 
 from maxmoe.adapters import wrappers_of
+from maxmoe.checks.fields import check_int
 from maxmoe.declaration import EXPERT_TOKEN_DIMS, TOKEN_DIMS, Absent, declaration_of
 from maxmoe.nn import MoE, SharedExperts
 from maxmoe.parallel.plan.dispatch_plan import STRATEGIES, Dispatch, DispatchPlan, plan_dispatch
@@ -29,17 +30,20 @@ class ResidualPart(NamedTuple):
 
     Args:
         axes: mesh axes that shard the stream.
-        partial_axes: axes over which the gradient of the reader's input is a partial sum; none without a writer.
         hidden_size: D, hidden size of the stream.
         reader: path of the module that reads the stream; None where the stream begins.
         writer: path of the module that adds to the stream; None where the stream ends.
     """
 
     axes: tuple[str, ...]
-    partial_axes: tuple[str, ...]
     hidden_size: int
     reader: str | None
     writer: str | None
+
+    @property
+    def partial_axes(self) -> tuple[str, ...]:
+        """Axes over which the gradient of the reader's input is a partial sum; none without a writer."""
+        return () if self.writer is None else self.axes
 
 
 def make_plan(
@@ -53,15 +57,10 @@ def make_plan(
     allow_unused: bool = False,
     splits_backward: bool = False,
 ) -> Plan:
-    """Plan the parameters, collectives and dispatch of all modules of a model.
+    """Plan the parameters, collectives and dispatch of all modules of a model; arguments and errors as `parallelize`.
 
-    Arguments as for `parallelize`. With `splits_backward`, a pipeline computes the gradients of inputs first, and of
-    weights later. torch then takes apart the graph of each parameter, so that gradients are not reduced together.
-
-    Raises:
-        ValueError: as `parameter_shardings`; if an axis of the experts does not divide their number; for sequences that
-            are sharded or chunked although a layer needs them whole, an invalid num_chunks, and trained parameters of
-            several dtypes in one group of FSDP2.
+    With `splits_backward`, a pipeline computes the gradients of inputs first, and of weights later. torch then takes
+    apart the graph of each parameter, so that gradients are not reduced together.
     """
     if dispatch not in (known := ("auto", *STRATEGIES)):
         raise ValueError(f"dispatch must be one of {', '.join(map(repr, known))}, got {dispatch!r}")
@@ -106,8 +105,7 @@ def _check_whole_sequences(plan: Plan) -> None:
 
 
 def _check_chunks(plan: Plan, num_chunks: int) -> None:
-    if not isinstance(num_chunks, int) or num_chunks < 1:
-        raise ValueError(f"num_chunks must be a positive int, got {num_chunks!r}")
+    check_int("num_chunks", num_chunks, at_least=1)
     for path, (_, dispatch_plan) in plan.layers.items():
         if num_chunks > 1 and dispatch_plan.config.capacity_factor is not None:
             raise ValueError(
@@ -138,21 +136,16 @@ class _Planner:
             for unit, names in self.units.items()
         }
         self.residual_parts = tuple(self._residual_parts())
-        layers = {path: layer for path, layer in self.modules.items() if isinstance(layer, MoE)}
-        # The module of the routed experts of each layer, and the adapters around it.
-        experts = {
-            layer: [layer.routed_experts, *(wrapper for _, wrapper in wrappers_of(layer.experts))]
-            for layer in layers.values()
-        }
-        # The plan of each layer, also under these modules.
+        # The plan of each layer, also under the module of its routed experts and the adapters around it.
         self.dispatch_plans: dict[nn.Module, DispatchPlan] = {}
-        for path, layer in layers.items():
-            plan = self._plan_dispatch(path, layer, dispatch)
-            self.dispatch_plans |= dict.fromkeys([layer, *experts[layer]], plan)
         # Tensor-parallel modules whose partial outputs the enclosing layer reduces.
-        self.reduced_by_layer = {module for modules in experts.values() for module in modules} | {
-            layer.shared_experts for layer in layers.values() if self.dispatch_plans[layer].shared_is_partial
-        }
+        self.reduced_by_layer: set[nn.Module | None] = set()
+        for path, layer in self.modules.items():
+            if isinstance(layer, MoE):
+                plan = self._plan_dispatch(path, layer, dispatch)
+                experts = [layer.routed_experts, *(wrapper for _, wrapper in wrappers_of(layer.experts))]
+                self.dispatch_plans |= dict.fromkeys([layer, *experts], plan)
+                self.reduced_by_layer.update(experts, [layer.shared_experts] if plan.shared_is_partial else [])
         self.blocks, self.shared_by_blocks = set(blocks(model)), shared_by_blocks(model)
 
     def module_plans(self) -> dict[str, ModulePlan]:
@@ -176,14 +169,10 @@ class _Planner:
                 stream_size=next((part.hidden_size for part in (read, written) if part is not None), None),
                 dispatch=self.dispatch_plans.get(module),
             )
-        for path in [path for path, module in self.modules.items() if module in self.blocks]:
-            reduced = {
-                f"{unit}.{name}".removeprefix(f"{path}."): parameter
-                for unit, plan in plans.items()
-                for name, parameter in plan.parameters.items()
-                if parameter.reduced_by == path != unit
-            }
-            plans[path] = replace(plans[path], reduced=reduced)
+        for unit, plan in plans.items():
+            for name, parameter in plan.parameters.items():
+                if (block := parameter.reduced_by) not in (None, unit):
+                    plans[block].reduced[f"{unit}.{name}".removeprefix(f"{block}.")] = parameter
         return plans
 
     def axes_of_tokens(self) -> dict[str, tuple[str, ...]]:
@@ -193,22 +182,21 @@ class _Planner:
         names = dict.fromkeys(map(tensor_parallel_activation, dims))
         if "activation_embed" in self.rules.names and any(declaration.residual_stream for declaration in declarations):
             names["activation_embed"] = None
-        parts = {name: part_axes(name, self.rules, self.tokens).of_tokens for name in names}
-        return {name: axes for name, axes in parts.items() if axes}
+        parts = {name: part_axes(name, self.rules, self.tokens) for name in names}
+        return {name: of_tokens for name, (_, of_tokens) in parts.items() if of_tokens}
 
     def _residual_parts(self) -> Iterator[ResidualPart]:
         for path, module in self.modules.items():
             stream = declaration_of(module).residual_stream
             if stream is None or "activation_embed" not in self.rules.names:
                 continue
-            axes = part_axes("activation_embed", self.rules, self.tokens).computed
+            axes, _ = part_axes("activation_embed", self.rules, self.tokens)
             ((axes,), _) = resolve(PartitionSpec(axes), self.mesh.sizes, (stream.hidden_size,))
             for children in stream.parts if axes else ():
                 reader, writer = (child and f"{path}.{child}".lstrip(".") for child in children)
                 # A reader or writer that another stage has reads or writes the stream there.
                 if not any(isinstance(self.modules.get(child or ""), Absent) for child in (reader, writer)):
-                    partial = () if writer is None else axes
-                    yield ResidualPart(axes, partial, stream.hidden_size, reader, writer)
+                    yield ResidualPart(axes, stream.hidden_size, reader, writer)
 
     def _plan_dispatch(self, path: str, layer: MoE, dispatch: Dispatch) -> DispatchPlan:
         experts = layer.routed_experts
@@ -292,25 +280,16 @@ class _Planner:
             )
 
 
-class PartAxes(NamedTuple):
-    """The mesh axes that the rules give to a dim of activations.
+def part_axes(name: str, rules: LogicalRules, tokens: ShardedTokens) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the axes of a dim of activations over which ranks compute parts of it, and those that shard the tokens.
 
-    Attributes:
-        computed: axes along which all ranks hold the same tokens, so that each may compute a part of the dim.
-        of_tokens: axes that shard the tokens as well. Ranks along them hold different tokens, whose partial outputs
-            cannot be summed, so the dim is not sharded over these axes, and weights are gathered over them.
+    Ranks along axes that shard the tokens hold different tokens, whose partial outputs cannot be summed, so the dim is
+    not sharded over them, and weights are gathered over them.
     """
-
-    computed: tuple[str, ...]
-    of_tokens: tuple[str, ...]
-
-
-def part_axes(name: str, rules: LogicalRules, tokens: ShardedTokens) -> PartAxes:
-    """Decide over which axes ranks compute parts of a dim of activations, by its name; tokens have precedence."""
     others = EXPERT_TOKEN_DIMS if name.endswith("_moe") else TOKEN_DIMS
     *_, axes = activation_spec((*others, name), tokens.mesh, rules)
     computed = tuple(axis for axis in axes if axis not in tokens.axes)
-    return PartAxes(computed, tuple(axis for axis in axes if axis in tokens.axes))
+    return computed, tuple(axis for axis in axes if axis in tokens.axes)
 
 
 def tensor_parallel_axes(
@@ -331,7 +310,7 @@ def tensor_parallel_axes(
         # Scales follow the codes, or else `_check_blocks` raises.
         and (parameter.stack_part is None or parameter.stack_part.part == "codes")
     ]
-    candidates = [part_axes(tensor_parallel_activation(name), rules, tokens).computed for name in dims]
+    candidates = [part_axes(tensor_parallel_activation(name), rules, tokens)[0] for name in dims]
     chosen: list[str] = []
     for axis in specs[0] if specs else ():  # in the order of the weights, which are sharded in this order
         is_common = all(axis in axes for axes in (*specs, *candidates))

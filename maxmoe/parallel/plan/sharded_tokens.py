@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from maxmoe._torch import never_compiled
 from maxmoe.declaration import TOKEN_DIMS
 from maxmoe.ranks.token_group import TokenGroup, numbers_of_tokens
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding, PartitionSpec
-from maxmoe.sharding.not_compiled import not_compiled
 from maxmoe.sharding.redistribute import Redistribution, redistribute_local
-from maxmoe.sharding.rules import LogicalRules, logical_to_mesh_axes
+from maxmoe.sharding.rules import LogicalRules, mesh_axes
 
 
 def token_sharding(mesh: Mesh, rules: LogicalRules | str = "default") -> NamedSharding:
@@ -36,25 +36,17 @@ def token_sharding(mesh: Mesh, rules: LogicalRules | str = "default") -> NamedSh
 
 
 def token_group(mesh: Mesh, rules: LogicalRules | str = "default") -> TokenGroup:
-    """Return the token group of a mesh, for `mean_over_tokens`.
-
-    Args:
-        mesh: mesh on which the module runs.
-        rules: rules that map logical names to mesh axes, or the name of a preset.
+    """Return the token group of a mesh, for `mean_over_tokens`; arguments as for `token_sharding`.
 
     Returns:
         Reductions over the ranks that share the tokens of a batch; ranks with the same tokens are counted once.
-
-    Raises:
-        ValueError: for an unknown preset.
     """
     return ShardedTokens(mesh, *token_sharding(mesh, rules).spec)
 
 
 def activation_spec(names: tuple[str, ...], mesh: Mesh, rules: LogicalRules) -> PartitionSpec:
     """Return the partition spec of an activation, with axes larger than one; a name without a rule has no axes."""
-    spec = logical_to_mesh_axes([name if name in rules.names else None for name in names], rules)
-    return PartitionSpec(*(tuple(axis for axis in axes if mesh.size(axis) > 1) for axes in spec))
+    return PartitionSpec(*(tuple(axis for axis in axes if mesh.size(axis) > 1) for axes in mesh_axes(names, rules)))
 
 
 @dataclass(frozen=True)
@@ -62,8 +54,6 @@ class ShardedTokens:
     """The `maxmoe.nn.TokenGroup` of tokens that are sharded over mesh axes.
 
     Args:
-        mesh: mesh on which the tokens are sharded.
-        batch_axes: mesh axes that shard the batch.
         length_axes: mesh axes that shard the sequences, the major axis first.
     """
 
@@ -84,12 +74,12 @@ class ShardedTokens:
         """Sum over the axes that shard the batch, in one all-reduce per axis."""
         return self._all_reduce(summands, self.batch_axes) if self.batch_axes else summands
 
-    @not_compiled
+    @never_compiled
     def first_position(self, length: int) -> int:
         """Compute the position of this rank's first token from its coordinates on the mesh."""
         return self._part(length, self.length_axes).start
 
-    @not_compiled
+    @never_compiled
     def numbers(self, num_sequences: int, length: int, device: torch.device) -> Tensor:
         """Compute the numbers from this rank's coordinates, for the same number of sequences on all ranks."""
         of_stage, part = self.mesh.stage * 2**24, self._part(num_sequences, self.batch_axes)
@@ -101,7 +91,7 @@ class ShardedTokens:
         (part,) = NamedSharding(self.mesh, PartitionSpec(axes)).slices((count * self.mesh.size(*axes),))
         return range(part.start, part.stop)
 
-    @not_compiled
+    @never_compiled
     def all_gather_sequence(self, part: Tensor, dim: int) -> Tensor:
         """All-gather over the axes that shard the sequences; reduce-scatter the gradient in the backward."""
         return redistribute_local(part, self.sequence_redistribution(part.dim(), dim), "a sharded sequence")
@@ -115,7 +105,7 @@ class ShardedTokens:
         sharded = NamedSharding(self.mesh, spec)
         return Redistribution((sharded, gathered), (partial, sharded))
 
-    @not_compiled
+    @never_compiled
     def _all_reduce(self, summands: tuple[Tensor | int, ...], axes: tuple[str, ...]) -> tuple[Any, ...]:
         # Summands are packed into one float64 tensor for one collective; integers are exact below 2^53.
         tensors = [torch.as_tensor(summand, device=self.mesh.device_mesh.device_type) for summand in summands]

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from maxmoe._torch import tree_map
+from maxmoe._torch import never_compiled, tree_map
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
-from maxmoe.sharding.not_compiled import not_compiled
 from maxmoe.sharding.planned_collective import PlannedCollective, planned_redistribution
 from maxmoe.sharding.redistribute import Redistribution, embed_sharding, redistribute_local
 
@@ -25,7 +24,6 @@ class TensorParallelHooks:
     """Collectives on the input and on the output of one module.
 
     Args:
-        mesh: mesh on which the module runs.
         axes: tensor-parallel axes of the module; none for a module that every rank computes whole.
         embed_axes: axes that shard the residual stream to which the module adds its output. Outputs are
             reduce-scattered over them. The gradient of the input stays partial over them, because the hook of the
@@ -38,7 +36,7 @@ class TensorParallelHooks:
     embed_axes: tuple[str, ...] = ()
     has_grad_input: bool = True
 
-    @not_compiled
+    @never_compiled
     def enter(self, _module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Forward pre-hook: the gradients of all floating-point inputs are reduced in the backward."""
         return tree_map(self._mark_input, (arguments, options))
@@ -48,7 +46,7 @@ class TensorParallelHooks:
             return value
         return redistribute_local(value, self._inputs(value.dim()), "the input of a tensor-parallel module")
 
-    @not_compiled
+    @never_compiled
     def leave(self, module: nn.Module, _arguments: tuple[Any, ...], output: Any) -> Tensor:
         """Forward hook: reduce the outputs."""
         if not isinstance(output, Tensor):
@@ -78,7 +76,6 @@ class ResidualReaderHook:
     """Forward pre-hook that all-gathers a sharded residual stream before a module that reads it.
 
     Args:
-        mesh: mesh on which the module runs.
         embed_axes: axes that shard the stream.
         partial_axes: axes over which the gradient of the gathered stream is a partial sum: the axes of the stream if a
             writer follows, none if every rank continues with the same values.
@@ -88,7 +85,7 @@ class ResidualReaderHook:
     embed_axes: tuple[str, ...]
     partial_axes: tuple[str, ...]
 
-    @not_compiled
+    @never_compiled
     def enter(self, _module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """Forward pre-hook: all-gather the first argument."""
         stream = redistribute_local(arguments[0], self._stream(arguments[0].dim()), "the residual stream")
