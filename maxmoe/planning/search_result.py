@@ -47,7 +47,7 @@ class SearchResult:
     device: Device
     step: Step
     uncounted: str | None = None
-    plans: tuple[PredictedPlan, ...] = ()
+    plans: Sequence[PredictedPlan] = ()
     num_considered: int = 0
     num_over_memory: int = 0
     refused: list[str] = field(default_factory=list)
