@@ -297,7 +297,7 @@ def _check_not_shared(layers: Mapping[str, MoE], chosen: Collection[str]) -> Non
         for parameter in (*layer.router.parameters(), *layer.experts.parameters()):
             other = found.setdefault(parameter, path)
             if other != path and (path in chosen or other in chosen):
-                raise ValueError(f"{path} must have a router and experts of its own, got a parameter of {other}")
+                raise ValueError(f"{path} must not share its router and experts, got a parameter of {other}")
 
 
 def _check_groups(path: str, config: MoEConfig, sources: _Sources) -> None:

@@ -54,8 +54,8 @@ class MoEFeedForward(MoE):
             )
         layer = super().from_transformers(block)
         warnings.warn(
-            "MoEFeedForward.from_transformers knows one block alone: in a model, it gets no attention mask, adds its "
-            "own auxiliary loss, and save_pretrained writes tensors that transformers cannot read. Call "
+            "MoEFeedForward.from_transformers converts one block alone: in a model, it gets no attention mask, adds "
+            "its own auxiliary loss, and save_pretrained writes tensors that transformers cannot read. Call "
             "maxmoe.integrations.transformers.replace_moe_blocks(model)",
             stacklevel=2,
         )

@@ -116,7 +116,7 @@ def trace(
 
 
 def _copy_for_trace(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], mode: FakeTensorMode) -> nn.Module:
-    """Copy a model in train mode, with fake parameters and buffers of its own."""
+    """Copy a model in train mode, with separate fake parameters and buffers."""
     copied = copy_modules(model).train()
     set_recompute(copied, ())
     replaced: dict[int, Tensor] = {}

@@ -69,7 +69,7 @@ def test_other_routers_adapters_and_dispatchers_are_refused() -> None:
 def test_layers_that_share_experts_are_refused() -> None:
     model = nn.Sequential(make(), make(), make())
     model[1].experts = model[0].experts
-    with pytest.raises(ValueError, match="1 must have a router and experts of its own, got a parameter of 0"):
+    with pytest.raises(ValueError, match="1 must not share its router and experts, got a parameter of 0"):
         prune_experts(model, {"1": [0]})
     prune_experts(model, {"2": [np.int64(0)]})
     assert [layer.config.num_experts for layer in model] == [6, 6, 5]

@@ -157,7 +157,7 @@ def test_a_block_alone(preset: str) -> None:
 
 
 def test_one_block_of_a_model_warns() -> None:
-    with pytest.warns(UserWarning, match=r"knows one block alone: .* Call maxmoe.*replace_moe_blocks\(model\)$"):
+    with pytest.warns(UserWarning, match=r"converts one block alone: .* Call maxmoe.*replace_moe_blocks\(model\)$"):
         MoEFeedForward.from_transformers(block_of("mixtral"))
 
 

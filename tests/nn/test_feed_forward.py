@@ -125,7 +125,7 @@ def test_a_model_without_the_layer_has_no_scale() -> None:
         set_aux_loss_scale(nn.Sequential(make()), 0.5)
 
 
-@pytest.mark.filterwarnings("ignore:MoEFeedForward.from_transformers knows one block alone")
+@pytest.mark.filterwarnings("ignore:MoEFeedForward.from_transformers converts one block alone")
 def test_from_a_block_of_transformers() -> None:
     block = block_of("mixtral")
     x = torch.randn(2, 5, 16)
