@@ -259,7 +259,7 @@ class MoEConfig:
             self._require(f"activation={self.activation!r}", gated=True)
         for name, no_limit in (("activation_limit", None), ("shared_activation_limit", "same")):
             limit = getattr(self, name)
-            if limit in (None, no_limit):
+            if limit is None or (isinstance(limit, str) and limit == no_limit):
                 continue
             check_number(name, limit, above=0)
             self._require(f"{name} ({limit})", gated=True)

@@ -1,6 +1,7 @@
 """What is known of a family of models in transformers: names of fields and weights, and what its blocks compute."""
 
 import math
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -69,9 +70,21 @@ class Family:
 
 def in_list(attribute: str) -> Callable[[Any, int], Any]:
     """Return a function of a transformers config and a layer: the element of the layer in a list, or None."""
-    return lambda config, layer: values[layer] if (values := getattr(config, attribute, None)) else None
+
+    def element(config: Any, layer: int) -> Any:
+        values = getattr(config, attribute, None)
+        if not values:
+            return None
+        if not isinstance(values, list | tuple) or len(values) <= layer:
+            raise ValueError(
+                f"{attribute} of a {config.model_type} config must be a list with an element for each of the "
+                f"num_hidden_layers ({config.num_hidden_layers}) layers, got {reprlib.repr(values)}"
+            )
+        return values[layer]
+
+    return element
 
 
-def limit(value: float | None) -> float | None:
+def limit(value: Any) -> Any:
     """Return a limit, for which there may be 0 or infinity if there is none."""
-    return None if not value or math.isinf(value) else value
+    return None if not value or value == math.inf else value

@@ -79,7 +79,7 @@ def made(kind: type[Any], fields: dict[str, Any], names: list[str]) -> Any:
 def layer_config(random: Random) -> str:
     """A MoEConfig, and its layer on a few tokens."""
     sizes = {"hidden_size": 4, "intermediate_size": 3, "num_experts": 8, "top_k": 2}
-    fields = drawn_fields(random, MoEConfig, sizes, random.choice([0.1, 0.3, 0.6]))
+    fields = drawn_fields(random, MoEConfig, sizes, random.choice([0.03, 0.1, 0.3]))
     settings = made(MoEConfig, fields, [field.name for field in FIELDS])
     if settings is None:
         return "layer refused"
@@ -127,11 +127,15 @@ def family_config(random: Random) -> str:
     known["shared_expert_intermediate_size"] = theirs.get("moe_intermediate_size", 8)
     theirs |= {their: value for their, value in known.items() if their in theirs}
     theirs |= {their: values[0] for their, values in family.required.items()}
+    if family.layer_fields:
+        theirs |= {"swiglu_limits": [7.0, 7.0], "swiglu_limits_shared": random.choice([None, [0.0, 0.0], [0.0, 2.0]])}
     for their in theirs:
         if random.random() < 0.1:
             theirs[their] = random.choice([value for value in VALUES if not isinstance(value, ARRAYS)] + WORDS)
-    fields = {"config": SimpleNamespace(model_type=name, **theirs)}
-    settings = made(presets.from_transformers, fields, [*theirs, *family.fields])
+    fields = {"config": SimpleNamespace(model_type=name, num_hidden_layers=2, **theirs)}
+    if family.layer_fields:
+        fields["layer"] = random.choice([None, 0, 1, 2])
+    settings = made(presets.from_transformers, fields, [*theirs, *family.fields, *family.layer_fields, "layer"])
     return "family refused" if settings is None else "family read"
 
 

@@ -21,4 +21,4 @@ def test_configs_compute_or_are_refused() -> None:
 def test_memory_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fuzz_configs, "compute", lambda *_: torch.empty(16 * fuzz_configs.BYTES, dtype=torch.uint8))
     with pytest.raises(AssertionError, match="allocate memory"):
-        fuzz(fuzz_configs.one_case, seed=0, cases=range(100), seconds=30)
+        fuzz(fuzz_configs.one_case, seed=0, cases=range(200), seconds=30)

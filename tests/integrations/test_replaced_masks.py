@@ -38,9 +38,9 @@ def seen_masks(model: nn.Module) -> list[Tensor | None]:
     def record(block: Any) -> None:
         route = block._route
 
-        def recorded(x: Tensor, mask: Tensor | None, dims: Any, given: Tensor | None) -> Any:
+        def recorded(x: Tensor, mask: Tensor | None, dims: Any, *rest: Tensor | None) -> Any:
             seen.append(None if mask is None else mask.view(*dims))
-            return route(x, mask, dims, given)
+            return route(x, mask, dims, *rest)
 
         block._route = recorded
 
