@@ -88,7 +88,7 @@ test-aarch64: $(VENV)/test
 	cmake -S . -B build/aarch64 -GNinja -DCMAKE_TOOLCHAIN_FILE=cpp/cmake/aarch64.cmake -DMAXMOE_BUILD_OPERATORS=OFF \
 	  -DMAXMOE_BUILD_TESTS=ON -DMAXMOE_DEVELOPER=ON -DPython_EXECUTABLE="$(abspath $(BIN))/python"
 	cmake --build build/aarch64
-	ctest --test-dir build/aarch64 --no-tests=error --output-on-failure
+	ctest --test-dir build/aarch64 --parallel "$$(getconf _NPROCESSORS_ONLN)" --no-tests=error --output-on-failure
 
 # build/cuda/libmaxmoe_cuda.so: the CUDA kernels for compute capability 8.0 and 9.0 and, as PTX, for later ones.
 # Compiled by the nvcc of PyPI in a separate environment; no GPU is needed. The compiler's report of registers and

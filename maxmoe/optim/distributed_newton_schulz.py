@@ -85,10 +85,10 @@ class DistributedNewtonSchulz:
         self._parameter_of = [index for index, sharded in enumerate(parameters) for _ in sharded.stacks]
         buckets = assign_owners(self._stacks, BUCKET_SIZE)
         last = {self._parameter_of[each.stack]: number for number, bucket in enumerate(buckets) for each in bucket}
-        self._buckets = [
-            self._bucket(bucket, [index for index in last if last[index] == number])
-            for number, bucket in enumerate(buckets)
-        ]
+        ending: list[list[int]] = [[] for _ in buckets]
+        for index, number in last.items():
+            ending[number].append(index)
+        self._buckets = [self._bucket(*pair) for pair in zip(buckets, ending, strict=True)]
 
     def start(self, update: Update) -> None:
         """Start to gather the first bucket.

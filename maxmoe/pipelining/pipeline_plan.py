@@ -34,6 +34,15 @@ class PipelineOptions:
     stages_per_rank: int | None
 
 
+def pipeline_options(
+    schedule: str, num_micro_batches: int | None, blocks_per_stage: Sequence[int] | None, stages_per_rank: int | None
+) -> PipelineOptions | None:
+    """Return the options, or None without a number of micro-batches: the model is then planned without stages."""
+    if num_micro_batches is None:
+        return None
+    return PipelineOptions(schedule, num_micro_batches, blocks_per_stage, stages_per_rank)
+
+
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
     """Plan of one stage.

@@ -15,7 +15,7 @@ from maxmoe.optim.parameter_groups import choose
 from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.parallel.plan.plan import Plan
 from maxmoe.pipelining.fsdp_gathers import fsdp_gathers
-from maxmoe.pipelining.pipeline_plan import PipelineOptions, PipelinePlan, plan_model, without_stages
+from maxmoe.pipelining.pipeline_plan import PipelinePlan, pipeline_options, plan_model, without_stages
 from maxmoe.pipelining.schedules import schedule_kind
 from maxmoe.planning.communication import (
     Traffic,
@@ -134,7 +134,8 @@ def estimate(
 ) -> Estimate:
     """Estimate the memory per rank and the communication per training step of a module on a mesh.
 
-    Gradients and optimizer state have the dtype of the parameters, as in `torch.optim`, or those of `state_dtypes`.
+    Gradients and optimizer state have the dtype of the parameters, as in `torch.optim`, or the dtypes of
+    `state_dtypes`.
     AdamW keeps two elements per parameter element and does not communicate. Muon keeps one for the parameters that
     `maxmoe.optim.parameter_groups` assigns to it, and communicates sharded matrices in its default dtype on the device
     of the parameters.
@@ -178,9 +179,7 @@ def estimate(
         raise ValueError(f"optimizer must be one of {', '.join(get_args(Optimizer))}, got {optimizer!r}")
     module, rules = planned_copy(module), LogicalRules.load(rules)
     choices = choose(module, {}) if optimizer == "muon" else ()
-    options = None
-    if num_micro_batches is not None:
-        options = PipelineOptions(schedule, num_micro_batches, blocks_per_stage, stages_per_rank)
+    options = pipeline_options(schedule, num_micro_batches, blocks_per_stage, stages_per_rank)
     plan, stages = plan_model(
         module, mesh, rules, options, dispatch=dispatch, num_chunks=num_chunks, allow_unused=allow_unused
     )

@@ -11,7 +11,7 @@ from maxmoe.adapters import planned_copy
 from maxmoe.parallel.parallelize import undeclared_modules
 from maxmoe.parallel.plan.dispatch_plan import Dispatch, DispatchPlan
 from maxmoe.parallel.plan.parameter_sharding import ParameterSharding
-from maxmoe.pipelining.pipeline_plan import PipelineOptions, PipelinePlan, plan_model
+from maxmoe.pipelining.pipeline_plan import PipelinePlan, pipeline_options, plan_model
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.rules import DroppedAxis, LogicalRules
 from maxmoe.text_table import listed, ranges, readable_bytes, report
@@ -187,9 +187,7 @@ def explain(
         ValueError: as `parameter_shardings`, `plan_dispatch` and `maxmoe.pipeline`.
     """
     module, rules = planned_copy(module), LogicalRules.load(rules)
-    options = None
-    if num_micro_batches is not None:
-        options = PipelineOptions(schedule, num_micro_batches, blocks_per_stage, stages_per_rank)
+    options = pipeline_options(schedule, num_micro_batches, blocks_per_stage, stages_per_rank)
     plan, pipeline = plan_model(
         module, mesh, rules, options, dispatch=dispatch, num_chunks=num_chunks, allow_unused=allow_unused
     )

@@ -2,7 +2,7 @@
 
 from maxmoe.presets import published_2026
 from maxmoe.presets.family import Family, LayerField, in_list, limit
-from maxmoe.presets.layouts import Entry, Layout, router, shared, stacked, within
+from maxmoe.presets.layouts import PROJECTIONS, Entry, Layout, linears, router, shared, stacked, within
 from maxmoe.presets.shared_names import (
     DEEPSEEK_V2_FIELDS,
     DEEPSEEK_V3_FIELDS,
@@ -63,10 +63,7 @@ _INKLING = Layout(
         *GATE_BIASED,
         Entry("gate.global_scale", ("router.scale",)),
         *stacked(),
-        *(
-            Entry(f"shared_experts.{name}", (f"shared_experts.{name}",), transposed=True)
-            for name in ("gate_proj", "up_proj", "down_proj")
-        ),
+        *(Entry(f"shared_experts.{name}", (f"shared_experts.{name}",), transposed=True) for name in PROJECTIONS),
     ),
 )
 _INKLING_PUBLISHED = Layout(
@@ -106,15 +103,7 @@ _STEP3P7 = Family(
     },
     block=Layout("mlp", GATE_BIASED + stacked() + SHARED),
     checkpoint=Layout(
-        "",
-        (
-            *router("moe.gate", "moe.router_bias"),
-            *(
-                Entry(f"moe.{name}.weight", (f"experts.{name}",), transposed=True)
-                for name in ("gate_proj", "up_proj", "down_proj")
-            ),
-            *shared("share_expert"),
-        ),
+        "", router("moe.gate", "moe.router_bias") + linears("moe", "experts", PROJECTIONS) + shared("share_expert")
     ),
     scales_sum=True,
 )

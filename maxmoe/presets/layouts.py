@@ -16,6 +16,8 @@ from maxmoe.text_table import listed
 
 Weight = TypeVar("Weight", Tensor, QuantizedStack)
 
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -181,7 +183,7 @@ def router(module: str, correction_bias: str | None = None) -> tuple[Entry, ...]
 
 def shared(module: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> tuple[Entry, ...]:
     """Return the entries of the shared expert."""
-    return _linears(module, "shared_experts", (gate, up, down))
+    return linears(module, "shared_experts", (gate, up, down))
 
 
 def within(module: str, entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
@@ -199,10 +201,10 @@ def stacked(*, gated: bool = True, transposed: bool = True, interleaved: bool = 
 
 def per_expert(gate: str, up: str, down: str) -> tuple[Entry, ...]:
     """Return entries of one gate, up and down matrix per routed expert, the most common checkpoint layout."""
-    return _linears("experts.{expert}", "experts", (gate, up, down))
+    return linears("experts.{expert}", "experts", (gate, up, down))
 
 
-def _linears(module: str, ours: str, names: Sequence[str]) -> tuple[Entry, ...]:
+def linears(module: str, ours: str, names: Sequence[str]) -> tuple[Entry, ...]:
     """Return the entries of the weights of three `nn.Linear`: gate, up and down."""
-    places = zip(names, ("gate_proj", "up_proj", "down_proj"), strict=True)
+    places = zip(names, PROJECTIONS, strict=True)
     return tuple(Entry(f"{module}.{theirs}.weight", (f"{ours}.{name}",), transposed=True) for theirs, name in places)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from maxmoe.presets.layouts import per_expert, router, shared
+from maxmoe.presets.layouts import PROJECTIONS, per_expert, router, shared
 
 
 def without(name: str, fields: Mapping[str, str]) -> dict[str, str]:
@@ -32,5 +32,5 @@ DEEPSEEK_V3_FIELDS = DEEPSEEK_V2_FIELDS | {"normalization": "norm_topk_prob"}
 GATE = router("gate")
 GATE_BIASED = router("gate", correction_bias="gate.e_score_correction_bias")
 W123 = per_expert("w1", "w3", "w2")
-PROJ = per_expert("gate_proj", "up_proj", "down_proj")
+PROJ = per_expert(*PROJECTIONS)
 SHARED = shared("shared_experts")
