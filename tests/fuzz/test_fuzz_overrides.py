@@ -10,9 +10,8 @@ from maxmoe.sharding import LogicalRules
 
 
 @pytest.mark.sampled(0)
-@pytest.mark.parametrize("seed", range(3))
-def test_any_table_of_rules_is_exact_or_refused(seed: int) -> None:
-    outcomes = fuzz(fuzz_overrides.one_case, seed, cases=range(10), seconds=600)
+def test_any_table_of_rules_is_exact_or_refused() -> None:
+    outcomes = fuzz(fuzz_overrides.one_case, seed=0, cases=range(12), seconds=600)
     assert sum(outcomes.values()) > 0
 
 
