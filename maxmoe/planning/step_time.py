@@ -27,7 +27,6 @@ class Cost(NamedTuple):
     """Cost of computation and collectives on a rank, in seconds, floating-point operations and bytes."""
 
     compute: float = 0.0  # products and memory traffic
-    routed: float = 0.0  # products of routed experts, part of `compute`
     hidden: float = 0.0  # collectives that run beside products
     exposed: float = 0.0  # all other collectives
     bubble: float = 0.0  # waiting for other stages
@@ -155,8 +154,11 @@ def products(batch: PlannedBatch) -> Iterator[Product]:
                 yield Product(flops, num_tokens, 3, repeats, channels=channels)
 
 
-def computed(batch: PlannedBatch, overhead: float, mesh: Mesh, device: Device) -> Cost:
-    """Add up the products, the memory traffic and an overhead in seconds of a part of a model."""
+def computed(batch: PlannedBatch, overhead: float, mesh: Mesh, device: Device) -> tuple[Cost, float]:
+    """Add up the products, the memory traffic and an overhead in seconds of a part of a model.
+
+    Returns the cost, and the seconds of the products of routed experts in it.
+    """
     compute, routed = overhead, 0.0
     flops = model_flops = 0
     for product in products(batch):
@@ -173,4 +175,4 @@ def computed(batch: PlannedBatch, overhead: float, mesh: Mesh, device: Device) -
         size = rows * (layer.config.latent_size or layer.config.hidden_size) * batch.dtype.itemsize
         compute += size * device.row_passes / device.memory_bandwidth
     slowdown = device.slowdown(mesh.num_ranks)
-    return Cost(compute=compute * slowdown, routed=routed * slowdown, flops=flops, model_flops=model_flops)
+    return Cost(compute=compute * slowdown, flops=flops, model_flops=model_flops), routed * slowdown
