@@ -106,13 +106,6 @@ class Product(NamedTuple):
     channels: int | None = None  # of a head, for products of attention scores
 
 
-def routed_slots(batch: PlannedBatch) -> Iterator[tuple[str, int]]:
-    """Yield for each MoE layer the slots of all tokens that its ranks bring together."""
-    for path, tokens in batch.dispatches():
-        _, dispatch = batch.plan.layers[path]
-        yield path, tokens.num_slots * dispatch.mesh.size(*dispatch.token_axes)
-
-
 def products(batch: PlannedBatch) -> Iterator[Product]:
     """List the products of a rank for a batch, if routing is balanced.
 
@@ -121,11 +114,7 @@ def products(batch: PlannedBatch) -> Iterator[Product]:
     `q_heads` makes queries.
     """
     plan, num_tokens = batch.plan, math.prod(batch.local_tokens)
-    routed = {  # by module of routed experts: slots, selectable experts, and chunks
-        layer.routed_experts: (slots, layer.config.num_selectable_experts, dispatch.num_chunks(batch.num_chunks))
-        for path, slots in routed_slots(batch)
-        for layer, dispatch in [plan.layers[path]]
-    }
+    routed = {plan.layers[path][0].routed_experts: tokens for path, tokens in batch.dispatches()}
     traced = batch.trace()
     are_traced = traced_modules(plan.model) if traced.problem is None else ()
     for path, flops in traced.flops.items():
@@ -142,8 +131,9 @@ def products(batch: PlannedBatch) -> Iterator[Product]:
                 continue
             passes = 2 + parameter.is_trained
             if module.module in routed:
-                slots, num_experts, chunks = routed[module.module]
-                flops, rows = 2 * slots * math.prod(shape) // num_experts, slots // (num_experts * chunks)
+                tokens = routed[module.module]
+                slots, num_experts = tokens.num_joint_slots, tokens.config.num_selectable_experts
+                flops, rows = 2 * slots * math.prod(shape) // num_experts, slots // (num_experts * tokens.num_chunks)
                 is_repeated = not name.startswith("down") and "experts" in getattr(module.module, "recompute", ())
                 yield Product(flops, rows, passes, max(repeats, int(is_repeated)), is_routed=True)
                 continue
@@ -169,10 +159,9 @@ def computed(batch: PlannedBatch, overhead: float, mesh: Mesh, device: Device) -
     for recomputed_by, size in activation_sizes(batch).items():
         passes = PASSES_OVER_ACTIVATIONS + (0 if recomputed_by is None else PASSES_OF_RECOMPUTATION)
         compute += size * passes / device.memory_bandwidth
-    for path, slots in routed_slots(batch):
-        layer, dispatch = batch.plan.layers[path]
-        rows = slots * dispatch.num_local_experts // layer.config.num_selectable_experts
-        size = rows * (layer.config.latent_size or layer.config.hidden_size) * batch.dtype.itemsize
+    for _, tokens in batch.dispatches():
+        rows = tokens.num_joint_slots * tokens.layout.num_local_experts // tokens.config.num_selectable_experts
+        size = rows * tokens.config.row_size * batch.dtype.itemsize
         compute += size * device.row_passes / device.memory_bandwidth
     slowdown = device.slowdown(mesh.num_ranks)
     return Cost(compute=compute * slowdown, flops=flops, model_flops=model_flops), routed * slowdown
