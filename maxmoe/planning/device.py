@@ -100,7 +100,7 @@ class Device:
         for name in ("max_share", "attention_share", "overlap"):
             if getattr(self, name) > 1:
                 raise ValueError(f"{name} must be at most 1, got {getattr(self, name)}")
-        if not isinstance(self.memory, int) or self.memory < 1:
+        if not isinstance(self.memory, int) or isinstance(self.memory, bool) or self.memory < 1:
             raise ValueError(f"memory must be a positive number of bytes, got {self.memory!r}")
         for name in ("ranks_per_node", "cores"):
             check_int(name, getattr(self, name), at_least=0)
