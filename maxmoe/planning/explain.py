@@ -31,7 +31,7 @@ class Explanation:
     Args:
         mesh: mesh of the plan.
         rules: rules of the plan.
-        plan: plan of the whole model; on the ranks of a stage if there is a `pipeline`.
+        plan: plan of the whole model, on the ranks of a stage if the model is cut into stages.
         pipeline: plan of the pipeline stages; None if the model is not cut into stages.
     """
 
