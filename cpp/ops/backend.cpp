@@ -80,7 +80,7 @@ class TorchGemm final : public Gemm<T> {
     ConstMatrixView<T> matrix = operand.memory;
     if (operand.is_quantized()) {
       T* const elements = scratch<T>(scratch_slot, matrix.rows * matrix.columns);
-      dequantize(Dequantize<T>{{operand.quantized, false, 1, 0, 0}, elements}, SerialExecutor());
+      maxmoe::dequantize(Dequantize<T>{{operand.quantized, false, 1, 0, 0}, elements}, SerialExecutor());
       matrix = {elements, matrix.rows, matrix.columns, matrix.columns};
     } else if (operand.index != nullptr) {
       T* const rows = scratch<T>(scratch_slot, matrix.rows * matrix.columns);

@@ -16,7 +16,6 @@
 #include <limits>
 
 #include "ops/cuda_kernels.h"
-#include "ops/dequantize.h"
 #include "ops/torch_internals.h"
 #include "ops/views.h"
 

@@ -5,7 +5,7 @@
 #include <string>
 
 #include "ops/autograd.h"
-#include "ops/dequantize.h"
+#include "ops/operators.h"
 
 namespace maxmoe::ops {
 namespace {
