@@ -66,6 +66,13 @@ Tensor selected_rows(const Tensor& rows, const Tensor& index, const OptionalTens
   return selected.mul_(weights->reshape(-1).to(accumulator_type(rows.scalar_type())).unsqueeze(1));
 }
 
+Tensor selected_rows_or_zeros(const Tensor& rows, const Tensor& index, const OptionalTensor& weights) {
+  if (rows.size(0) == 0) return at::zeros({index.size(0), rows.size(1)}, rows.options());
+  // The kernel writes the zeros.
+  if (path_of(rows) == Path::cuda_kernels) return selected_rows(rows, index, weights);
+  return selected_rows(rows, index.clamp_min(0), weights).masked_fill_(index.lt(0).unsqueeze(1), 0);
+}
+
 // index and factors: [number of sums, terms of each]
 RowSums::RowSums(const Tensor& index, const Tensor& factors)
     : num_sums_(index.size(0)),

@@ -19,6 +19,9 @@ Tensor sum_rows(const Tensor& rows, const Tensor& index, int64_t group_size, con
 // 16-bit rows in float32, rounded once. Through a CUDA kernel or ATen.
 Tensor selected_rows(const Tensor& rows, const Tensor& index, const OptionalTensor& weights = std::nullopt);
 
+// The same for an index with negative numbers, whose rows are zero. Also for tensors without rows.
+Tensor selected_rows_or_zeros(const Tensor& rows, const Tensor& index, const OptionalTensor& weights = std::nullopt);
+
 // Sums of rows. One kernel, of CUDA or of ATen, reads each row once and adds in the order of the index, for 16-bit rows
 // in float32. No tensor of the selected rows is allocated.
 class RowSums {
