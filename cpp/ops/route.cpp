@@ -68,6 +68,7 @@ Tensor scaled(const Tensor& weights, const RoutingRule& rule) {
   return rule.scale == 1 ? weights : weights * rule.scale;
 }
 
+// The weights of given experts [T, K]: scale * normalization(scores[t, experts[t]]), 0 for a negative expert.
 Tensor weigh(const Tensor& scores, const Tensor& experts, const RoutingRule& rule) {
   const Tensor is_absent = experts.lt(0);
   const Tensor selected = scores.gather(1, experts.clamp_min(0));
@@ -105,16 +106,6 @@ Tensor probabilities_of(const Tensor& logits, const Tensor& scores, ScoreFunctio
   if (function == ScoreFunction::softmax) return scores;
   if (function == ScoreFunction::identity) return at::softmax(logits, 1);
   return scores / (scores.sum(1, true) + kSumEpsilon);
-}
-
-// The weights of given experts [T, K]: scale * normalization(score(logits[t])[experts[t]]), 0 for a negative expert.
-Tensor routing_weights_aten(const Tensor& logits, const Tensor& experts, const RoutingRule& rule) {
-  return weigh(score(logits, rule.score_function), experts, rule);
-}
-
-// [T, E]: the scores of all experts, divided by their sum. For identity, the softmax of the logits.
-Tensor probabilities_aten(const Tensor& logits, ScoreFunction function) {
-  return probabilities_of(logits, score(logits, function), function);
 }
 
 // The experts of a token are kNotANumber if one of its scores is NaN.
@@ -379,7 +370,8 @@ struct RouteGradient {
     }();
     const RoutingRule rule = rule_of(Options{options...});
     const Tensor wide = logits.to(accumulator_type(logits.scalar_type()));
-    return {routing_weights_aten(wide, experts, rule), experts, probabilities_aten(wide, rule.score_function)};
+    const Tensor scores = score(wide, rule.score_function);
+    return {weigh(scores, experts, rule), experts, probabilities_of(wide, scores, rule.score_function)};
   }
 };
 
