@@ -42,7 +42,6 @@ Tensor ragged_scatter_add_backend(const Tensor& rows, const Tensor& index, int64
       .is_int64()
       .has_size(0, checked_product(kOp, "group_size", rows.size(0), group_size), "rows times group_size");
   check_weights(kOp, weights, index.size(0));
-  // The values are checked last, because that reads the whole index.
   Argument(kOp, "index", index).has_values_in(-1, num_rows, "-1 or a row of the result");
   if (path_of(rows) == Path::aten) return ragged_scatter_add_aten(rows, index, num_rows, group_size, weights);
   const Tensor out = empty({num_rows, rows.size(1)}, rows.options());
