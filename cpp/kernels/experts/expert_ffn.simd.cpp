@@ -4,7 +4,7 @@
 #include "kernels/experts/expert_rows.simd.h"
 #include "kernels/experts/expert_tasks.simd.h"
 #include "kernels/matrix/row.simd.h"
-#include "kernels/rows/ragged_unsort.h"
+#include "kernels/rows/ragged_gather_reduce.h"
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 namespace {
@@ -150,7 +150,9 @@ void expert_ffn(const ExpertFfn<T>& a, const Executor& executor) {
   run_tiles(a, num_rows, depth, multiply_adds, executor,
             [&](const GroupTile& tile, int64_t next_group) { forward_tile(a, tile, next_group); });
   if (wants_only_preactivations(a)) return;
-  ragged_unsort(RaggedUnsort<T>{a.rows.as_const(), a.routed.row_of_slot, a.routed.top_k, a.weights, a.out}, executor);
+  ragged_gather_reduce(
+      RaggedGatherReduce<T>{a.rows.as_const(), a.routed.row_of_slot, a.routed.top_k, a.weights, nullptr, a.out},
+      executor);
 }
 
 MAXMOE_INSTANTIATE(expert_ffn, ExpertFfn)

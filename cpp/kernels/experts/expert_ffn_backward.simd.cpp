@@ -5,7 +5,7 @@
 #include "kernels/experts/expert_rows.simd.h"
 #include "kernels/experts/expert_tasks.simd.h"
 #include "kernels/matrix/row.simd.h"
-#include "kernels/rows/ragged_unsort.h"
+#include "kernels/rows/ragged_gather_reduce.h"
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 namespace {
@@ -252,7 +252,9 @@ void expert_ffn_backward_input(const ExpertFfnBackwardInput<T>& a, const Executo
   run_tiles(a, a.grad_preactivations.rows, a.grad_preactivations.columns, multiply_adds, executor,
             [&](const GroupTile& tile, int64_t next_group) { grad_rows_tile(a, tile, next_group); });
   if (a.grad_x.data == nullptr) return;
-  ragged_unsort(RaggedUnsort<T>{a.rows.as_const(), a.routed.row_of_slot, a.routed.top_k, nullptr, a.grad_x}, executor);
+  ragged_gather_reduce(
+      RaggedGatherReduce<T>{a.rows.as_const(), a.routed.row_of_slot, a.routed.top_k, nullptr, nullptr, a.grad_x},
+      executor);
 }
 
 template <class T>
