@@ -1,7 +1,6 @@
 #include "kernels/experts/expert_ffn.h"
 
 #include "kernels/experts/activation.simd.h"
-#include "kernels/experts/expert_rows.simd.h"
 #include "kernels/experts/expert_tasks.simd.h"
 #include "kernels/matrix/row.simd.h"
 #include "kernels/rows/ragged_gather_reduce.h"
