@@ -13,12 +13,6 @@ constexpr int kActivatedScratch = 1;
 constexpr int kPreactivationsScratch = 2;
 constexpr int kReducedScratch = 3;
 
-// F, the number of rows of down.
-template <class T>
-int64_t intermediate_size(const ExpertProjections<T>& experts) {
-  return experts.down.rows();
-}
-
 // Number of columns of the preactivations Z.
 template <class T>
 int64_t preactivation_width(const ExpertProjections<T>& experts) {
@@ -116,7 +110,7 @@ template <class T>
 void forward_tile(const ExpertFfn<T>& a, const GroupTile& tile, int64_t next_group) {
   const ExpertProjections<T>& experts = a.experts;
   const int64_t height = tile.end - tile.begin;
-  const int64_t width = intermediate_size(experts);
+  const int64_t width = experts.down.rows();
   const MatrixView<T> preactivations = preactivations_of(a, tile);
   const ReducedRows<T> reduced = reduced_rows_of(a, tile);
   const Projection<T>& first = experts.gate.empty() ? experts.up : experts.gate;
@@ -142,7 +136,7 @@ void forward_tile(const ExpertFfn<T>& a, const GroupTile& tile, int64_t next_gro
 // atomics, and the order of the sum would depend on the threads.
 template <class T>
 void expert_ffn(const ExpertFfn<T>& a, const Executor& executor) {
-  const int64_t width = intermediate_size(a.experts);
+  const int64_t width = a.experts.down.rows();
   const int64_t multiply_adds = a.x.columns * (preactivation_width(a.experts) + width);
   const int64_t depth = a.x.columns < width ? width : a.x.columns;
   const int64_t num_rows = wants_only_preactivations(a) ? a.preactivations.rows : a.rows.rows;
