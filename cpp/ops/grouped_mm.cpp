@@ -22,8 +22,6 @@
 namespace maxmoe::ops {
 namespace {
 
-using at::Tensor;
-
 using torch_internals::grouped_mm;
 
 // Limits of the CUDA kernel of grouped_mm.
