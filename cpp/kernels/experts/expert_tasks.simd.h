@@ -17,7 +17,7 @@ namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 template <class Groups, class T, class Body>
 void run_groups(const Groups& groups, const Gemm<T>& gemm, int64_t result_size, int64_t row_multiply_adds,
                 const Executor& executor, const Body& body) {
-  const GroupTiles list = make_whole_groups(groups.group_sizes, groups.num_groups, kWorkListScratch);
+  const GroupTiles list = make_whole_groups(groups.group_sizes, groups.num_groups);
   const int64_t size = rows_per_gradient_task(list, result_size, threads_for_tiling(gemm, executor));
   // At least one block: the biases have gradients even if the result has no other numbers.
   const int64_t blocks = result_size == 0 ? 1 : (result_size + size - 1) / size;
@@ -35,7 +35,7 @@ template <class Arguments, class Body>
 void run_tiles(const Arguments& a, int64_t num_rows, int64_t depth, int64_t row_multiply_adds, const Executor& executor,
                const Body& body) {
   const int64_t max_rows = tile_rows(num_rows, depth, threads_for_tiling(*a.gemm, executor));
-  const GroupTiles list = make_group_tiles(a.routed.group_sizes, a.routed.num_groups, max_rows, kWorkListScratch);
+  const GroupTiles list = make_group_tiles(a.routed.group_sizes, a.routed.num_groups, max_rows);
   const int64_t num_threads = executor.num_threads();
   const auto compute = [&](int64_t index) {
     body(list.tiles[index], list.tiles[at_most(index + num_threads, list.count - 1)].group);
