@@ -24,7 +24,7 @@ Tensor ragged_gather_reduce_backend(const Tensor& rows, const Tensor& index, int
   }
   Argument(kOp, "index", index).has_values_in(-1, rows.size(0), "-1 or a row of rows");
   if (path_of(rows) == Path::aten) {
-    return RowSums::of_groups(masked_index(index, valid), group_size, weights, rows.scalar_type())(rows);
+    return sums_of_groups(masked_index(index, valid), group_size, weights, rows.scalar_type(), {[&] { return rows; }});
   }
   return sum_rows(rows, index, group_size, weights, valid);
 }

@@ -46,7 +46,7 @@ class Steps {
   // [T, D]: for each token, the sum of its rows of all tensors [R, D], each times the weight of its slot. One tensor at
   // a time is in memory.
   Tensor weighted_sum_of_rows(std::initializer_list<std::function<Tensor()>> tensors) const {
-    return RowSums::of_groups(a_.rows, a_.top_k, a_.weights, a_.x.scalar_type())(tensors);
+    return sums_of_groups(a_.rows, a_.top_k, a_.weights, a_.x.scalar_type(), tensors);
   }
 
   // [R, F]: the rows [R, D] times the matrices [L, D, F] of their experts, plus the biases [L, F].
