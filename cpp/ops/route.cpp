@@ -186,35 +186,25 @@ struct Options {
   OptionalTensor experts;
 };
 
-ScoreFunction parse_score_function(const char* op, std::string_view name) {
-  return parse<ScoreFunction>(op, "score_function", name,
-                              {{"softmax", ScoreFunction::softmax},
-                               {"sigmoid", ScoreFunction::sigmoid},
-                               {"sqrtsoftplus", ScoreFunction::sqrtsoftplus},
-                               {"identity", ScoreFunction::identity}});
-}
-
-Normalization parse_normalization(const char* op, std::string_view name) {
-  return parse<Normalization>(
-      op, "normalization", name,
-      {{"none", Normalization::none}, {"sum", Normalization::sum}, {"softmax", Normalization::softmax}});
+// The weights of given experts do not depend on the arguments with defaults.
+RoutingRule parse_rule(const char* op, std::string_view score_function, std::string_view normalization, double scale,
+                       int64_t num_groups = 1, int64_t top_k_groups = 1, std::string_view group_score = "top2") {
+  return {parse<ScoreFunction>(op, "score_function", score_function,
+                               {{"softmax", ScoreFunction::softmax},
+                                {"sigmoid", ScoreFunction::sigmoid},
+                                {"sqrtsoftplus", ScoreFunction::sqrtsoftplus},
+                                {"identity", ScoreFunction::identity}}),
+          parse<Normalization>(
+              op, "normalization", normalization,
+              {{"none", Normalization::none}, {"sum", Normalization::sum}, {"softmax", Normalization::softmax}}),
+          scale,
+          num_groups,
+          top_k_groups,
+          parse<GroupScore>(op, "group_score", group_score, {{"top2", GroupScore::top2}, {"max", GroupScore::max}})};
 }
 
 RoutingRule rule_of(const Options& o) {
-  const auto group_score =
-      parse<GroupScore>(kRoute, "group_score", o.group_score, {{"top2", GroupScore::top2}, {"max", GroupScore::max}});
-  return {parse_score_function(kRoute, o.score_function),
-          parse_normalization(kRoute, o.normalization),
-          o.scale,
-          o.num_groups,
-          o.top_k_groups,
-          group_score};
-}
-
-// A rule with the fields that the weights of given experts depend on; the others are ignored.
-RoutingRule rule_of_weights(std::string_view score_function, std::string_view normalization, double scale) {
-  return {parse_score_function(kRouteBackward, score_function), parse_normalization(kRouteBackward, normalization),
-          scale, 1, 1};
+  return parse_rule(kRoute, o.score_function, o.normalization, o.scale, o.num_groups, o.top_k_groups, o.group_score);
 }
 
 void check_route(const Tensor& logits, const Options& o) {
@@ -293,7 +283,7 @@ Tensor route_backward_backend(const Tensor& grad_weights, const OptionalTensor& 
                               const Tensor& logits, const Tensor& experts, std::string_view score_function,
                               std::string_view normalization, double scale) {
   constexpr const char* kOp = kRouteBackward;
-  const RoutingRule rule = rule_of_weights(score_function, normalization, scale);
+  const RoutingRule rule = parse_rule(kRouteBackward, score_function, normalization, scale);
   Argument(kOp, "logits", logits).has_dims(2, "[T, E]").is_floating();
   const Size num_tokens{logits.size(0), "T of logits"};
   Argument(kOp, "experts", experts).has_dims(2, "[T, K]").is_int64().has_size(0, num_tokens.size, num_tokens.meaning);
@@ -347,7 +337,7 @@ class RouteNode : public torch::autograd::Function<RouteNode> {
     // The kernel is not differentiable, so that a second derivative is computed with ATen.
     if (is_transformed(grad_weights) || (grads[2].defined() && is_transformed(grads[2]))) {
       const Tensor wide = logits.to(accumulator_type(logits.scalar_type()));
-      const RoutingRule rule = rule_of_weights(score_function, normalization, scale);
+      const RoutingRule rule = parse_rule(kRouteBackward, score_function, normalization, scale);
       return {route_backward_aten(grad_weights, grad_probabilities, wide, experts, rule).to(logits.scalar_type()),
               Tensor()};
     }
