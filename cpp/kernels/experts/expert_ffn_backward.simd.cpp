@@ -163,16 +163,14 @@ void grad_rows_tile(const ExpertFfnBackwardInput<T>& a, const GroupTile& tile, i
 template <class T>
 void grad_down_columns(const ExpertFfnBackwardDown<T>& a, const GroupTile& rows, int64_t begin, int64_t end) {
   const ConstMatrixView<T> columns = a.grad_out.column_range(begin, end);
-  if (!a.grad_down.empty()) {
-    multiply_transposed<T>(*a.gemm, a.activated.row_range(rows.begin, rows.end).as_const(),
+  const auto multiply = [&](ConstMatrixView<T> lhs, const MatrixStack<T>& gradients) {
+    if (gradients.empty()) return;
+    multiply_transposed<T>(*a.gemm, lhs.row_range(rows.begin, rows.end),
                            tokens_of(columns, a.routed, rows.begin, rows.end),
-                           a.grad_down[rows.group].column_range(begin, end), a.grad_down);
-  }
-  if (!a.grad_b.empty()) {
-    multiply_transposed<T>(*a.gemm, a.weighted_reduced.row_range(rows.begin, rows.end),
-                           tokens_of(columns, a.routed, rows.begin, rows.end),
-                           a.grad_b[rows.group].column_range(begin, end), a.grad_b);
-  }
+                           gradients[rows.group].column_range(begin, end), gradients);
+  };
+  multiply(a.activated.as_const(), a.grad_down);
+  multiply(a.weighted_reduced, a.grad_b);
   if (a.grad_bias.data != nullptr) {
     const int64_t* slots = a.routed.slots + rows.begin;
     const auto token = [&](int64_t r) { return slots[r] / a.routed.top_k; };
@@ -209,13 +207,11 @@ void grad_up_biases(const ExpertFfnBackwardUp<T>& a, const GroupTile& rows) {
   const ConstMatrixView<T> grad = a.grad_preactivations.row_range(rows.begin, rows.end);
   const auto one = [](int64_t) { return Accumulator<T>(1); };
   const auto same = [](int64_t r) { return r; };
-  if (a.up.bias.data != nullptr) {
-    sum_weighted_rows<T>(up_columns(grad, a.experts.gate.columns()), grad.rows, same, one, a.up.bias.row(rows.group));
-  }
-  if (a.gate.bias.data != nullptr) {
-    sum_weighted_rows<T>(gate_columns(grad, a.experts.gate.columns()), grad.rows, same, one,
-                         a.gate.bias.row(rows.group));
-  }
+  const auto sum_rows = [&](ConstMatrixView<T> columns, MatrixView<T> bias) {
+    if (bias.data != nullptr) sum_weighted_rows<T>(columns, grad.rows, same, one, bias.row(rows.group));
+  };
+  sum_rows(up_columns(grad, a.experts.gate.columns()), a.up.bias);
+  sum_rows(gate_columns(grad, a.experts.gate.columns()), a.gate.bias);
 }
 
 }  // namespace
