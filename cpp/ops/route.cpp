@@ -232,7 +232,9 @@ void check_route(const Tensor& logits, const Options& o) {
   }
 }
 
+// The CUDA kernels keep the scores of a token in shared memory, which has space for 2048 experts on every GPU.
 bool uses_aten(const Tensor& logits) {
+  constexpr int64_t kMostExpertsOnCuda = 2048;
   return path_of(logits) == Path::aten || (cuda_kernels(logits) && logits.size(1) > kMostExpertsOnCuda);
 }
 
