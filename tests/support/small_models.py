@@ -209,6 +209,8 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
     "muse_spark": {
         "vision_config": VISION,
         "audio_config": {"hidden_sizes": [8] * 4, "depths": [1] * 4, "out_hidden_size": 16},
+        "out_hidden_size": 8,
+        "projector_hidden_size": 8,
     },
 }
 
