@@ -1,6 +1,6 @@
 """Collectives of `maxmoe.optim.Muon` per optimizer step."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from math import prod
 
@@ -10,14 +10,17 @@ from maxmoe.optim.distributed_newton_schulz import BUCKET_SIZE
 from maxmoe.optim.newton_schulz import Matrix
 from maxmoe.optim.owner_assignment import MatrixStack, OwnerAssignment, assign_owners, matrix_stacks
 from maxmoe.optim.parameter_groups import Choice
-from maxmoe.parallel.plan.plan import Plan
+from maxmoe.parallel.plan.plan import ParameterPlan
+from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
 from maxmoe.sharding.planned_collective import PlannedCollective
 
 PURPOSES = ("Muon, gather of matrices", "Muon, scatter of results")
 
 
-def muon_communication(plan: Plan, choices: Iterable[Choice], ns_dtype: torch.dtype) -> Iterator[PlannedCollective]:
+def muon_communication(
+    mesh: Mesh, parameters: Mapping[str, ParameterPlan], choices: Iterable[Choice], ns_dtype: torch.dtype
+) -> Iterator[PlannedCollective]:
     """Yield the gather and the scatter of every bucket of sharded matrices, with the mean of the bytes over ranks."""
 
     @cache  # because layers repeat
@@ -33,12 +36,12 @@ def muon_communication(plan: Plan, choices: Iterable[Choice], ns_dtype: torch.dt
         stack
         for matrix, group in groups.items()
         for choice in group
-        for stack in stacks_of(choice.shape, plan.parameters[choice.name].stored, matrix)
+        for stack in stacks_of(choice.shape, parameters[choice.name].stored, matrix)
     ]
     for assignments in assign_owners(stacks, BUCKET_SIZE):
         for purpose, num_elements in zip(PURPOSES, _elements(stacks, assignments), strict=True):
-            num_bytes = num_elements * ns_dtype.itemsize // plan.mesh.num_ranks
-            yield PlannedCollective(purpose, "all-to-all", plan.mesh.axes, num_bytes)
+            num_bytes = num_elements * ns_dtype.itemsize // mesh.num_ranks
+            yield PlannedCollective(purpose, "all-to-all", mesh.axes, num_bytes)
 
 
 def _elements(stacks: Sequence[MatrixStack], assignments: Sequence[OwnerAssignment]) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """Devices and networks of the time model, read from YAML files."""
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ import torch
 import yaml  # type: ignore[import-untyped]
 
 from maxmoe.checks.fields import check_int, check_number, nearest, refuse_unknown_fields
+from maxmoe.checks.yaml_file import load_yaml
 from maxmoe.files import replacing
 
 DEVICES = Path(__file__).parent / "devices"
@@ -68,7 +69,7 @@ class Device:
     """
 
     name: str
-    sources: tuple[str, ...]
+    sources: Sequence[str]
     peak_flops: Mapping[str, float]
     max_share: float
     half_rows: float
@@ -86,8 +87,8 @@ class Device:
     sharded_block_overhead: float = 0.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.sources, tuple) or not all(isinstance(line, str) for line in self.sources):
-            raise ValueError(f"sources must be a tuple of texts, got {reprlib.repr(self.sources)}")
+        if not isinstance(self.sources, list | tuple) or not all(isinstance(line, str) for line in self.sources):
+            raise ValueError(f"sources must be a list of texts, got {reprlib.repr(self.sources)}")
         if not isinstance(self.peak_flops, Mapping) or not all(isinstance(dtype, str) for dtype in self.peak_flops):
             raise ValueError(f"peak_flops must be values by dtype, got {reprlib.repr(self.peak_flops)}")
         for dtype, peak in self.peak_flops.items():
@@ -99,7 +100,7 @@ class Device:
         for name in ("max_share", "attention_share", "overlap"):
             if getattr(self, name) > 1:
                 raise ValueError(f"{name} must be at most 1, got {getattr(self, name)}")
-        if not isinstance(self.memory, int) or self.memory < 1:
+        if not isinstance(self.memory, int) or isinstance(self.memory, bool) or self.memory < 1:
             raise ValueError(f"memory must be a positive number of bytes, got {self.memory!r}")
         for name in ("ranks_per_node", "cores"):
             check_int(name, getattr(self, name), at_least=0)
@@ -121,11 +122,11 @@ class Device:
         if isinstance(source, Device):
             return source
         if isinstance(source, Path) or source.endswith((".yaml", ".yml")):
-            return _from_file(Path(source))
+            return load_yaml(Path(source), _device)
         names = device_names()
         if source not in names:
             raise ValueError(f"there is no device {source!r}{nearest(source, names)}; a path ends in .yaml or .yml")
-        return _from_file(DEVICES / f"{source}.yaml")
+        return load_yaml(DEVICES / f"{source}.yaml", _device)
 
     def save(self, path: Path) -> None:
         """Write the device to a file that `load` reads.
@@ -133,9 +134,8 @@ class Device:
         Args:
             path: path of the file, which is replaced.
         """
-        contents = asdict(self) | {"sources": list(self.sources), "peak_flops": dict(self.peak_flops)}
         with replacing(path) as new:
-            new.write_text(yaml.safe_dump(contents, sort_keys=False, allow_unicode=True, width=120))
+            new.write_text(yaml.safe_dump(asdict(self), sort_keys=False, allow_unicode=True, width=120))
 
     def peak(self, dtype: torch.dtype) -> float:
         """Return the peak of one rank in a dtype, in floating-point operations per second.
@@ -166,16 +166,6 @@ def device_names() -> list[str]:
     return sorted(path.stem for path in DEVICES.glob("*.yaml"))
 
 
-def _from_file(path: Path) -> Device:
-    try:
-        return _device(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except yaml.MarkedYAMLError as error:
-        line = "" if error.problem_mark is None else f":{error.problem_mark.line + 1}"
-        raise ValueError(f"{path}{line}: this is not YAML: {str(error.problem)[:200]}") from None
-    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path}: {str(error).splitlines()[0]}") from None
-
-
 def _device(contents: Any) -> Device:
     """Make a device of the contents of a file."""
     if not isinstance(contents, dict):
@@ -186,8 +176,6 @@ def _device(contents: Any) -> Device:
             values[name] = Link(**values[name])
         except TypeError as error:
             raise ValueError(f"{name}: {error}, got {reprlib.repr(contents[name])}") from None
-    if isinstance(values.get("sources"), list):
-        values["sources"] = tuple(values["sources"])
     if isinstance(values.get("memory"), float) and values["memory"].is_integer():
         values["memory"] = int(values["memory"])
     return Device(**values)

@@ -196,11 +196,11 @@ def estimate(
         sent = sum(item.bytes for item in messages(pipeline, rank, message))
         ranks.append(RankEstimate(tuple(stage.index for stage in pipeline.stages_of(rank)), memory, sent))
     costs = Estimate(tuple(ranks), ())
-    parameters = rank_parameters(pipeline, costs.largest)
-    mine = [choice for choice in choices if choice.name in parameters.parameters]
+    stored = {name: each for stage in pipeline.stages_of(costs.largest) for name, each in stage.plan.parameters.items()}
+    mine = [choice for choice in choices if choice.name in stored]
     communication = [
         *rank_communication(pipeline, costs.largest, batch, message),
-        *muon_communication(parameters, mine, fast_dtype(next(module.parameters()).device)),
+        *muon_communication(plan.mesh, stored, mine, fast_dtype(next(module.parameters()).device)),
     ]
     parts = (replace(largest, plan=stage.plan) for stage in pipeline.stages)
     uncounted = next(filter(None, (part.trace().problem for part in parts)), None)
@@ -283,13 +283,6 @@ def rank_communication(
         for micro_batch in replace(batch, plan=stage.plan).micro_batches(count):
             yield from activation_communication(micro_batch)
             yield from dispatch_communication(micro_batch)
-
-
-def rank_parameters(pipeline: PipelinePlan, rank: int) -> Plan:
-    """Return a plan with the parameters of all stages of a rank, which one optimizer has."""
-    stages = pipeline.stages_of(rank)
-    modules = {f"{stage.index}.{path}": planned for stage in stages for path, planned in stage.plan.items()}
-    return replace(stages[0].plan, modules=modules)
 
 
 def _rank_of(pipeline: PipelinePlan, stage: int) -> int | None:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 
 from torch import nn
@@ -11,9 +12,10 @@ from maxmoe.adapters import planned_copy
 from maxmoe.parallel.parallelize import undeclared_modules
 from maxmoe.parallel.plan.dispatch_plan import Dispatch, DispatchPlan
 from maxmoe.parallel.plan.parameter_sharding import ParameterSharding
+from maxmoe.parallel.plan.plan import ParameterPlan, Plan
 from maxmoe.pipelining.pipeline_plan import PipelinePlan, pipeline_options, plan_model
 from maxmoe.sharding.mesh import Mesh
-from maxmoe.sharding.rules import DroppedAxis, LogicalRules
+from maxmoe.sharding.rules import LogicalRules
 from maxmoe.text_table import listed, ranges, readable_bytes, report
 
 # A replicated parameter is large if it takes at least this share of the bytes of a rank.
@@ -23,70 +25,51 @@ Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
-class ExplainedParameter:
-    """Sharding of a parameter, and the rules that determine it.
-
-    Args:
-        name: path of the parameter.
-        parameter: logical names of the parameter, the axes that the rules request and the axes that shard it.
-        rules: for each dim, the axes of the rule that applies; None if no rule applies.
-        local_shape: shape of the shard of every rank.
-        local_bytes: bytes of the shard of every rank.
-    """
-
-    name: str
-    parameter: ParameterSharding
-    rules: tuple[tuple[str, ...] | None, ...]
-    local_shape: tuple[int, ...]
-    local_bytes: int
-
-    @property
-    def is_replicated(self) -> bool:
-        """Whether every rank holds the whole parameter."""
-        return self.local_shape == self.parameter.shape
-
-    @property
-    def indivisible(self) -> tuple[DroppedAxis, ...]:
-        """Mesh axes that cannot shard the parameter evenly."""
-        sizes = self.parameter.sharding.mesh.sizes
-        return tuple(drop for drop in self.parameter.dropped if sizes.get(drop.axis, 1) > 1)
-
-
-@dataclass(frozen=True)
 class Explanation:
     """Result of `explain`. As a string, tables as wide as the terminal, with repeated layers in one row.
 
     Args:
         mesh: mesh of the plan.
-        parameters: parameters in the order of `named_parameters`, shared ones once.
-        dispatch: strategy, reason and axes of each Mixture-of-Experts layer, by its path.
-        unknown_names: logical names without a rule.
-        axes_of_tokens: for each activation name, the axes of its rule without effect, because they shard the tokens.
-        undeclared_modules: warning for modules that may mix the tokens of sharded sequences, or None.
+        rules: rules of the plan.
+        plan: plan of the whole model, on the ranks of a stage if the model is cut into stages.
         pipeline: plan of the pipeline stages; None if the model is not cut into stages.
     """
 
     mesh: Mesh
-    parameters: tuple[ExplainedParameter, ...]
-    dispatch: Mapping[str, DispatchPlan]
-    unknown_names: tuple[str, ...]
-    axes_of_tokens: Mapping[str, tuple[str, ...]]
-    undeclared_modules: str | None = None
+    rules: LogicalRules
+    plan: Plan
     pipeline: PipelinePlan | None = None
+
+    @cached_property
+    def parameters(self) -> tuple[ParameterPlan, ...]:
+        """Parameters in the order of `named_parameters`, shared ones once."""
+        return tuple(self.plan.parameters[name] for name, _ in self.plan.model.named_parameters())
+
+    @property
+    def dispatch(self) -> dict[str, DispatchPlan]:
+        """Strategy, reason and axes of each Mixture-of-Experts layer, by its path."""
+        return {path: dispatch for path, (_, dispatch) in self.plan.layers.items()}
 
     @property
     def num_parameters(self) -> int:
         """Number of elements of all parameters, over all ranks; weights, not bytes, of quantized experts."""
         return sum(parameter.parameter.num_weights for parameter in self.parameters)
 
-    @property
+    @cached_property
     def local_bytes(self) -> int:
         """Bytes of the parameters per rank, equal on all ranks; with pipeline stages, the sum over the stages."""
         return sum(parameter.local_bytes for parameter in self.parameters)
 
-    @property
-    def _groups(self) -> list[tuple[str, list[ExplainedParameter]]]:
+    @cached_property
+    def _groups(self) -> list[tuple[str, list[ParameterPlan]]]:
         return group_repeated(self.parameters, lambda parameter: parameter.name, lambda parameter: parameter.parameter)
+
+    @property
+    def _replicated(self) -> Iterator[tuple[str, ParameterSharding, int]]:
+        """Yield the parameters that every rank holds whole, repeated ones once, with their bytes."""
+        for label, group in self._groups:
+            if group[0].local_shape == group[0].parameter.shape:
+                yield label, group[0].parameter, sum(parameter.local_bytes for parameter in group)
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -94,28 +77,30 @@ class Explanation:
         large = [
             f"{label} is replicated on every rank: {readable_bytes(local_bytes)}, "
             f"{local_bytes / self.local_bytes:.0%} of the parameters of a rank"
-            for label, group in self._groups
-            if group[0].is_replicated
-            and self.mesh.num_ranks > 1
-            and (local_bytes := sum(parameter.local_bytes for parameter in group)) >= LARGE_SHARE * self.local_bytes
+            for label, _, local_bytes in self._replicated
+            if self.mesh.num_ranks > 1 and local_bytes >= LARGE_SHARE * self.local_bytes
         ]
         labels = [label for label, group in self._groups if group[0].parameter.names is None]
         unnamed = [f"parameters without logical names are not sharded: {listed(labels)}"] if labels else []
-        unknown = [f"no rule for the logical name {name!r}: its dims are not sharded" for name in self.unknown_names]
+        names = dict.fromkeys(name for parameter in self.parameters for name in parameter.parameter.names or ())
+        unknown = [
+            f"no rule for the logical name {name!r}: its dims are not sharded"
+            for name in names
+            if name not in (None, *self.rules.names)
+        ]
         of_tokens = [
             f"the rule {name!r} has no effect over {' '.join(axes)}: that shards the tokens, and every rank computes "
             "the whole dim for its own"
-            for name, axes in self.axes_of_tokens.items()
+            for name, axes in self.plan.axes_of_tokens.items()
         ]
-        mixing = [] if self.undeclared_modules is None else [self.undeclared_modules]
-        return (*large, *unnamed, *unknown, *of_tokens, *mixing)
+        return (*large, *unnamed, *unknown, *of_tokens, *filter(None, [undeclared_modules(self.plan)]))
 
     def __str__(self) -> str:
         rows = [("parameter", "logical names and their rules", "on the mesh", "local shape", "bytes per rank")]
         for label, (first, *others) in self._groups:
             axes = " | ".join(" ".join(axes) or "-" for axes in first.parameter.sharding.spec)
             num_bytes = readable_bytes(first.local_bytes * (1 + len(others)))
-            rows.append((label, self._rules_text(first), axes, str(list(first.local_shape)), num_bytes))
+            rows.append((label, self._rules_text(first.parameter), axes, str(list(first.local_shape)), num_bytes))
         total = f"all {self.num_parameters:,} parameters{', over all stages' if self.pipeline else ''}"
         rows.append((total, "", "", "", readable_bytes(self.local_bytes)))
         stages = [] if self.pipeline is None else [_stage_rows(self.pipeline), _schedule_text(self.pipeline)]
@@ -124,22 +109,23 @@ class Explanation:
 
     def _first_lines(self) -> Iterator[str]:
         """Yield what a plan on many ranks must not hide: the bytes that all ranks hold because dims do not divide."""
-        groups = [(label, group) for label, group in self._groups if group[0].is_replicated and group[0].indivisible]
-        total = sum(parameter.local_bytes for _, group in groups for parameter in group)
+        whole = [each for each in self._replicated if each[1].indivisible]
+        total = sum(local_bytes for *_, local_bytes in whole)
         if total >= LARGE_SHARE * self.local_bytes and total:
-            axes = dict.fromkeys(drop.axis for _, group in groups for drop in group[0].indivisible)
-            labels = listed([label for label, _ in groups])
+            axes = dict.fromkeys(drop.axis for _, parameter, _ in whole for drop in parameter.indivisible)
+            labels = listed([label for label, *_ in whole])
             sizes = ", ".join(f"{axis}={self.mesh.size(axis)}" for axis in axes)
             yield (
                 f"Every rank holds {readable_bytes(total)} of {readable_bytes(self.local_bytes)} of parameters whole, "
                 f"because {sizes} does not divide their dims: {labels}."
             )
 
-    def _rules_text(self, parameter: ExplainedParameter) -> str:
+    def _rules_text(self, parameter: ParameterSharding) -> str:
+        """Write the axes of the rule of each dim, or why no rule applies."""
         texts = []
-        for name, axes in zip(parameter.parameter.names or (), parameter.rules, strict=False):
-            without = "no rule" if name in self.unknown_names else "its axes are taken"
-            applied = without if axes is None else " ".join(axes) or "-"
+        for name, axes in zip(parameter.names or (), parameter.requested, strict=False):
+            without = "its axes are taken" if name in self.rules.names else "no rule"
+            applied = (" ".join(axes) or "-") if (name, axes) in self.rules else without
             texts.append("-" if name is None else f"{name}: {applied}")
         return " | ".join(texts) or "no names"
 
@@ -149,7 +135,7 @@ class Explanation:
         if absent_axes:
             yield f"Axes of the rules that this mesh lacks, or has with size 1: {', '.join(absent_axes)}."
         for label, group in self._groups:
-            for axis, dim, reason in group[0].indivisible:
+            for axis, dim, reason in group[0].parameter.indivisible:
                 yield f"Dropped: {axis} from dim {dim} of {label}: {reason}."
         for warning in self.warnings:
             yield f"Warning: {warning}."
@@ -191,32 +177,7 @@ def explain(
     plan, pipeline = plan_model(
         module, mesh, rules, options, dispatch=dispatch, num_chunks=num_chunks, allow_unused=allow_unused
     )
-    planned = [plan.parameters[name] for name, _ in module.named_parameters()]
-    names = dict.fromkeys(name for parameter in planned for name in parameter.parameter.names or ())
-    return Explanation(
-        mesh,
-        tuple(
-            ExplainedParameter(
-                each.name,
-                each.parameter,
-                _applied_rules(each.parameter, rules),
-                each.stored.shard_shape(each.parameter.shape),
-                each.bytes(each.stored),
-            )
-            for each in planned
-        ),
-        {path: planned_dispatch for path, (_, planned_dispatch) in plan.layers.items()},
-        tuple(name for name in names if name is not None and name not in rules.names),
-        plan.axes_of_tokens,
-        undeclared_modules(plan),
-        pipeline,
-    )
-
-
-def _applied_rules(parameter: ParameterSharding, rules: LogicalRules) -> tuple[tuple[str, ...] | None, ...]:
-    """Return for each dim the axes of its rule, as `parameter.requested`, but None if no rule applies."""
-    names = parameter.names or (None,) * len(parameter.shape)
-    return tuple(axes if (name, axes) in rules else None for name, axes in zip(names, parameter.requested, strict=True))
+    return Explanation(mesh, rules, plan, pipeline)
 
 
 def _dispatch_rows(layers: Mapping[str, DispatchPlan]) -> list[tuple[str, ...]]:
@@ -238,7 +199,7 @@ def _stage_rows(plan: PipelinePlan) -> list[tuple[str, ...]]:
     """Return a table of the stages."""
     rows: list[tuple[str, ...]] = [("stage", "rank", "parts", "parameters", "bytes", "work", "in flight", "idle")]
     for stage in plan.stages:
-        stored = sum(parameter.bytes(parameter.stored) for parameter in stage.plan.parameters.values())
+        stored = sum(parameter.local_bytes for parameter in stage.plan.parameters.values())
         numbers = f"{stage.num_parameters:,}", readable_bytes(stored), f"{stage.work:.2f}"
         times = str(plan.max_in_flight(stage.rank)[stage.index]), f"{plan.timeline.idle(stage.rank):.1%}"
         rows.append((str(stage.index), str(stage.rank), stage.parts, *numbers, *times))

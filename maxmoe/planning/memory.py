@@ -59,7 +59,7 @@ def parameter_dtype(plan: Plan) -> torch.dtype:
 
 def stored_memory(plan: Plan, optimizer: str, matrices: Collection[str], dtypes: StateDtypes) -> dict[str, int]:
     """Count parameters, gradients and optimizer state; `matrices` are the names of those with one state element."""
-    stored = {name: parameter.bytes(parameter.stored) for name, parameter in plan.parameters.items()}
+    stored = {name: parameter.local_bytes for name, parameter in plan.parameters.items()}
     trained = {name: parameter for name, parameter in plan.parameters.items() if parameter.is_trained}
 
     def bytes_in(dtype: torch.dtype | None, elements: int, parameter: ParameterPlan) -> int:

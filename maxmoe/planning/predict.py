@@ -177,6 +177,7 @@ class MeshCosts:
     ) -> PredictedPlan:
         """Return the plan with its costs; `recompute` names the parts that are recomputed now."""
         cost = self.cost(num_micro_batches, num_chunks)
+        sent_bytes = {"intra_bytes": int(cost.intra_bytes), "inter_bytes": int(cost.inter_bytes)}
         return PredictedPlan(
             rules=rules,
             mesh=self.mesh.sizes,
@@ -185,16 +186,9 @@ class MeshCosts:
             recompute=recompute,
             num_micro_batches=num_micro_batches,
             memory_parts=self.memory(num_micro_batches, num_chunks),
-            compute=cost.compute,
-            hidden=cost.hidden,
-            exposed=cost.exposed,
-            bubble=cost.bubble,
-            flops=cost.flops,
-            model_flops=cost.model_flops,
             mfu=cost.model_flops / cost.seconds / self.device.peak(self.step.dtype),
-            intra_bytes=int(cost.intra_bytes),
-            inter_bytes=int(cost.inter_bytes),
             uncounted=uncounted,
+            **cost._asdict() | sent_bytes,
         )
 
     def cost(self, num_micro_batches: int, num_chunks: int) -> Cost:
@@ -249,12 +243,12 @@ class MeshCosts:
         device, mesh = self.device, self.mesh
         batch = self._micro_batch(self._plans[name], num_micro_batches, num_chunks)
         overhead = device.sharded_block_overhead if mesh.num_ranks > 1 else device.block_overhead
-        compute = computed(batch, 0.0 if name in (FIRST, LAST) else overhead, mesh, device)
+        compute, routed = computed(batch, 0.0 if name in (FIRST, LAST) else overhead, mesh, device)
         gathered, _, others = self._parameters(name, num_chunks)
         dispatched = sent(dispatch_communication(batch), mesh, device)
         moved = gathered + others + dispatched + sent(activation_communication(batch), mesh, device)
         # The first chunk arrives, and the last one returns, while no expert computes.
-        beside = (1 - 1 / num_chunks) * min(dispatched.seconds, compute.routed)
+        beside = (1 - 1 / num_chunks) * min(dispatched.seconds, routed)
         return (compute + moved).hide(device.overlap * (beside + min(gathered.seconds, compute.seconds - beside)))
 
 

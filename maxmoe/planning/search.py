@@ -72,7 +72,7 @@ class Search:
     """Plans of a model on a number of ranks that have been found so far, and in `result` what excludes others."""
 
     def __init__(self, parts: ModelParts, rules: Sequence[str], result: SearchResult) -> None:
-        self.parts, self.result, self.rule_names = parts, result, rules
+        self.parts, self.result, self.rule_names, self._limit = parts, result, rules, result.device.memory
         self.found: dict[tuple[Candidate, Dispatch, int], PredictedPlan] = {}
         self.smallest: list[PredictedPlan] = []
         self._rules = {name: LogicalRules.load(name) for name in rules}
@@ -162,7 +162,7 @@ class Search:
 
         The first time, only the usual micro-batches without chunks are tried, and meshes without a plan are counted.
         """
-        result, limit = self.result, self.result.limit
+        result, limit = self.result, self._limit
         is_known = len(self.smallest) == NEAREST  # further plans that do not fit need not be planned
         if is_known and self._stored > limit * candidate.num_shards:
             result.num_over_memory += is_first
@@ -203,11 +203,11 @@ class Search:
             set_recompute(self.parts.reduced, names)
             return sum(costs.memory(many, chunks[0]).values())
 
-        number = bisect.bisect_left(self._recompute, True, key=lambda names: memory(names) <= self.result.limit)
+        number = bisect.bisect_left(self._recompute, True, key=lambda names: memory(names) <= self._limit)
         names = self._recompute[min(number, len(self._recompute) - 1)]
         set_recompute(self.parts.reduced, names)
         plans = [costs.predicted(rules, dispatch, names, many, each) for each in chunks]
-        return min(plans, key=lambda plan: (plan.memory > self.result.limit, plan.seconds))
+        return min(plans, key=lambda plan: (plan.memory > self._limit, plan.seconds))
 
 
 def search(
@@ -256,16 +256,14 @@ def search(
     for name, value in (numbers | {"sequence_length": sequence_length}).items():
         check_int(name, value, at_least=1)
     device = Device.load(device)
-    limit = device.memory if memory is None else memory
-    if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
-        raise ValueError(f"memory must be a positive number of bytes, got {limit!r}")
+    device = device if memory is None else replace(device, memory=memory)
     parts = ModelParts(planned_copy(module))
     batch = PlannedBatch(parts.on_one_rank, batch_size, sequence_length, parameter_dtype(parts.on_one_rank))
     step = Step(batch_size, sequence_length, batch.dtype, state_dtypes)
     activation_memory(batch)  # raises what every mesh would raise
     device.peak(step.dtype)
     uncounted = batch.trace().problem
-    result = SearchResult(limit=limit, world_size=world_size, device=device, step=step, uncounted=uncounted)
+    result = SearchResult(world_size=world_size, device=device, step=step, uncounted=uncounted)
     run = Search(parts, preset_names() if rules is None else rules, result)
     run.run(_with_bar if progress else iter)
     if not result.num_considered:
@@ -279,7 +277,7 @@ def search(
             f"{result.refused[0]}"
         )
     if not run.found:
-        raise NoPlanFits(run.smallest, limit, remedies(run))
+        raise NoPlanFits(run.smallest, device.memory, remedies(run))
     found = {repr(replace(plan, rules="")): plan for plan in run.found.values()}  # other rules may give the same plan
     result.plans = tuple(sorted(found.values(), key=lambda plan: plan.seconds)[:num_plans])
     return result

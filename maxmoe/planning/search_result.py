@@ -28,9 +28,8 @@ class SearchResult:
     """Result of `search`. As a string, tables as wide as the terminal.
 
     Args:
-        limit: bytes of a rank.
         world_size: number of ranks.
-        device: device and network.
+        device: device and network; its memory is the limit.
         step: tokens and dtypes.
         uncounted: what is not counted, because the forward of the module cannot be traced; None if all is.
         plans: the fastest plans, in order.
@@ -42,7 +41,6 @@ class SearchResult:
         is_refined: whether all strategies, chunks and numbers of micro-batches were tried on the fastest meshes.
     """
 
-    limit: int
     world_size: int
     device: Device
     step: Step
@@ -87,7 +85,7 @@ class SearchResult:
             yield "Interrupted: not all strategies, chunks and micro-batches were tried on the fastest meshes."
         tried = f"{self.num_considered:,} meshes with rules divide tokens and experts."
         yield f"{tried} Of these have no plan:" if self.num_over_memory or self.refused else tried
-        yield from _counts({f"need more than {readable_bytes(self.limit)}": self.num_over_memory})
+        yield from _counts({f"need more than {readable_bytes(self.device.memory)}": self.num_over_memory})
         if self.refused:
             yield from _counts({f"are refused by parallelize, the first one is {self.refused[0]}": len(self.refused)})
         if self.cannot_run:

@@ -27,7 +27,6 @@ class Cost(NamedTuple):
     """Cost of computation and collectives on a rank, in seconds, floating-point operations and bytes."""
 
     compute: float = 0.0  # products and memory traffic
-    routed: float = 0.0  # products of routed experts, part of `compute`
     hidden: float = 0.0  # collectives that run beside products
     exposed: float = 0.0  # all other collectives
     bubble: float = 0.0  # waiting for other stages
@@ -107,13 +106,6 @@ class Product(NamedTuple):
     channels: int | None = None  # of a head, for products of attention scores
 
 
-def routed_slots(batch: PlannedBatch) -> Iterator[tuple[str, int]]:
-    """Yield for each MoE layer the slots of all tokens that its ranks bring together."""
-    for path, tokens in batch.dispatches():
-        _, dispatch = batch.plan.layers[path]
-        yield path, tokens.num_slots * dispatch.mesh.size(*dispatch.token_axes)
-
-
 def products(batch: PlannedBatch) -> Iterator[Product]:
     """List the products of a rank for a batch, if routing is balanced.
 
@@ -122,11 +114,7 @@ def products(batch: PlannedBatch) -> Iterator[Product]:
     `q_heads` makes queries.
     """
     plan, num_tokens = batch.plan, math.prod(batch.local_tokens)
-    routed = {  # by module of routed experts: slots, selectable experts, and chunks
-        layer.routed_experts: (slots, layer.config.num_selectable_experts, dispatch.num_chunks(batch.num_chunks))
-        for path, slots in routed_slots(batch)
-        for layer, dispatch in [plan.layers[path]]
-    }
+    routed = {plan.layers[path][0].routed_experts: tokens for path, tokens in batch.dispatches()}
     traced = batch.trace()
     are_traced = traced_modules(plan.model) if traced.problem is None else ()
     for path, flops in traced.flops.items():
@@ -143,8 +131,9 @@ def products(batch: PlannedBatch) -> Iterator[Product]:
                 continue
             passes = 2 + parameter.is_trained
             if module.module in routed:
-                slots, num_experts, chunks = routed[module.module]
-                flops, rows = 2 * slots * math.prod(shape) // num_experts, slots // (num_experts * chunks)
+                tokens = routed[module.module]
+                slots, num_experts = tokens.num_joint_slots, tokens.config.num_selectable_experts
+                flops, rows = 2 * slots * math.prod(shape) // num_experts, slots // (num_experts * tokens.num_chunks)
                 is_repeated = not name.startswith("down") and "experts" in getattr(module.module, "recompute", ())
                 yield Product(flops, rows, passes, max(repeats, int(is_repeated)), is_routed=True)
                 continue
@@ -155,8 +144,11 @@ def products(batch: PlannedBatch) -> Iterator[Product]:
                 yield Product(flops, num_tokens, 3, repeats, channels=channels)
 
 
-def computed(batch: PlannedBatch, overhead: float, mesh: Mesh, device: Device) -> Cost:
-    """Add up the products, the memory traffic and an overhead in seconds of a part of a model."""
+def computed(batch: PlannedBatch, overhead: float, mesh: Mesh, device: Device) -> tuple[Cost, float]:
+    """Add up the products, the memory traffic and an overhead in seconds of a part of a model.
+
+    Returns the cost, and the seconds of the products of routed experts in it.
+    """
     compute, routed = overhead, 0.0
     flops = model_flops = 0
     for product in products(batch):
@@ -167,10 +159,9 @@ def computed(batch: PlannedBatch, overhead: float, mesh: Mesh, device: Device) -
     for recomputed_by, size in activation_sizes(batch).items():
         passes = PASSES_OVER_ACTIVATIONS + (0 if recomputed_by is None else PASSES_OF_RECOMPUTATION)
         compute += size * passes / device.memory_bandwidth
-    for path, slots in routed_slots(batch):
-        layer, dispatch = batch.plan.layers[path]
-        rows = slots * dispatch.num_local_experts // layer.config.num_selectable_experts
-        size = rows * (layer.config.latent_size or layer.config.hidden_size) * batch.dtype.itemsize
+    for _, tokens in batch.dispatches():
+        rows = tokens.num_joint_slots * tokens.layout.num_local_experts // tokens.config.num_selectable_experts
+        size = rows * tokens.config.row_size * batch.dtype.itemsize
         compute += size * device.row_passes / device.memory_bandwidth
     slowdown = device.slowdown(mesh.num_ranks)
-    return Cost(compute=compute * slowdown, routed=routed * slowdown, flops=flops, model_flops=model_flops)
+    return Cost(compute=compute * slowdown, flops=flops, model_flops=model_flops), routed * slowdown

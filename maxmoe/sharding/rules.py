@@ -8,9 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml  # type: ignore[import-untyped]
-
 from maxmoe.checks.fields import nearest
+from maxmoe.checks.yaml_file import load_yaml
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import Axes, PartitionSpec, axis_tuple
 
@@ -63,30 +62,11 @@ class LogicalRules(tuple[tuple[str, tuple[str, ...]], ...]):
         if not isinstance(source, str | Path):
             raise ValueError(f"rules must be LogicalRules, a preset or a path, got {reprlib.repr(source)}")
         if isinstance(source, Path) or source.endswith((".yaml", ".yml")):
-            return cls._from_file(Path(source))
+            return load_yaml(Path(source), _rules)
         if source not in preset_names():
             known = ", ".join(preset_names())
             raise ValueError(f"there is no preset {source!r}, only {known}; a path ends in .yaml or .yml")
         return _preset(source)
-
-    @classmethod
-    def _from_file(cls, path: Path) -> "LogicalRules":
-        """Load a file; every error message begins with the path, and with the line number if PyYAML gives it."""
-        try:
-            entries = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
-            if not isinstance(entries, list):
-                raise ValueError(f"rules must be a list like '- exp: [expert]', got {reprlib.repr(entries)}")
-            for number, entry in enumerate(entries):
-                if not isinstance(entry, dict) or len(entry) != 1:
-                    raise ValueError(f"rule {number} must be like '- exp: [expert]', got {reprlib.repr(entry)}")
-            return cls(pair for entry in entries for pair in entry.items())
-        except OSError:
-            raise
-        except yaml.MarkedYAMLError as error:
-            where, problem = f":{error.problem_mark.line + 1}", f"not YAML: {error.problem}"
-        except Exception as error:  # PyYAML raises errors of many types for values that do not fit their tags
-            where, problem = "", str(error)
-        raise ValueError(f"{path}{where}: {next(iter(problem.splitlines()), '')[:300]}")
 
     def override(self, rules: Iterable[tuple[str, Axes]]) -> "LogicalRules":
         """Return a table in which `rules` replace all rules of the same names; they come last, in their own order."""
@@ -103,7 +83,7 @@ def preset_names() -> tuple[str, ...]:
 @cache
 def _preset(name: str) -> LogicalRules:
     """Load a preset; its file is parsed once per process."""
-    return LogicalRules._from_file(PRESETS / f"{name}.yaml")
+    return load_yaml(PRESETS / f"{name}.yaml", _rules)
 
 
 def _checked(rule: object, owner: str) -> tuple[str, tuple[str, ...]]:
@@ -112,19 +92,14 @@ def _checked(rule: object, owner: str) -> tuple[str, tuple[str, ...]]:
     return rule[0], axis_tuple(rule[1], f"{owner}, {reprlib.repr(rule[0])},")
 
 
-class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """PyYAML's safe loader, except that a repeated key is an error; PyYAML would keep the last value."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
-        seen = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node)
-            if key in seen:
-                problem = f"the key {reprlib.repr(key)} is written twice in one rule"
-                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key_node.start_mark)
-            seen.add(key)
-        return mapping
+def _rules(entries: Any) -> LogicalRules:
+    """Make rules of the contents of a file."""
+    if not isinstance(entries, list):
+        raise ValueError(f"rules must be a list like '- exp: [expert]', got {reprlib.repr(entries)}")
+    for number, entry in enumerate(entries):
+        if not isinstance(entry, dict) or len(entry) != 1:
+            raise ValueError(f"rule {number} must be like '- exp: [expert]', got {reprlib.repr(entry)}")
+    return LogicalRules(pair for entry in entries for pair in entry.items())
 
 
 class DroppedAxis(NamedTuple):

@@ -59,40 +59,29 @@ class Share:
     micro_batch: int
 
 
-@dataclass(frozen=True)
-class ShareFactors:
-    """Factor on the gradient of each share, such as a micro-batch, in the gradient of each rank; 1 is right."""
+def describe_shares(ranks: Sequence[int], shares: Sequence[Share], factors: Tensor, sizes: Sizes) -> str:
+    """Say which tokens are missing or count with another factor than 1.
 
-    ranks: list[int]  # R ranks that have the parameter
-    shares: list[Share]  # all S shares
-    factors: Tensor  # (R, S), float64
-
-    def describe(self, sizes: Sizes) -> str:
-        """Say which tokens are missing or have another factor."""
-        if not all(_is_constant(column) for column in self.factors.unbind(1)):
-            names = ", ".join("+".join(map(str, share.ranks)) for share in self.shares)
-            rows = zip(self.ranks[:4], self.factors.tolist(), strict=False)
-            texts = [
-                f"{', '.join(f'{round(item, 4) + 0.0:g}' for item in row)} times on rank {rank}" for rank, row in rows
-            ]
-            return f"gradient of the tokens of rank {names}: {'; '.join(texts)}"
-        found: dict[str, list[Share]] = {}
-        for share, factor in zip(self.shares, self.factors[0].tolist(), strict=True):
-            found.setdefault(named_factor(factor, sizes), []).append(share)
-        wrong = {text: shares for text, shares in found.items() if text != RIGHT}
-        return "; ".join(f"gradient of the tokens of {self._names(shares)}: {text}" for text, shares in wrong.items())
-
-    def _names(self, found: list[Share]) -> str:
-        """Name shares by micro-batch if they have the micro-batch of every rank, else by rank."""
-        numbers = sorted({share.micro_batch for share in found})
-        if len(found) < len(self.shares) and found == [item for item in self.shares if item.micro_batch in numbers]:
-            return f"micro-batch {', '.join(str(number + 1) for number in numbers)} of each rank"
-        return f"rank {', '.join(str(rank) for rank in sorted({rank for share in found for rank in share.ranks}))}"
+    `factors` ``(R, S)`` are the factors on the gradient of each share in the gradient of each rank.
+    """
+    if bool(((factors - factors[0]).abs() > CLOSE * factors[0].abs().clamp_min(1.0)).any()):
+        names = ", ".join("+".join(map(str, share.ranks)) for share in shares)
+        rows = zip(ranks[:4], factors.tolist(), strict=False)
+        texts = [f"{', '.join(f'{round(item, 4) + 0.0:g}' for item in row)} times on rank {rank}" for rank, row in rows]
+        return f"gradient of the tokens of rank {names}: {'; '.join(texts)}"
+    found: dict[str, list[Share]] = {}
+    for share, factor in zip(shares, factors[0].tolist(), strict=True):
+        found.setdefault(named_factor(factor, sizes), []).append(share)
+    found.pop(RIGHT, None)
+    return "; ".join(f"gradient of the tokens of {_names(part, shares)}: {text}" for text, part in found.items())
 
 
-def _is_constant(factors: Tensor) -> bool:
-    """Return whether there are factors, all equal."""
-    return len(factors) > 0 and bool(((factors - factors[0]).abs() <= CLOSE * max(1.0, abs(float(factors[0])))).all())
+def _names(some: list[Share], shares: Sequence[Share]) -> str:
+    """Name shares by micro-batch if they have the micro-batch of every rank, else by rank."""
+    numbers = sorted({share.micro_batch for share in some})
+    if len(some) < len(shares) and some == [share for share in shares if share.micro_batch in numbers]:
+        return f"micro-batch {', '.join(str(number + 1) for number in numbers)} of each rank"
+    return f"rank {', '.join(str(rank) for rank in sorted({rank for share in some for rank in share.ranks}))}"
 
 
 @dataclass(frozen=True)
@@ -118,7 +107,7 @@ class Facts:
     shares: list[tuple[Share, Mapping[str, Gradients]]] = field(default_factory=list)  # parts of the batch, by term
     # Factors of the gradients of the shares in the gradient of the whole batch; empty if they do not add up to it.
     weights: list[float] = field(default_factory=list)
-    known: list[ShareFactors] = field(default_factory=list)  # that explain other gradients
+    known: list[tuple[list[int], Tensor]] = field(default_factory=list)  # ranks, factors that explain other gradients
     noun: Noun = "gradient"
     before: Gradients = field(default_factory=dict)  # of the previous step in one process; empty for the first step
 
@@ -211,21 +200,22 @@ class WrongGradient:
         ]
         columns = [[part.of(gradient) for gradient in gradients] for part in parts]
         ranks = [part.rank for part in parts]
-        for known in self.facts.known:
-            if known.ranks == ranks and all(
-                distance(torch.stack(column, 1) @ factors.to(part.values), part.values) <= self.largest_error
-                for part, column, factors in zip(parts, columns, known.factors, strict=True)
+        pairs = [*zip(parts, columns, strict=True)]
+        for of_ranks, factors in self.facts.known:
+            if of_ranks == ranks and all(
+                distance(torch.stack(column, 1) @ row.to(part.values), part.values) <= self.largest_error
+                for (part, column), row in zip(pairs, factors, strict=True)
             ):
-                return known.describe(self.facts.sizes)
-        together = [torch.cat(share) for share in zip(*columns, strict=True)]
-        common = fit(together, torch.cat([part.values for part in parts]), self.largest_error)
-        pairs = zip(parts, columns, strict=True)
-        found = [common or fit(column, part.values, self.largest_error) for part, column in pairs]
-        if not all(found):
-            return None
-        factors = torch.tensor(found, dtype=torch.float64)
-        self.facts.known.append(ShareFactors(ranks, [share for share, _ in self.facts.shares], factors))
-        return self.facts.known[-1].describe(self.facts.sizes)
+                break
+        else:
+            together = [torch.cat(share) for share in zip(*columns, strict=True)]
+            common = fit(together, torch.cat([part.values for part in parts]), self.largest_error)
+            found = [common or fit(column, part.values, self.largest_error) for part, column in pairs]
+            if not all(found):
+                return None
+            factors = torch.tensor(found, dtype=torch.float64)
+            self.facts.known.append((ranks, factors))
+        return describe_shares(ranks, [share for share, _ in self.facts.shares], factors, self.facts.sizes)
 
     def _terms_of_shares(self) -> str | None:
         """Each rank has computed the loss of its own batch, whose sum or mean is not the loss of the whole batch."""

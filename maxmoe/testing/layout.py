@@ -46,20 +46,14 @@ def locate(parts: Sequence[Entries], whole: Tensor) -> list[tuple[list[Tensor], 
     numbers, shapes = torch.arange(whole.numel()).view(whole.shape), [part.values.shape for part in parts]
     found = []
     for order, part in enumerate(parts):
+        choices: list[Tensor] = []
         if part.shape == whole.shape:
-            choices = iter([numbers if part.indices is None else part.indices])
+            choices = [numbers if part.indices is None else part.indices]
         elif part.indices is None:
-            choices = (numbers[block] for block in blocks(shapes, order, whole.shape))
-        else:
-            choices = iter([])
-        candidates: list[Tensor] = []
-        error = math.inf
-        for indices in choices:
-            difference = distance(part.values, whole.flatten()[indices])
-            if difference < error:
-                candidates, error = [], difference
-            if difference <= error:
-                candidates.append(indices.flatten())
+            choices = [numbers[block] for block in blocks(shapes, order, whole.shape)]
+        errors = [distance(part.values, whole.flatten()[indices]) for indices in choices]
+        error = min(errors, default=math.inf)
+        candidates = [indices.flatten() for indices, own in zip(choices, errors, strict=True) if own == error]
         if error > 0 and part.indices is None and (closest := _selection(part.values, whole)) is not None:
             difference = distance(part.values, whole.flatten()[closest])
             if difference < error:

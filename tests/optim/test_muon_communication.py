@@ -23,7 +23,7 @@ def planned(layout: MeshRules) -> tuple[int, int]:
     model, rules = decoder(), LogicalRules.load(layout.rules)
     plan = make_plan(model, Mesh.planned(layout.sizes), rules)
     choices = parameter_groups(model).choices
-    communication = [*muon_communication(plan, choices, torch.float64)]
+    communication = [*muon_communication(plan.mesh, plan.parameters, choices, torch.float64)]
     return len(communication), sum(item.bytes for item in communication)
 
 

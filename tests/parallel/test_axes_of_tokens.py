@@ -44,7 +44,7 @@ def test_explain_names_the_rules_without_effect() -> None:
     rules = LogicalRules.load("default").override([("activation_batch", ["data", "fsdp", "tensor"])])
     explanation = explain(make_model("decoder"), Mesh.planned({"tensor": 2}), rules)
     names = ["activation_heads", "activation_kv_heads", "activation_mlp", "activation_mlp_moe", "activation_embed"]
-    assert explanation.axes_of_tokens == dict.fromkeys(names, ("tensor",))
+    assert explanation.plan.axes_of_tokens == dict.fromkeys(names, ("tensor",))
     message = (
         "the rule 'activation_mlp' has no effect over tensor: that shards the tokens, and every rank computes the "
         "whole dim for its own"

@@ -30,7 +30,7 @@ def test_every_device_has_sources_and_survives_a_file(name: str, tmp_path: Path)
         ({"peak_flops": {16: 1e15}}, "peak_flops must be values by dtype, got {16: "),
         ({"peak_flops": {"bfloat16": "fast"}}, "peak_flops of bfloat16 must be a finite float"),
         ({"intra_node": {"latency": 0}}, "intra_node: .*missing 1 required positional argument: 'bandwidth'"),
-        ({"sources": "none"}, "sources must be a tuple of texts"),
+        ({"sources": "none"}, "sources must be a list of texts"),
     ],
 )
 def test_a_wrong_field_is_named(change: dict[str, object], message: str, tmp_path: Path) -> None:

@@ -59,11 +59,9 @@ def test_parameters_land_where_it_says(layout: MeshRules) -> None:
 
 def test_rules_that_apply_and_those_that_cannot() -> None:
     rules = [("rows", ["a"]), ("columns", ["a"]), ("columns", ["b", "c"])]
-    (parameter,) = explained(Named(), {"a": 2, "b": 3}, *rules).parameters
-    assert parameter.rules == (("a",), ("b", "c"))
-    assert parameter.local_shape == (4, 2)
-    (parameter,) = explained(Named(), {"a": 2, "b": 3}, *rules[:2]).parameters
-    assert parameter.rules == (("a",), None)
+    explanation = explained(Named(), {"a": 2, "b": 3}, *rules)
+    assert rows_of(explanation)["weight"][0] == "rows: a | columns: b c"
+    assert explanation.parameters[0].local_shape == (4, 2)
     assert rows_of(explained(Named(), {"a": 2}, *rules[:2]))["weight"][0] == "rows: a | columns: its axes are taken"
     assert rows_of(explained(Named(), {"a": 2}, ("columns", []), *rules[:1]))["weight"][0] == "rows: a | columns: -"
 
@@ -71,7 +69,7 @@ def test_rules_that_apply_and_those_that_cannot() -> None:
 def test_axes_that_do_not_divide_are_told() -> None:
     explanation = explained(Named(8, 6), {"a": 4}, ("rows", []), ("columns", ["a", "far"]))
     (parameter,) = explanation.parameters
-    assert [(drop.axis, drop.dim) for drop in parameter.indivisible] == [("a", 1)]
+    assert [(drop.axis, drop.dim) for drop in parameter.parameter.indivisible] == [("a", 1)]
     assert "Dropped: a from dim 1 of weight: 6 is not divisible by 4." in str(explanation)
     assert "Axes of the rules that this mesh lacks, or has with size 1: far." in str(explanation)
 

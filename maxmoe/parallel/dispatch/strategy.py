@@ -68,6 +68,11 @@ class PlannedDispatch:
         return self.num_tokens * self.config.top_k
 
     @property
+    def num_joint_slots(self) -> int:
+        """Number of slots of all ranks between which tokens are communicated."""
+        return self.num_slots * self.layout.mesh.size(*self.layout.token_axes)
+
+    @property
     def num_group_rows(self) -> int:
         """Number of rows of this rank for the experts of the group."""
         return self.num_slots * self.num_group_experts // self.config.num_selectable_experts

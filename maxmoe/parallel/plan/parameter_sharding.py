@@ -54,6 +54,11 @@ class ParameterSharding:
         return self.shape[0] * math.prod(self.stack_part.sizes) if self.stack_part.part == "codes" else 0
 
     @property
+    def indivisible(self) -> tuple[DroppedAxis, ...]:
+        """Mesh axes that cannot shard the parameter evenly."""
+        return tuple(drop for drop in self.dropped if self.sharding.mesh.size(drop.axis) > 1)
+
+    @property
     def used_dtype(self) -> torch.dtype:
         """Dtype in which modules compute with the parameter."""
         return self.dtype if self.stack_part is None else self.stack_part.dtype

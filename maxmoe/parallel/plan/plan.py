@@ -64,6 +64,16 @@ class ParameterPlan:
         return self.parameter.sharding
 
     @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of the shard of every rank between steps."""
+        return self.stored.shard_shape(self.parameter.shape)
+
+    @property
+    def local_bytes(self) -> int:
+        """Number of bytes of the shard of every rank between steps."""
+        return self.bytes(self.stored)
+
+    @property
     def fsdp_axes(self) -> tuple[str, ...]:
         """Axes over which FSDP reduces the gradient, the one that shards the parameter last; none without FSDP."""
         return self.grad_unsharded.partial
