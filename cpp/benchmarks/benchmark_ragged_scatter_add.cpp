@@ -13,16 +13,14 @@ const Registration registration([](Session& session) {
     for (int64_t& token : index) token /= kTopK;
     const Table<T> rows(shape.num_rows, shape.hidden_size);
     const Table<Accumulator<T>> weights(shape.num_rows, 1);
-    std::vector<int64_t> offsets(static_cast<size_t>(num_tokens) + 1);
-    std::vector<int64_t> order(index.size());
+    std::vector<int64_t> scratch(static_cast<size_t>(num_tokens) + 1 + index.size());
     const Table<T> out(num_tokens, shape.hidden_size);
     const RaggedScatterAdd<T> scatter{.rows = rows.read(),
                                       .index = index.data(),
                                       .index_size = shape.num_rows,
                                       .group_size = 1,
                                       .weights = weights.data(),
-                                      .offsets = offsets.data(),
-                                      .order = order.data(),
+                                      .scratch = scratch.data(),
                                       .out = out.view()};
     time_read_write(session, c, rows, out, [&] { ragged_scatter_add(scatter, session.threads()); });
   });

@@ -13,6 +13,7 @@
 #include "kernels/rows/ragged_dot.h"
 #include "kernels/rows/ragged_gather.h"
 #include "kernels/rows/ragged_gather_reduce.h"
+#include "kernels/rows/ragged_scatter_add.h"
 
 namespace maxmoe::cuda {
 
@@ -54,19 +55,7 @@ void ragged_gather_reduce(const RaggedGatherReduce<T>& arguments, Stream stream)
 template <class T>
 void ragged_dot(const RaggedDot<T>& arguments, Stream stream);
 
-// out[n] = sum of weights[j] * rows[j / group_size] over all j with index[j] == n, in the order of j. A row that no
-// index names is zero. The slots are ordered by their row first, so that one thread computes each sum.
-template <class T>
-struct RaggedScatterAdd {
-  ConstMatrixView<T> rows;  // [M / group_size, D]
-  const int64_t* index;     // [M], each in [-1, N)
-  int64_t index_size;       // M
-  int64_t group_size;
-  const Accumulator<T>* weights;  // [M] or null for ones
-  int64_t* scratch;               // [ragged_scatter_add_scratch(M, N)]
-  MatrixView<T> out;              // [N, D]
-};
-
+// The slots are ordered by their row first, so that one thread computes each sum.
 int64_t ragged_scatter_add_scratch(int64_t index_size, int64_t num_rows);
 template <class T>
 void ragged_scatter_add(const RaggedScatterAdd<T>& arguments, Stream stream);

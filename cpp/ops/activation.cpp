@@ -23,12 +23,6 @@
 namespace maxmoe::ops {
 namespace {
 
-// f(x) in new memory, and grad * f'(x); `out` may be x.
-struct Formulas {
-  Tensor (*value)(const ActivationKind& kind, const Tensor& x);
-  void (*store_gradient)(const ActivationKind& kind, Tensor& out, const Tensor& grad, const Tensor& x);
-};
-
 // a * b, in the memory of `a` unless autograd records the product.
 Tensor times(const Tensor& a, const Tensor& b) {
   const auto is_recorded = [](const Tensor& tensor) { return requires_grad(tensor) || has_tangent(tensor); };
@@ -40,51 +34,54 @@ Tensor softcapped(const Tensor& x, double cap) {
   return (x / cap).tanh() * cap;
 }
 
-Formulas formulas_of(Activation activation) {
-  static constexpr double kSteepness = 1.702;  // swigluoai: f(x) = x * sigmoid(1.702 * x)
-  using Kind = ActivationKind;
-  switch (activation) {
+constexpr double kSteepness = 1.702;  // swigluoai: f(x) = x * sigmoid(1.702 * x)
+
+// f(x), in new memory.
+Tensor value_of(const ActivationKind& kind, const Tensor& x) {
+  switch (kind.activation) {
     case Activation::silu:
-      return {
-          [](const Kind&, const Tensor& x) { return at::silu(x); },
-          [](const Kind&, Tensor& out, const Tensor& grad, const Tensor& x) { at::silu_backward_out(out, grad, x); }};
+      return at::silu(x);
     case Activation::swigluoai:
-      // Its derivative at x equals the derivative of silu at 1.702 * x.
-      return {[](const Kind&, const Tensor& x) { return times((x * kSteepness).sigmoid(), x); },
-              [](const Kind&, Tensor& out, const Tensor& grad, const Tensor& x) {
-                at::silu_backward_out(out, grad, x * kSteepness);
-              }};
+      return times((x * kSteepness).sigmoid(), x);
     case Activation::gelu:
-      return {[](const Kind&, const Tensor& x) { return at::gelu(x, "none"); },
-              [](const Kind&, Tensor& out, const Tensor& grad, const Tensor& x) {
-                at::gelu_backward_out(out, grad, x, "none");
-              }};
+      return at::gelu(x, "none");
     case Activation::gelu_tanh:
-      return {[](const Kind&, const Tensor& x) { return at::gelu(x, "tanh"); },
-              [](const Kind&, Tensor& out, const Tensor& grad, const Tensor& x) {
-                at::gelu_backward_out(out, grad, x, "tanh");
-              }};
+      return at::gelu(x, "tanh");
     case Activation::relu:
-      return {[](const Kind&, const Tensor& x) { return at::relu(x); },
-              [](const Kind&, Tensor& out, const Tensor& grad, const Tensor& x) {
-                at::threshold_backward_out(out, grad, x, 0);
-              }};
+      return at::relu(x);
     case Activation::relu2:
-      return {[](const Kind&, const Tensor& x) { return at::relu(x).square(); },
-              [](const Kind&, Tensor& out, const Tensor& grad, const Tensor& x) {
-                at::mul_out(out, at::relu(x).mul_(2), grad);
-              }};
+      return at::relu(x).square();
     case Activation::situ:
-      return {[](const Kind& kind, const Tensor& x) { return times(x.sigmoid(), softcapped(x, kind.gate_softcap)); },
-              [](const Kind& kind, Tensor& out, const Tensor& grad, const Tensor& x) {
-                const Tensor sigmoid = x.sigmoid();
-                const Tensor tanh = (x / kind.gate_softcap).tanh_();
-                const Tensor of_cap = at::tanh_backward(sigmoid, tanh);
-                const Tensor slope = tanh.mul_(kind.gate_softcap).mul_(sigmoid).mul_(1 - sigmoid).add_(of_cap);
-                at::mul_out(out, grad, slope);
-              }};
+      return times(x.sigmoid(), softcapped(x, kind.gate_softcap));
   }
   return {};
+}
+
+// out = grad * f'(x). `out` may be x.
+Tensor& store_gradient(const ActivationKind& kind, Tensor& out, const Tensor& grad, const Tensor& x) {
+  switch (kind.activation) {
+    case Activation::silu:
+      return at::silu_backward_out(out, grad, x);
+    case Activation::swigluoai:
+      // Its derivative at x equals the derivative of silu at 1.702 * x.
+      return at::silu_backward_out(out, grad, x * kSteepness);
+    case Activation::gelu:
+      return at::gelu_backward_out(out, grad, x, "none");
+    case Activation::gelu_tanh:
+      return at::gelu_backward_out(out, grad, x, "tanh");
+    case Activation::relu:
+      return at::threshold_backward_out(out, grad, x, 0);
+    case Activation::relu2:
+      return at::mul_out(out, at::relu(x).mul_(2), grad);
+    case Activation::situ: {
+      const Tensor sigmoid = x.sigmoid();
+      const Tensor tanh = (x / kind.gate_softcap).tanh_();
+      const Tensor of_cap = at::tanh_backward(sigmoid, tanh);
+      const Tensor slope = tanh.mul_(kind.gate_softcap).mul_(sigmoid).mul_(1 - sigmoid).add_(of_cap);
+      return at::mul_out(out, grad, slope);
+    }
+  }
+  return out;
 }
 
 // Infinite if the limit is larger than every number of the dtype: then nothing is clipped.
@@ -107,7 +104,7 @@ struct GateValue {
 };
 
 GateValue gate_value(const ActivationKind& kind, const Tensor& gate, double limit) {
-  const Tensor value = formulas_of(kind.activation).value(kind, clipped(kind, LimitTarget::input, gate, limit));
+  const Tensor value = value_of(kind, clipped(kind, LimitTarget::input, gate, limit));
   const Tensor limited = kind.limit_target == LimitTarget::input ? gate : value;
   return {clipped(kind, LimitTarget::output, value, limit), limited};
 }
@@ -137,11 +134,10 @@ void store_factor_gradient(const ActivationKind& kind, Tensor& up, const Tensor&
 // time.
 Tensor activation_gradient_aten(const ActivationKind& kind, const Tensor& grad, Tensor gate, Tensor up,
                                 bool wants_activated) {
-  const Formulas f = formulas_of(kind.activation);
   Tensor activated;
   if (kind.gate == GateLayout::none) {
-    if (wants_activated) activated = f.value(kind, up);
-    f.store_gradient(kind, up, grad, up);
+    if (wants_activated) activated = value_of(kind, up);
+    store_gradient(kind, up, grad, up);
     return activated;
   }
   const double limit = limit_of(kind, up);
@@ -149,7 +145,7 @@ Tensor activation_gradient_aten(const ActivationKind& kind, const Tensor& grad, 
   const Tensor factor = factor_of(kind, up, limit);
   {
     const Tensor is_clipped = std::isinf(limit) ? Tensor() : limited.gt(limit);
-    f.store_gradient(kind, gate, grad * factor, clipped(kind, LimitTarget::input, gate, limit));
+    store_gradient(kind, gate, grad * factor, clipped(kind, LimitTarget::input, gate, limit));
     if (is_clipped.defined()) gate.masked_fill_(is_clipped, 0);
   }
   if (wants_activated) activated = value * factor;
@@ -219,7 +215,7 @@ std::pair<Tensor, Tensor> gate_and_up(GateLayout layout, const Tensor& preactiva
 }
 
 Tensor activated_rows(const ActivationKind& kind, const Tensor& gate, const Tensor& up) {
-  if (kind.gate == GateLayout::none) return formulas_of(kind.activation).value(kind, up);
+  if (kind.gate == GateLayout::none) return value_of(kind, up);
   const double limit = limit_of(kind, up);
   return times(gate_value(kind, gate, limit).value, factor_of(kind, up, limit));
 }

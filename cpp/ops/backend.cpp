@@ -80,7 +80,7 @@ class TorchGemm final : public Gemm<T> {
     ConstMatrixView<T> matrix = operand.memory;
     if (operand.is_quantized()) {
       T* const elements = scratch<T>(scratch_slot, matrix.rows * matrix.columns);
-      dequantize(Dequantize<T>{{operand.quantized, false, 1, 0, 0}, elements}, SerialExecutor());
+      maxmoe::dequantize(Dequantize<T>{{operand.quantized, false, 1, 0, 0}, elements}, SerialExecutor());
       matrix = {elements, matrix.rows, matrix.columns, matrix.columns};
     } else if (operand.index != nullptr) {
       T* const rows = scratch<T>(scratch_slot, matrix.rows * matrix.columns);
@@ -97,16 +97,6 @@ class TorchGemm final : public Gemm<T> {
                          at::TensorOptions(kType<T>));
   }
 };
-
-// Torch's product of 16-bit numbers if it runs on matrix units (AMX), which are several times as fast as vector units;
-// otherwise ours.
-template <class T>
-const Gemm<T>& half_gemm() {
-  static const TorchGemm<T> torchs;
-  static const KernelGemm<T> own;
-  static const bool has_matrix_units = active_isa() >= Isa::avx512 && torch_internals::has_matrix_units(kType<T>);
-  return has_matrix_units ? static_cast<const Gemm<T>&>(torchs) : own;
-}
 
 }  // namespace
 
@@ -130,26 +120,22 @@ const Executor& torch_executor() {
   return executor;
 }
 
-template <>
-const Gemm<double>& best_gemm<double>() {
-  static const KernelGemm<double> gemm;
-  return gemm;
+// Torch's product of 16-bit numbers if it runs on matrix units (AMX), which are several times as fast as vector units;
+// otherwise ours.
+template <class T>
+const Gemm<T>& best_gemm() {
+  static const KernelGemm<T> own;
+  if constexpr (sizeof(T) == 2) {
+    static const TorchGemm<T> torchs;
+    static const bool has_matrix_units = active_isa() >= Isa::avx512 && torch_internals::has_matrix_units(kType<T>);
+    if (has_matrix_units) return torchs;
+  }
+  return own;
 }
 
-template <>
-const Gemm<float>& best_gemm<float>() {
-  static const KernelGemm<float> gemm;
-  return gemm;
-}
-
-template <>
-const Gemm<BFloat16>& best_gemm<BFloat16>() {
-  return half_gemm<BFloat16>();
-}
-
-template <>
-const Gemm<Float16>& best_gemm<Float16>() {
-  return half_gemm<Float16>();
-}
+template const Gemm<double>& best_gemm<double>();
+template const Gemm<float>& best_gemm<float>();
+template const Gemm<BFloat16>& best_gemm<BFloat16>();
+template const Gemm<Float16>& best_gemm<Float16>();
 
 }  // namespace maxmoe::ops

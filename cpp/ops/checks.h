@@ -52,7 +52,8 @@ class Argument {
   const Argument& is_int64() const;
   const Argument& is_bool() const;
   const Argument& has_dtype_of(const char* other_name, const Tensor& other) const;
-  // Checks that every value is in [low, high). Raises at once on the CPU; other devices assert it asynchronously.
+  // Checks that every value is in [low, high). Raises at once on the CPU; other devices assert it asynchronously. It is
+  // the last check of an operator, because it reads all values.
   const Argument& has_values_in(int64_t low, int64_t high, const char* meaning) const;
 
  private:
@@ -65,10 +66,9 @@ class Argument {
 // argument of the schema, null for None and for an argument that is not a tensor.
 void check_tensors(const c10::FunctionSchema& schema, std::initializer_list<const Tensor*> tensors);
 
-// The value of an argument that names one of several. Raises if it names none of them.
-template <class Value>
-Value parse(const char* op, const char* argument, std::string_view name,
-            std::initializer_list<std::pair<const char*, Value>> values) {
+// The value of an argument that names one of several, a list of pairs. Raises if it names none of them.
+template <class Value, class Values = std::initializer_list<std::pair<const char*, Value>>>
+Value parse(const char* op, std::string_view argument, std::string_view name, const Values& values) {
   for (const auto& [known, value] : values) {
     if (name == known) return value;
   }

@@ -55,12 +55,6 @@ std::optional<CudaKernels> cuda_kernels(const at::Tensor& tensor) {
   return CudaKernels{gpu_library().library, torch_internals::current_stream(tensor.device())};
 }
 
-bool has_fast_products(const CudaKernels& kernels, const at::Tensor& tensor) {
-  if (tensor.scalar_type() != at::kBFloat16 || !tensor.is_cuda()) return false;
-  const int capability = kernels.library->compute_capability(tensor.device().index());
-  return capability == 90 || capability == 100;
-}
-
 bool has_cuda_kernels() {
   return gpu_library().library != nullptr;
 }

@@ -36,15 +36,8 @@ void run(const std::optional<CudaKernels>& kernels, void (*Table::*of_cuda)(cons
   }
 }
 
-// The CUDA kernels of route keep the scores of a token in shared memory, which has space for this number of experts on
-// every GPU.
-constexpr int64_t kMostExpertsOnCuda = 2048;
-
 // The kernels if a tensor uses them (ops/backend.h).
 std::optional<CudaKernels> cuda_kernels(const at::Tensor& tensor);
-
-// Whether torch's grouped_mm multiplies tensors like this one in one kernel, which is then the faster one.
-bool has_fast_products(const CudaKernels& kernels, const at::Tensor& tensor);
 
 // Whether the kernels can run on GPUs here.
 bool has_cuda_kernels();

@@ -1,6 +1,4 @@
 // Quantized stacks as tensors.
-#include "ops/dequantize.h"
-
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/stack.h>
@@ -11,6 +9,7 @@
 #include "kernels/quantized/value_tables.h"
 #include "ops/backend.h"
 #include "ops/memory.h"
+#include "ops/operators.h"
 
 namespace maxmoe::ops {
 namespace {

@@ -117,7 +117,6 @@ struct GmmGradient {
   static Tensor apply(const auto&... arguments) {
     const GmmArguments a{arguments...};
     check_is_frozen(kGmm, "rhs", a.rhs.scales);
-    MAXMOE_CHECK(a.rhs.is_given(), kGmm, "rhs must be given, got None");
     return GmmNode::apply(a, a.lhs, a.rhs.tensor, a.rhs.bias, a.rhs.a, a.rhs.b);
   }
 

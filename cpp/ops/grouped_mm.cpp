@@ -16,14 +16,11 @@
 #include <limits>
 
 #include "ops/cuda_kernels.h"
-#include "ops/dequantize.h"
 #include "ops/torch_internals.h"
 #include "ops/views.h"
 
 namespace maxmoe::ops {
 namespace {
-
-using at::Tensor;
 
 using torch_internals::grouped_mm;
 
@@ -97,8 +94,10 @@ void for_each_group(const RowGroups& groups, const Visit& visit) {
 // The CUDA kernels of products; none where torch has one kernel that is faster: bfloat16 on tensor cores of compute
 // capability 9.0 and 10.0.
 std::optional<CudaKernels> product_kernels(const Tensor& rows) {
-  auto kernels = cuda_kernels(rows);
-  return kernels.has_value() && has_fast_products(*kernels, rows) ? std::nullopt : kernels;
+  const auto kernels = cuda_kernels(rows);
+  if (!kernels.has_value() || !rows.is_cuda() || rows.scalar_type() != at::kBFloat16) return kernels;
+  const int capability = kernels->library->compute_capability(rows.device().index());
+  return capability == 90 || capability == 100 ? std::nullopt : kernels;
 }
 
 Tensor gmm_cuda(const CudaKernels& kernels, const Tensor& rows, const Projection& given, const RowGroups& groups) {

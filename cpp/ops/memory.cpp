@@ -53,7 +53,12 @@ bool move_pages(std::byte* from, size_t bytes, std::byte* to) {
   return true;
 }
 
-// Large blocks in huge pages, reused.
+// Smaller blocks come from torch's allocator: malloc mostly reuses freed blocks of this size, and rounding them up to
+// huge pages would waste much of their memory.
+constexpr size_t kSmallest = size_t{4} << 20;
+
+// The allocator of the storages of large tensors: blocks in huge pages, reused. A storage calls it again when it is
+// resized.
 //
 // The system clears every page that it maps, which takes longer than most operators need to write the page. So freed
 // pages are kept and reused without clearing. The system may take kept pages back when memory runs short (MADV_FREE).
@@ -61,38 +66,22 @@ bool move_pages(std::byte* from, size_t bytes, std::byte* to) {
 // A page is mapped only if no freed one is left, so that the number of mapped bytes never exceeds the largest number of
 // bytes that were allocated at once. Freed pages that are not contiguous are moved together instead of mapping new
 // ones.
-class HugePages {
+class HugePages final : public c10::Allocator {
  public:
-  // Never destroyed, because tensors are freed until the end of the process.
+  // Never destroyed, because storages call it until the end of the process.
   static HugePages& instance() {
     static HugePages& pages = *new HugePages;
     return pages;
   }
 
-  // A block of at least `bytes`, aligned to 2 MiB, with undefined content; nullptr if the system has no memory.
-  void* allocate(size_t bytes) {
-    bytes = (bytes + kPageSize - 1) / kPageSize * kPageSize;
-    const std::lock_guard lock(mutex_);
-    std::byte* block = take_best_fit(bytes);
-    if (block == nullptr) block = move_together(bytes);
-    if (block == nullptr) {  // freed pages count towards a limit of mapped memory (ulimit -v)
-      unmap_freed();
-      block = map(bytes);
-    }
-    if (block != nullptr) allocated_.emplace(block, bytes);
-    return block;
+  c10::DataPtr allocate(size_t bytes) override {
+    void* block = bytes < kSmallest ? nullptr : take_block(bytes);
+    if (block == nullptr) return c10::GetCPUAllocator()->allocate(bytes);
+    torch_internals::report_allocated(block, bytes);
+    return {block, block, &deallocate, c10::kCPU};
   }
 
-  void deallocate(void* block) {
-    const std::lock_guard lock(mutex_);
-    const size_t bytes = allocated_.extract(block).mapped();
-    // The system may reclaim the pages until they are written again.
-    if (madvise(block, bytes, MADV_FREE) == 0) {
-      keep(static_cast<std::byte*>(block), bytes);
-    } else {
-      munmap(block, bytes);
-    }
-  }
+  void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
 
   void empty_cache() {
     const std::lock_guard lock(mutex_);
@@ -117,6 +106,37 @@ class HugePages {
   HugePages() {
     constexpr auto unlock = [] { instance().mutex_.unlock(); };
     pthread_atfork([] { instance().mutex_.lock(); }, unlock, unlock);
+  }
+
+  // A block of at least `bytes`, aligned to 2 MiB, with undefined content; nullptr if the system has no memory.
+  void* take_block(size_t bytes) {
+    bytes = (bytes + kPageSize - 1) / kPageSize * kPageSize;
+    const std::lock_guard lock(mutex_);
+    std::byte* block = take_best_fit(bytes);
+    if (block == nullptr) block = move_together(bytes);
+    if (block == nullptr) {  // freed pages count towards a limit of mapped memory (ulimit -v)
+      unmap_freed();
+      block = map(bytes);
+    }
+    if (block != nullptr) allocated_.emplace(block, bytes);
+    return block;
+  }
+
+  // Reports before it frees the block, because another thread may then allocate the same address at once.
+  static void deallocate(void* block) {
+    torch_internals::report_deallocated(block);
+    instance().free_block(block);
+  }
+
+  void free_block(void* block) {
+    const std::lock_guard lock(mutex_);
+    const size_t bytes = allocated_.extract(block).mapped();
+    // The system may reclaim the pages until they are written again.
+    if (madvise(block, bytes, MADV_FREE) == 0) {
+      keep(static_cast<std::byte*>(block), bytes);
+    } else {
+      munmap(block, bytes);
+    }
   }
 
   // Takes the first bytes of a freed span.
@@ -177,34 +197,6 @@ class HugePages {
   std::unordered_map<void*, size_t> allocated_;
 };
 
-// Smaller blocks come from torch's allocator: malloc mostly reuses freed blocks of this size, and rounding them up to
-// huge pages would waste much of their memory.
-constexpr size_t kSmallest = size_t{4} << 20;
-
-// Reports before it frees the block, because another thread may then allocate the same address at once.
-void deallocate(void* block) {
-  torch_internals::report_deallocated(block);
-  HugePages::instance().deallocate(block);
-}
-
-// The allocator of the storages of large tensors. A storage calls it again when it is resized.
-class HugePageAllocator final : public c10::Allocator {
- public:
-  c10::DataPtr allocate(size_t bytes) override {
-    void* block = bytes < kSmallest ? nullptr : HugePages::instance().allocate(bytes);
-    if (block == nullptr) return c10::GetCPUAllocator()->allocate(bytes);
-    torch_internals::report_allocated(block, bytes);
-    return {block, block, &deallocate, c10::kCPU};
-  }
-
-  void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
-};
-
-c10::Allocator* allocator() {
-  static auto* const never_destroyed = new HugePageAllocator;  // storages call it until the end of the process
-  return never_destroyed;
-}
-
 }  // namespace
 
 at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options) {
@@ -213,7 +205,7 @@ at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options) {
     return at::empty(sizes, options);
   }
   // resize_ fills the memory if torch.utils.deterministic.fill_uninitialized_memory asks for it, as at::empty does.
-  return torch_internals::empty(dtype, allocator()).resize_(sizes);
+  return torch_internals::empty(dtype, &HugePages::instance()).resize_(sizes);
 }
 
 void empty_cache() {

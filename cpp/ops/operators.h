@@ -25,6 +25,10 @@ inline constexpr Operator<"ragged_plan", std::tuple<Tensor, Tensor, Tensor, Tens
                                              std::optional<c10::SymInt> max_rows, std::optional<c10::SymInt> num_rows)>
     ragged_plan;
 
+inline constexpr Operator<"dequantize", Tensor(const Tensor& codes, const Tensor& scales, const OptionalTensor& zeros,
+                                               std::string_view format, int64_t columns, at::ScalarType dtype)>
+    dequantize;
+
 struct GmmArguments {
   Tensor lhs;
   Tensor group_sizes;

@@ -5,7 +5,6 @@
 #pragma once
 
 #include <string>
-#include <string_view>
 #include <tuple>
 
 #include "kernels/product/projection.h"

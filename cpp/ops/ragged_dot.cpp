@@ -36,7 +36,6 @@ Tensor ragged_dot_backend(const Tensor& a, const Tensor& b, const Tensor& index,
   Argument(kOp, "a", a).has_dims(2, "[M / group_size, D]").is_floating();
   Argument(kOp, "b", b).has_dims(2, "[N, D]").has_dtype_of("a", a).has_size(1, a.size(1), "D of a");
   check_group_size(kOp, group_size);
-  // The values are checked last, because that reads the whole index.
   Argument(kOp, "index", index)
       .has_dims(1, "[M]")
       .is_int64()

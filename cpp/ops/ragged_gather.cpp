@@ -1,5 +1,4 @@
 #include <ATen/ops/arange.h>
-#include <ATen/ops/zeros.h>
 
 #include "ops/backend.h"
 #include "ops/operators.h"
@@ -15,12 +14,6 @@ Tensor masked_index(const Tensor& index, const c10::SymInt& start, const std::op
   return index.masked_fill(position.lt(start).logical_or(position.ge(end.value_or(index.sym_size(0)))), -1);
 }
 
-Tensor ragged_gather_aten(const Tensor& x, const Tensor& index, const OptionalTensor& weights) {
-  if (x.size(0) == 0) return at::zeros({index.size(0), x.size(1)}, x.options());
-  const Tensor row = index.clamp_min(0);
-  return selected_rows(x, row, weights).masked_fill_(index.lt(0).unsqueeze(1), 0);
-}
-
 Tensor ragged_gather_backend(const Tensor& x, const Tensor& index, const OptionalTensor& weights, int64_t start,
                              std::optional<int64_t> end_or_all) {
   constexpr const char* kOp = "ragged_gather";
@@ -31,9 +24,8 @@ Tensor ragged_gather_backend(const Tensor& x, const Tensor& index, const Optiona
   check_weights(kOp, weights, size);
   MAXMOE_CHECK(0 <= start && start <= size, kOp, "start must be in [0, ", size, "], got ", start);
   MAXMOE_CHECK(start <= end && end <= size, kOp, "end must be in [start (", start, "), ", size, "], got ", end);
-  // The values are checked last, because that reads the whole index.
   Argument(kOp, "index", index).has_values_in(-1, x.size(0), "-1 or a row of x");
-  if (path_of(x) == Path::aten) return ragged_gather_aten(x, masked_index(index, start, end), weights);
+  if (path_of(x) == Path::aten) return selected_rows_or_zeros(x, masked_index(index, start, end), weights);
   return gather_rows(x, index, weights, start, end);
 }
 

@@ -37,12 +37,6 @@ void check_ragged_plan(const Tensor& experts, int64_t num_experts, int64_t first
   Argument(kRaggedPlan, "experts", experts).has_values_in(-1, num_experts, "-1 or one of num_experts");
 }
 
-// Checks the num_rows argument against the actual number of rows.
-void check_num_rows(std::optional<int64_t> num_rows, int64_t actual) {
-  MAXMOE_CHECK(num_rows.value_or(actual) == actual, kRaggedPlan, "num_rows must be the number of rows (", actual,
-               "), got ", num_rows.value_or(0));
-}
-
 // The number of rows R. Reading it from `kept` waits for the device, so the caller's num_rows has precedence; with
 // max_rows and without num_rows, R is the minimum of max_rows and the number of slots.
 int64_t count_rows(const Tensor& kept, std::optional<int64_t> num_rows, std::optional<int64_t> max_rows,
@@ -143,7 +137,8 @@ Plan ragged_plan_backend(const Tensor& experts, int64_t num_experts, int64_t fir
   maxmoe::ragged_plan(plan, torch_executor());  // without slots: counts the rows of each expert
   int64_t num_rows = 0;
   for (int64_t expert = 0; expert < num_local_experts; ++expert) num_rows += plan.group_sizes[expert];
-  check_num_rows(known_rows, num_rows);
+  MAXMOE_CHECK(known_rows.value_or(num_rows) == num_rows, kRaggedPlan, "num_rows must be the number of rows (",
+               num_rows, "), got ", known_rows.value_or(0));
   const Tensor slots = at::empty({num_rows}, ids.options());
   plan.slots = pointer<int64_t>(slots);
   if (plan.slots == nullptr) {  // no rows

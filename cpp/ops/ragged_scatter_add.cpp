@@ -42,30 +42,21 @@ Tensor ragged_scatter_add_backend(const Tensor& rows, const Tensor& index, int64
       .is_int64()
       .has_size(0, checked_product(kOp, "group_size", rows.size(0), group_size), "rows times group_size");
   check_weights(kOp, weights, index.size(0));
-  // The values are checked last, because that reads the whole index.
   Argument(kOp, "index", index).has_values_in(-1, num_rows, "-1 or a row of the result");
   if (path_of(rows) == Path::aten) return ragged_scatter_add_aten(rows, index, num_rows, group_size, weights);
   const Tensor out = empty({num_rows, rows.size(1)}, rows.options());
   if (out.numel() == 0) return out;
   const List factors(accumulator_weights(weights, rows.scalar_type()));
-  if (const auto cuda = cuda_kernels(rows)) {
-    const int64_t scratch_size = cuda->library->ragged_scatter_add_scratch(index.numel(), num_rows);
-    const Tensor scratch = at::empty({scratch_size}, index.options());
-    for_dtype(rows.scalar_type(), [&]<class T>() {
-      cuda->rows<T>().ragged_scatter_add(
-          {Rows(rows), List(index), index.numel(), group_size, factors, pointer<int64_t>(scratch), view<T>(out)},
-          cuda->stream);
-    });
-    return out;
-  }
-  // Work space: the kernel inverts the index first, so that each row of the result is summed by one thread in the order
+  // Work space: the kernels invert the index first, so that each row of the result is summed by one thread in the order
   // of the index. Atomic additions would give other bits in each run.
-  const Tensor offsets = at::empty({num_rows + 1}, index.options());
-  const Tensor order = at::empty({index.numel()}, index.options());
+  const auto kernels = cuda_kernels(rows);
+  const int64_t scratch_size = kernels.has_value()
+                                   ? kernels->library->ragged_scatter_add_scratch(index.numel(), num_rows)
+                                   : num_rows + 1 + index.numel();
+  const Tensor scratch = at::empty({scratch_size}, index.options());
   for_dtype(rows.scalar_type(), [&]<class T>() {
-    maxmoe::ragged_scatter_add(RaggedScatterAdd<T>{Rows(rows), List(index), index.numel(), group_size, factors,
-                                                   pointer<int64_t>(offsets), pointer<int64_t>(order), view<T>(out)},
-                               torch_executor());
+    run(kernels, &cuda::RowKernels<T>::ragged_scatter_add, maxmoe::ragged_scatter_add<T>,
+        {Rows(rows), List(index), index.numel(), group_size, factors, pointer<int64_t>(scratch), view<T>(out)});
   });
   return out;
 }

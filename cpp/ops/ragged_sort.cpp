@@ -8,20 +8,11 @@
 namespace maxmoe::ops {
 namespace {
 
-OptionalTensor weights_of(const Tensor& slots, const OptionalTensor& weights) {
-  return weights.has_value() ? OptionalTensor(weights->reshape(-1).index_select(0, slots)) : std::nullopt;
-}
-
-// Rows of no slot (-1) are zero.
-Tensor ragged_sort_aten(const Tensor& x, const Tensor& slots, int64_t top_k, const OptionalTensor& weights) {
-  const Tensor is_absent = slots.lt(0).unsqueeze(1);
-  const Tensor slot = slots.clamp_min(0);
-  return selected_rows(x, slot.div(top_k, "floor"), weights_of(slot, weights)).masked_fill_(is_absent, 0);
-}
-
-// The kernel writes zeros for a token of -1.
-Tensor ragged_sort_cuda(const Tensor& x, const Tensor& slots, int64_t top_k, const OptionalTensor& weights) {
-  return selected_rows(x, slots.div(top_k, "floor"), weights_of(slots.clamp_min(0), weights));
+// On other devices than the CPU. Rows of no slot (-1) have token -1, and are zero.
+Tensor ragged_sort_device(const Tensor& x, const Tensor& slots, int64_t top_k, const OptionalTensor& weights) {
+  OptionalTensor of_rows;
+  if (weights.has_value()) of_rows = weights->reshape(-1).index_select(0, slots.clamp_min(0));
+  return selected_rows_or_zeros(x, slots.div(top_k, "floor"), of_rows);
 }
 
 Tensor ragged_sort_backend(const Tensor& x, const Tensor& slots, const Tensor& rows, int64_t top_k,
@@ -30,9 +21,7 @@ Tensor ragged_sort_backend(const Tensor& x, const Tensor& slots, const Tensor& r
   Argument(kOp, "x", x).has_dims(2, "[T, D]").is_floating();
   check_weights(kOp, weights, rows.numel());
   check_routed_rows(kOp, slots, rows, x.size(0), slots.numel(), top_k);
-  const Path path = path_of(x);
-  if (path == Path::cuda_kernels) return ragged_sort_cuda(x, slots, top_k, weights);
-  if (path == Path::aten) return ragged_sort_aten(x, slots, top_k, weights);
+  if (!uses_kernels(x)) return ragged_sort_device(x, slots, top_k, weights);
   const Tensor out = empty({slots.size(0), x.size(1)}, x.options());
   const List factors(accumulator_weights(weights, x.scalar_type()));
   for_dtype(x.scalar_type(), [&]<class T>() {

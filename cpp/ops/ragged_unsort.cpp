@@ -1,8 +1,7 @@
-#include "kernels/rows/ragged_unsort.h"
+// The K slots of a token are contiguous, so that ragged_gather_reduce sums their rows.
 #include "ops/backend.h"
-#include "ops/memory.h"
 #include "ops/operators.h"
-#include "ops/views.h"
+#include "ops/row_sums.h"
 
 namespace maxmoe::ops {
 namespace {
@@ -19,13 +18,7 @@ Tensor ragged_unsort_backend(const Tensor& rows, const Tensor& slots, const Tens
   check_weights(kOp, weights, row_of_slot.numel());
   check_routed_rows(kOp, slots, row_of_slot, row_of_slot.numel() / top_k, slots.numel(), top_k);
   if (!uses_kernels(rows)) return ragged_gather_reduce(rows, row_of_slot, top_k, weights, std::nullopt);
-  const Tensor out = empty({row_of_slot.size(0) / top_k, rows.size(1)}, rows.options());
-  const List factors(accumulator_weights(weights, rows.scalar_type()));
-  for_dtype(rows.scalar_type(), [&]<class T>() {
-    maxmoe::ragged_unsort(RaggedUnsort<T>{Rows(rows), List(row_of_slot), top_k, factors, view<T>(out)},
-                          torch_executor());
-  });
-  return out;
+  return sum_rows(rows, row_of_slot, top_k, weights, std::nullopt);
 }
 
 variable_list ragged_unsort_backward(WantedGradients wanted, const Tensor& grad, const Tensor& rows,

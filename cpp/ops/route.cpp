@@ -68,6 +68,7 @@ Tensor scaled(const Tensor& weights, const RoutingRule& rule) {
   return rule.scale == 1 ? weights : weights * rule.scale;
 }
 
+// The weights of given experts [T, K]: scale * normalization(scores[t, experts[t]]), 0 for a negative expert.
 Tensor weigh(const Tensor& scores, const Tensor& experts, const RoutingRule& rule) {
   const Tensor is_absent = experts.lt(0);
   const Tensor selected = scores.gather(1, experts.clamp_min(0));
@@ -105,16 +106,6 @@ Tensor probabilities_of(const Tensor& logits, const Tensor& scores, ScoreFunctio
   if (function == ScoreFunction::softmax) return scores;
   if (function == ScoreFunction::identity) return at::softmax(logits, 1);
   return scores / (scores.sum(1, true) + kSumEpsilon);
-}
-
-// The weights of given experts [T, K]: scale * normalization(score(logits[t])[experts[t]]), 0 for a negative expert.
-Tensor routing_weights_aten(const Tensor& logits, const Tensor& experts, const RoutingRule& rule) {
-  return weigh(score(logits, rule.score_function), experts, rule);
-}
-
-// [T, E]: the scores of all experts, divided by their sum. For identity, the softmax of the logits.
-Tensor probabilities_aten(const Tensor& logits, ScoreFunction function) {
-  return probabilities_of(logits, score(logits, function), function);
 }
 
 // The experts of a token are kNotANumber if one of its scores is NaN.
@@ -195,35 +186,25 @@ struct Options {
   OptionalTensor experts;
 };
 
-ScoreFunction parse_score_function(const char* op, std::string_view name) {
-  return parse<ScoreFunction>(op, "score_function", name,
-                              {{"softmax", ScoreFunction::softmax},
-                               {"sigmoid", ScoreFunction::sigmoid},
-                               {"sqrtsoftplus", ScoreFunction::sqrtsoftplus},
-                               {"identity", ScoreFunction::identity}});
-}
-
-Normalization parse_normalization(const char* op, std::string_view name) {
-  return parse<Normalization>(
-      op, "normalization", name,
-      {{"none", Normalization::none}, {"sum", Normalization::sum}, {"softmax", Normalization::softmax}});
+// The weights of given experts do not depend on the arguments with defaults.
+RoutingRule parse_rule(const char* op, std::string_view score_function, std::string_view normalization, double scale,
+                       int64_t num_groups = 1, int64_t top_k_groups = 1, std::string_view group_score = "top2") {
+  return {parse<ScoreFunction>(op, "score_function", score_function,
+                               {{"softmax", ScoreFunction::softmax},
+                                {"sigmoid", ScoreFunction::sigmoid},
+                                {"sqrtsoftplus", ScoreFunction::sqrtsoftplus},
+                                {"identity", ScoreFunction::identity}}),
+          parse<Normalization>(
+              op, "normalization", normalization,
+              {{"none", Normalization::none}, {"sum", Normalization::sum}, {"softmax", Normalization::softmax}}),
+          scale,
+          num_groups,
+          top_k_groups,
+          parse<GroupScore>(op, "group_score", group_score, {{"top2", GroupScore::top2}, {"max", GroupScore::max}})};
 }
 
 RoutingRule rule_of(const Options& o) {
-  const auto group_score =
-      parse<GroupScore>(kRoute, "group_score", o.group_score, {{"top2", GroupScore::top2}, {"max", GroupScore::max}});
-  return {parse_score_function(kRoute, o.score_function),
-          parse_normalization(kRoute, o.normalization),
-          o.scale,
-          o.num_groups,
-          o.top_k_groups,
-          group_score};
-}
-
-// A rule with the fields that the weights of given experts depend on; the others are ignored.
-RoutingRule rule_of_weights(std::string_view score_function, std::string_view normalization, double scale) {
-  return {parse_score_function(kRouteBackward, score_function), parse_normalization(kRouteBackward, normalization),
-          scale, 1, 1};
+  return parse_rule(kRoute, o.score_function, o.normalization, o.scale, o.num_groups, o.top_k_groups, o.group_score);
 }
 
 void check_route(const Tensor& logits, const Options& o) {
@@ -251,7 +232,9 @@ void check_route(const Tensor& logits, const Options& o) {
   }
 }
 
+// The CUDA kernels keep the scores of a token in shared memory, which has space for 2048 experts on every GPU.
 bool uses_aten(const Tensor& logits) {
+  constexpr int64_t kMostExpertsOnCuda = 2048;
   return path_of(logits) == Path::aten || (cuda_kernels(logits) && logits.size(1) > kMostExpertsOnCuda);
 }
 
@@ -302,7 +285,7 @@ Tensor route_backward_backend(const Tensor& grad_weights, const OptionalTensor& 
                               const Tensor& logits, const Tensor& experts, std::string_view score_function,
                               std::string_view normalization, double scale) {
   constexpr const char* kOp = kRouteBackward;
-  const RoutingRule rule = rule_of_weights(score_function, normalization, scale);
+  const RoutingRule rule = parse_rule(kRouteBackward, score_function, normalization, scale);
   Argument(kOp, "logits", logits).has_dims(2, "[T, E]").is_floating();
   const Size num_tokens{logits.size(0), "T of logits"};
   Argument(kOp, "experts", experts).has_dims(2, "[T, K]").is_int64().has_size(0, num_tokens.size, num_tokens.meaning);
@@ -356,7 +339,7 @@ class RouteNode : public torch::autograd::Function<RouteNode> {
     // The kernel is not differentiable, so that a second derivative is computed with ATen.
     if (is_transformed(grad_weights) || (grads[2].defined() && is_transformed(grads[2]))) {
       const Tensor wide = logits.to(accumulator_type(logits.scalar_type()));
-      const RoutingRule rule = rule_of_weights(score_function, normalization, scale);
+      const RoutingRule rule = parse_rule(kRouteBackward, score_function, normalization, scale);
       return {route_backward_aten(grad_weights, grad_probabilities, wide, experts, rule).to(logits.scalar_type()),
               Tensor()};
     }
@@ -379,7 +362,8 @@ struct RouteGradient {
     }();
     const RoutingRule rule = rule_of(Options{options...});
     const Tensor wide = logits.to(accumulator_type(logits.scalar_type()));
-    return {routing_weights_aten(wide, experts, rule), experts, probabilities_aten(wide, rule.score_function)};
+    const Tensor scores = score(wide, rule.score_function);
+    return {weigh(scores, experts, rule), experts, probabilities_of(wide, scores, rule.score_function)};
   }
 };
 

@@ -66,21 +66,30 @@ Tensor selected_rows(const Tensor& rows, const Tensor& index, const OptionalTens
   return selected.mul_(weights->reshape(-1).to(accumulator_type(rows.scalar_type())).unsqueeze(1));
 }
 
-// index and factors: [number of sums, terms of each]
-RowSums::RowSums(const Tensor& index, const Tensor& factors)
-    : num_sums_(index.size(0)),
-      index_(index.reshape(-1)),
-      factors_(factors.reshape(-1)),
-      begins_(at::arange(0, index.numel(), index.size(1), index.options())) {}
+Tensor selected_rows_or_zeros(const Tensor& rows, const Tensor& index, const OptionalTensor& weights) {
+  if (rows.size(0) == 0) return at::zeros({index.size(0), rows.size(1)}, rows.options());
+  // The kernel writes the zeros.
+  if (path_of(rows) == Path::cuda_kernels) return selected_rows(rows, index, weights);
+  return selected_rows(rows, index.clamp_min(0), weights).masked_fill_(index.lt(0).unsqueeze(1), 0);
+}
 
 // embedding_bag reads a row for every term. A slot without a row takes another row of its group, with weight 0: an
 // arbitrary row may be infinite or, if it is padding, undefined. A group without any row reads the first one, and its
 // sum is overwritten.
-RowSums RowSums::of_groups(const Tensor& index, int64_t group_size, const OptionalTensor& weights,
-                           at::ScalarType dtype) {
-  if (path_of(index) == Path::cuda_kernels) return RowSums(Groups{index, group_size, weights});
+Tensor sums_of_groups(const Tensor& index, int64_t group_size, const OptionalTensor& weights, at::ScalarType dtype,
+                      std::initializer_list<std::function<Tensor()>> tensors) {
+  Tensor sums;
+  const auto add_all = [&](const auto& sums_of) {
+    for (const auto& make_tensor : tensors) {
+      const Tensor terms = sums_of(make_tensor());
+      sums = sums.defined() ? sums.add_(terms) : terms;
+    }
+  };
+  if (path_of(index) == Path::cuda_kernels) {
+    add_all([&](const Tensor& tensor) { return sum_rows(tensor, index, group_size, weights, std::nullopt); });
+    return sums;
+  }
   const int64_t num_groups = index.size(0) / group_size;
-  if (num_groups == 0) return {};
   const Tensor rows = index.reshape({num_groups, group_size});
   const Tensor is_absent = rows.lt(0);
   const Tensor other = rows.amax(1, /*keepdim=*/true);
@@ -88,31 +97,14 @@ RowSums RowSums::of_groups(const Tensor& index, int64_t group_size, const Option
                                              : is_absent.logical_not().to(dtype).unsqueeze(2);
   const Tensor row_of_term =
       at::where(is_absent.unsqueeze(2).expand(factors.sizes()), other.clamp_min(0).unsqueeze(2), rows.unsqueeze(2));
-  RowSums sums(row_of_term.flatten(1), factors.flatten(1));
-  sums.is_empty_ = other.lt(0);
-  return sums;
-}
-
-Tensor RowSums::operator()(const Tensor& rows) const {
-  return (*this)({[&] { return rows; }});
-}
-
-Tensor RowSums::operator()(std::initializer_list<std::function<Tensor()>> tensors) const {
-  Tensor sums;
-  for (const auto& make_rows : tensors) sums = add(sums, make_rows());
-  return is_empty_.defined() ? sums.masked_fill_(is_empty_, 0) : sums;
-}
-
-Tensor RowSums::add(const Tensor& sums, const Tensor& rows) const {
-  if (groups_.has_value()) {
-    const Tensor terms = sum_rows(rows, groups_->index, groups_->group_size, groups_->weights, std::nullopt);
-    return sums.defined() ? sums.add_(terms) : terms;
-  }
-  constexpr int64_t kSum = 0;
-  if (num_sums_ == 0 || rows.numel() == 0) return at::zeros({num_sums_, rows.size(1)}, rows.options());
-  const Tensor terms = std::get<0>(at::embedding_bag(rows.contiguous(), index_, begins_, /*scale_grad_by_freq=*/false,
-                                                     kSum, /*sparse=*/false, factors_));
-  return sums.defined() ? sums.add_(terms) : terms;
+  const Tensor begins = at::arange(0, factors.numel(), factors.size(1) * factors.size(2), index.options());
+  add_all([&](const Tensor& tensor) {
+    if (num_groups == 0 || tensor.numel() == 0) return at::zeros({num_groups, tensor.size(1)}, tensor.options());
+    constexpr int64_t kSum = 0;
+    return std::get<0>(at::embedding_bag(tensor.contiguous(), row_of_term.reshape(-1), begins,
+                                         /*scale_grad_by_freq=*/false, kSum, /*sparse=*/false, factors.reshape(-1)));
+  });
+  return sums.masked_fill_(other.lt(0), 0);
 }
 
 }  // namespace maxmoe::ops

@@ -4,7 +4,6 @@
 #include <functional>
 #include <initializer_list>
 #include <optional>
-#include <utility>
 
 #include "ops/checks.h"
 
@@ -19,41 +18,17 @@ Tensor sum_rows(const Tensor& rows, const Tensor& index, int64_t group_size, con
 // 16-bit rows in float32, rounded once. Through a CUDA kernel or ATen.
 Tensor selected_rows(const Tensor& rows, const Tensor& index, const OptionalTensor& weights = std::nullopt);
 
-// Sums of rows. One kernel, of CUDA or of ATen, reads each row once and adds in the order of the index, for 16-bit rows
-// in float32. No tensor of the selected rows is allocated.
-class RowSums {
- public:
-  // For each group of slots, the sum of their rows, each times the weight of its slot. index [M]: the row of each slot,
-  // negative for none. weights: one for each slot, or None. dtype: the dtype of the rows.
-  static RowSums of_groups(const Tensor& index, int64_t group_size, const OptionalTensor& weights,
-                           at::ScalarType dtype);
+// The same for an index with negative numbers, whose rows are zero. Also for tensors without rows.
+Tensor selected_rows_or_zeros(const Tensor& rows, const Tensor& index, const OptionalTensor& weights = std::nullopt);
 
-  // [number of sums, D]: the sums of rows [R, D]; or of several such tensors, each of which is computed by a function
-  // just before it is added, so that one at a time is in memory.
-  Tensor operator()(const Tensor& rows) const;
-  Tensor operator()(std::initializer_list<std::function<Tensor()>> tensors) const;
-
- private:
-  // The arguments of a CUDA kernel.
-  struct Groups {
-    Tensor index;
-    int64_t group_size;
-    OptionalTensor weights;
-  };
-
-  // Adds the sums of rows to `sums`, which may be undefined; through ATen without zeros for empty sums.
-  Tensor add(const Tensor& sums, const Tensor& rows) const;
-
-  RowSums() = default;
-  explicit RowSums(Groups groups) : groups_(std::move(groups)) {}
-  RowSums(const Tensor& index, const Tensor& factors);
-
-  std::optional<Groups> groups_;  // if the CUDA kernel sums them, otherwise:
-  int64_t num_sums_ = 0;
-  Tensor index_;     // the row of each term
-  Tensor factors_;   // the factor of each term
-  Tensor begins_;    // the first term of each sum
-  Tensor is_empty_;  // [number of sums, 1]: sums that are zero; undefined if there is none
-};
+// For each group of slots, the sum of their rows, each times the weight of its slot: [number of groups, D], of all
+// `tensors` [R, D]. Each of these is computed by a function just before it is added, so that one at a time is in
+// memory. index [M]: the row of each slot, negative for none. weights: one for each slot, or None. dtype: the dtype of
+// the rows.
+//
+// One kernel, of CUDA or of ATen, reads each row once and adds in the order of the index, for 16-bit rows in float32.
+// No tensor of the selected rows is allocated.
+Tensor sums_of_groups(const Tensor& index, int64_t group_size, const OptionalTensor& weights, at::ScalarType dtype,
+                      std::initializer_list<std::function<Tensor()>> tensors);
 
 }  // namespace maxmoe::ops

@@ -1,17 +1,23 @@
 // Every name of torch that PyTorch does not document for C++ extensions. The other files of cpp/ use the functions here
-// (tests/repository/test_layout.py), so that a new version of torch can break this file and its source alone. They
-// compile unchanged with torch 2.13, 2.14 and 2.15.
+// (tests/repository/test_layout.py), so that a new version of torch can break this file alone. They compile unchanged
+// with torch 2.13, 2.14 and 2.15.
 //
 // "Public" names the public alternative and the first version of torch that has it.
 #pragma once
 
+#include <ATen/EmptyTensor.h>
+#include <ATen/FuncTorchTLS.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/native/CPUBlas.h>
+#include <ATen/ops/_assert_async.h>
 #include <ATen/ops/_grouped_mm.h>
 #include <ATen/ops/_make_dual.h>
 #include <ATen/ops/_softmax_backward_data.h>
-#include <c10/core/Allocator.h>
+#include <c10/core/CPUAllocator.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <string>
 
@@ -61,11 +67,22 @@ inline bool is_batched(const Tensor& tensor) {
 }
 
 // Whether the running backward pass keeps the graph (retain_graph), so that it may run again. Public: none.
-bool keeps_graph();
+inline bool keeps_graph() {
+  return torch::autograd::get_current_graph_task_keep_graph();
+}
 
 // Whether a torch::autograd::Function can be recorded, which torch.func.grad, vjp and jacrev do not support. Public:
 // none; the error of Function::apply does not name the operator.
-bool supports_autograd_function();
+inline bool supports_autograd_function() {
+  const auto& transforms = at::functorch::functorchTLSAccessor();
+  if (!transforms) return true;
+  try {
+    transforms->checkSupportsCppAutogradFunction();
+  } catch (const c10::Error&) {
+    return false;
+  }
+  return true;
+}
 
 // The matrix products of groups of rows, in one kernel on the devices that docs/devices.md lists. Public:
 // torch.nn.functional.grouped_mm in Python, since 2.10, which calls this function.
@@ -79,22 +96,34 @@ inline Tensor softmax_backward(const Tensor& grad, const Tensor& softmax) {
 }
 
 // An assertion that the device checks asynchronously. Public: none; torch.Tensor.item waits for the device.
-void assert_async(const Tensor& condition, const std::string& message);
+inline void assert_async(const Tensor& condition, const std::string& message) {
+  at::_assert_async(condition, message);
+}
 
 // Whether torch computes products of this dtype on the matrix units (AMX) of this processor. Public:
 // torch.cpu.get_capabilities in Python, since 2.13; it does not say whether torch's BLAS uses them.
-bool has_matrix_units(at::ScalarType type);
+inline bool has_matrix_units(at::ScalarType type) {
+  return at::native::cpublas::could_pack(type);
+}
 
 // The current stream of a device, as a handle of the driver. Public: c10/cuda/CUDAStream.h, which needs headers
 // of CUDA and a torch that was built for it.
-void* current_stream(c10::Device device);
+inline void* current_stream(c10::Device device) {
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle();
+}
 
 // A tensor of size [0] on the CPU, whose memory comes from `allocator` when it is resized. Public: at::from_blob, whose
 // memory cannot be resized.
-Tensor empty(at::ScalarType type, c10::Allocator* allocator);
+inline Tensor empty(at::ScalarType type, c10::Allocator* allocator) {
+  return at::detail::empty_generic({0}, allocator, c10::DispatchKeySet(c10::DispatchKey::CPU), type, std::nullopt);
+}
 
 // Report memory of other allocators than torch's to torch.profiler (profile_memory). Public: none.
-void report_allocated(void* block, size_t bytes);
-void report_deallocated(void* block);
+inline void report_allocated(void* block, size_t bytes) {
+  c10::profiledCPUMemoryReporter().New(block, bytes);
+}
+inline void report_deallocated(void* block) {
+  c10::profiledCPUMemoryReporter().Delete(block);
+}
 
 }  // namespace maxmoe::torch_internals

@@ -125,26 +125,18 @@ struct List {
   }
 };
 
-// A matrix with contiguous rows.
-struct Rows {
+// A matrix in the layout that a function returns.
+template <at::Tensor (*in_layout)(const at::Tensor&)>
+struct MatrixArgument {
   at::Tensor tensor;
 
-  explicit Rows(const at::Tensor& matrix) : tensor(contiguous_rows(matrix)) {}
+  explicit MatrixArgument(const at::Tensor& matrix) : tensor(in_layout(matrix)) {}
   template <class T>
   operator MatrixView<const T>() const {  // NOLINT(google-explicit-constructor)
     return const_view<T>(tensor);
   }
 };
-
-// A matrix of a product, row-major or transposed.
-struct Operand {
-  at::Tensor tensor;
-
-  explicit Operand(const at::Tensor& matrix) : tensor(gemm_operand(matrix)) {}
-  template <class T>
-  operator MatrixView<const T>() const {  // NOLINT(google-explicit-constructor)
-    return const_view<T>(tensor);
-  }
-};
+using Rows = MatrixArgument<contiguous_rows>;
+using Operand = MatrixArgument<gemm_operand>;  // of a product
 
 }  // namespace maxmoe::ops

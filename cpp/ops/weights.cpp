@@ -1,11 +1,10 @@
 #include "ops/weights.h"
 
-#include <algorithm>
 #include <bit>
 #include <string>
 
 #include "ops/autograd.h"
-#include "ops/dequantize.h"
+#include "ops/operators.h"
 
 namespace maxmoe::ops {
 namespace {
@@ -13,7 +12,6 @@ namespace {
 // A format: its codes and the shape of a block that shares a scale. kWholeRow: a block is a whole row; kAnyGroup: the
 // number of columns follows from the number of scales.
 struct Format {
-  const char* name;
   Codes codes;
   int64_t rows_per_scale;
   int64_t columns_per_scale;
@@ -24,27 +22,11 @@ constexpr int64_t kAnyGroup = -1;
 constexpr int64_t kSmallestGroup = 32;
 static_assert(kSmallestGroup >= kMinColumnsPerScale);
 
-constexpr Format kFormats[] = {
-    {"mxfp4", Codes::e2m1, 1, 32},          {"nf4", Codes::nf4, 1, 64},
-    {"int4", Codes::int4, 1, kAnyGroup},    {"int8", Codes::int8, 1, kWholeRow},
-    {"fp8_row", Codes::e4m3, 1, kWholeRow}, {"fp8_block", Codes::e4m3, 128, 128},
+constexpr std::pair<const char*, Format> kFormats[] = {
+    {"mxfp4", {Codes::e2m1, 1, 32}},          {"nf4", {Codes::nf4, 1, 64}},
+    {"int4", {Codes::int4, 1, kAnyGroup}},    {"int8", {Codes::int8, 1, kWholeRow}},
+    {"fp8_row", {Codes::e4m3, 1, kWholeRow}}, {"fp8_block", {Codes::e4m3, 128, 128}},
 };
-
-const Format* find_format(std::string_view name) {
-  const auto* found =
-      std::find_if(std::begin(kFormats), std::end(kFormats), [&](const Format& f) { return f.name == name; });
-  return found == std::end(kFormats) ? nullptr : found;
-}
-
-// "a, b or c"
-std::string format_names() {
-  std::string names;
-  for (const Format& format : kFormats) {
-    if (!names.empty()) names += &format == std::end(kFormats) - 1 ? " or " : ", ";
-    names += format.name;
-  }
-  return names;
-}
 
 // Without an overflow for any size: `columns` may be any number.
 int64_t blocks_of(int64_t size, int64_t block) {
@@ -81,7 +63,7 @@ void check_scales(const char* op, const std::string& prefix, const Format& forma
   const bool is_legal =
       is_exponent ? type == at::kByte : type == at::kFloat || type == at::kBFloat16 || type == at::kHalf;
   MAXMOE_CHECK(is_legal, op, prefix, "scales must be ", is_exponent ? "uint8" : "float32, bfloat16 or float16",
-               " for the format ", format.name, ", got ", type);
+               " for the format ", *w.format, ", got ", type);
   const int64_t rows = blocks_of(w.tensor->size(1), format.rows_per_scale);
   int64_t columns = w.columns > 0 ? 1 : 0;
   if (format.columns_per_scale > 0) columns = blocks_of(w.columns, format.columns_per_scale);
@@ -90,7 +72,7 @@ void check_scales(const char* op, const std::string& prefix, const Format& forma
   }
   MAXMOE_CHECK(scales.dim() == 3 && scales.size(0) == w.count() && scales.size(1) == rows && scales.size(2) == columns,
                op, prefix, "scales must have shape [", w.count(), ", ", rows, ", ", columns, "] for the format ",
-               format.name, " of ", w.tensor->size(1), " x ", w.columns, " matrices, got ", scales.sizes());
+               *w.format, " of ", w.tensor->size(1), " x ", w.columns, " matrices, got ", scales.sizes());
 }
 
 }  // namespace
@@ -142,18 +124,17 @@ void check_weights(const char* op, const char* name, const char* shape, const We
                  (w.scales.has_value() ? w.scales : w.zeros)->sizes());
     return;
   }
-  const Format* format = find_format(*w.format);
-  MAXMOE_CHECK(format != nullptr, op, prefix, "format must be ", format_names(), ", got ", *w.format);
+  const auto format = parse<Format>(op, prefix + "format", *w.format, kFormats);
   Argument(op, name, *w.tensor).has_dims(3, "[L, rows, bytes]");
   MAXMOE_CHECK(w.tensor->scalar_type() == at::kByte, op, argument, " must be uint8 with the format ", *w.format,
                ", got ", w.tensor->scalar_type());
-  const int64_t bytes = blocks_of(w.columns, 8 / bits_per_code(format->codes));
+  const int64_t bytes = blocks_of(w.columns, 8 / bits_per_code(format.codes));
   MAXMOE_CHECK(w.columns >= 0 && w.tensor->size(2) == bytes, op, argument, " must have ", bytes, " bytes per row for ",
                w.columns, " columns in the format ", *w.format, ", got shape ", w.tensor->sizes());
   MAXMOE_CHECK(w.scales.has_value(), op, prefix, "scales must be given with the format ", *w.format, ", got None");
-  check_scales(op, prefix, *format, w);
+  check_scales(op, prefix, format, w);
   if (!w.zeros.has_value()) return;
-  MAXMOE_CHECK(format->codes == Codes::int4, op, prefix, "zeros must be None with the format ", *w.format,
+  MAXMOE_CHECK(format.codes == Codes::int4, op, prefix, "zeros must be None with the format ", *w.format,
                ", got shape ", w.zeros->sizes());
   MAXMOE_CHECK(w.zeros->scalar_type() == at::kByte && w.zeros->sizes() == w.scales->sizes(), op, prefix,
                "zeros must be uint8 of the shape of the scales, ", w.scales->sizes(), ", got ", w.zeros->scalar_type(),
@@ -166,7 +147,7 @@ void check_is_frozen(const char* op, const char* name, const OptionalTensor& sca
 }
 
 QuantizedStack quantized_view(const Weights& w) {
-  const Format& format = *find_format(*w.format);
+  const auto format = parse<Format>("quantized_view", "format", *w.format, kFormats);  // check_weights has parsed it
   const Tensor& scales = *w.scales;
   QuantizedStack stack;
   // An empty stack has no memory. Its view must not look like the absence of one.

@@ -48,6 +48,13 @@ void check_is_frozen(const char* op, const char* name, const OptionalTensor& sca
 // A view of a quantized stack that in_kernel_layout returned.
 QuantizedStack quantized_view(const Weights& weights);
 
+// The values [16] of codes of 4 bits, on the device of the codes; undefined for other formats and for a tensor. The
+// values reach the device as arguments of kernels, because a copy from the host would wait for the device.
+Tensor values_of_codes(const Weights& weights);
+
+// The operator dequantize through ATen. [L, rows, columns]
+Tensor dequantize_aten(const Weights& weights, at::ScalarType dtype, const Tensor& values);
+
 template <class T>
 WeightStack<T> weight_view(const Weights& weights) {
   if (weights.is_quantized()) return WeightStack<T>(quantized_view(weights));

@@ -30,7 +30,7 @@ void expect_largest_first(const GroupTiles& list) {
 TEST(GroupTiles, CoverTheRowsOfEveryGroup) {
   for (const std::vector<int64_t>& group_sizes : kCases) {
     const auto num_groups = static_cast<int64_t>(group_sizes.size());
-    const GroupTiles list = make_group_tiles(group_sizes.data(), num_groups, kTileRows, 0);
+    const GroupTiles list = make_group_tiles(group_sizes.data(), num_groups, kTileRows);
     expect_largest_first(list);
     std::vector<int64_t> covered(group_sizes.size(), 0);
     int64_t row = 0;
@@ -62,7 +62,7 @@ TEST(GroupTiles, TilesAreAsLargeAsBalanceAllows) {
 TEST(GroupTiles, GradientTasksCoverAllRows) {
   const std::vector<int64_t> group_sizes = {100, 40};
   for (const int threads : {1, 4}) {
-    const GroupTiles list = make_whole_groups(group_sizes.data(), 2, 0);
+    const GroupTiles list = make_whole_groups(group_sizes.data(), 2);
     const int64_t rows = rows_per_gradient_task(list, 4000, threads);
     EXPECT_GE(rows * (threads == 1 ? 1 : 12), 4000);  // 100 of 140 rows are 12 of 16 tasks
     EXPECT_EQ(rows % 192, 0);
@@ -73,7 +73,7 @@ TEST(GroupTiles, GradientTasksCoverAllRows) {
 TEST(GroupTiles, WholeGroupsKeepTheEmptyOnes) {
   for (const std::vector<int64_t>& group_sizes : kCases) {
     const auto num_groups = static_cast<int64_t>(group_sizes.size());
-    const GroupTiles list = make_whole_groups(group_sizes.data(), num_groups, 0);
+    const GroupTiles list = make_whole_groups(group_sizes.data(), num_groups);
     EXPECT_EQ(list.count, num_groups);
     expect_largest_first(list);
     int64_t row = 0;

@@ -22,11 +22,9 @@ class RaggedScatterAddTest : public testing::Test {
                        const Weights* weights, int64_t num_rows) {
     const auto size = static_cast<int64_t>(index.size());
     return run_kernel<T>(num_rows, rows.columns(), [&](MatrixView<T> view, const Executor& executor) {
-      std::vector<int64_t> offsets(static_cast<size_t>(num_rows + 1), -1);
-      std::vector<int64_t> order(index.size(), -1);
+      std::vector<int64_t> scratch(static_cast<size_t>(num_rows + 1 + size), -1);
       const RaggedScatterAdd<T> arguments{
-          rows.view(),    index.data(), size, group_size, weights ? weights->view().data : nullptr,
-          offsets.data(), order.data(), view};
+          rows.view(), index.data(), size, group_size, weights ? weights->view().data : nullptr, scratch.data(), view};
       ragged_scatter_add(arguments, executor);
     });
   }

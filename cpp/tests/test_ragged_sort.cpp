@@ -3,6 +3,9 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
+#include "kernels/rows/ragged_gather_reduce.h"
 #include "matrix.h"
 #include "routing.h"
 #include "shapes.h"
@@ -50,6 +53,25 @@ TYPED_TEST(RaggedSortTest, AllToOneExpertInManyTasks) {
 TYPED_TEST(RaggedSortTest, TokensWithoutARowAreNotRead) {
   const auto x = Matrix<TypeParam>::random(4, 9, 1).poisoned(1, 2);
   this->check(x, plan_routing(4, 2, 3, {2, 0, -1, -1, 1, -1, 2, 1}), nullptr);
+}
+
+// The sum of the rows of a token, as ragged_unsort computes it, is the token times the number of its rows.
+TYPED_TEST(RaggedSortTest, SumsOfTheRowsAreTokens) {
+  const Routing routing = random_routing(19, 4, 6, 1);
+  const auto x = Matrix<TypeParam>::random(19, 33, 2);
+  const auto rows =
+      run_kernel<TypeParam>(routing.num_rows(), 33, [&](MatrixView<TypeParam> view, const Executor& executor) {
+        ragged_sort(RaggedSort<TypeParam>{x.view(), routing.slots.data(), 4, nullptr, view}, executor);
+      });
+  const auto sums = run_kernel<TypeParam>(19, 33, [&](MatrixView<TypeParam> view, const Executor& executor) {
+    ragged_gather_reduce(RaggedGatherReduce<TypeParam>{rows.view(), routing.rows.data(), 4, nullptr, nullptr, view},
+                         executor);
+  });
+  const auto want = [&](int64_t t, int64_t c) {
+    const auto begin = routing.rows.begin() + 4 * t;
+    return static_cast<double>(4 - std::count(begin, begin + 4, -1)) * x(t, c);
+  };
+  expect_near(sums, want);
 }
 
 }  // namespace

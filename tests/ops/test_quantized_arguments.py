@@ -121,7 +121,7 @@ REFUSED_OF_STACKS: list[tuple[dict[str, Any], tuple[Any, ...]]] = [
     ({"{}_scales": ONE.to("meta")}, ("{}_scales", "cpu", "meta")),
     ({"{}_zeros": ONE}, ("{}_zeros must be uint8", "[2, 40, 3]", "Float")),
     ({"{}_zeros": ONE[:1].byte()}, ("{}_zeros", "[2, 40, 3]", "[1, 40, 3]")),
-    ({"{}_format": "int5"}, ("{}_format must be mxfp4", "int5")),
+    ({"{}_format": "int5"}, ("{}_format must be one of mxfp4", "int5")),
     ({"{}_format": "nf4"}, ("{}_scales", "[2, 40, 2]", "nf4", "[2, 40, 3]")),
     ({"{}_format": "mxfp4"}, ("{}_scales must be uint8", "mxfp4", "Float")),
     ({"{}_format": "int8"}, ("{} must have 70 bytes", "int8", "[2, 40, 35]")),
@@ -189,7 +189,7 @@ def test_expert_ffn_refuses(path: str, name: str) -> None:
         ({f"{name}_scales": scales.expand(-1, -1, 2)}, (f"{name}_scales", "1]", "2]")),
         ({f"{name}_scales": scales.byte()}, (f"{name}_scales", "Byte")),
         ({f"{name}_zeros": scales.byte()}, (f"{name}_zeros must be None", "fp8_row")),
-        ({f"{name}_format": "fp9"}, (f"{name}_format", "fp8_row or fp8_block", "fp9")),
+        ({f"{name}_format": "fp9"}, (f"{name}_format", "fp8_row, fp8_block", "fp9")),
         ({name: torch.randn(11, 96, 40) if name != "down" else torch.randn(11, 40, 96)}, (name, "uint8", "Float")),
     ):
         with refusal("expert_ffn", *named):

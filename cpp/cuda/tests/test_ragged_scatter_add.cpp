@@ -11,7 +11,7 @@ Matrix<T> run(const Matrix<T>& rows, const std::vector<int64_t>& index, int64_t 
   return run_emulated<T>(num_rows, rows.columns(), gap, [&](MatrixView<T> view) {
     std::vector<int64_t> scratch(static_cast<size_t>(cuda::ragged_scatter_add_scratch(size, num_rows)), -9);
     cuda::ragged_scatter_add(
-        cuda::RaggedScatterAdd<T>{rows.view(), index.data(), size, group_size, weights, scratch.data(), view}, nullptr);
+        RaggedScatterAdd<T>{rows.view(), index.data(), size, group_size, weights, scratch.data(), view}, nullptr);
   });
 }
 

@@ -1,10 +1,9 @@
 #include "kernels/experts/expert_ffn.h"
 
 #include "kernels/experts/activation.simd.h"
-#include "kernels/experts/expert_rows.simd.h"
 #include "kernels/experts/expert_tasks.simd.h"
 #include "kernels/matrix/row.simd.h"
-#include "kernels/rows/ragged_unsort.h"
+#include "kernels/rows/ragged_gather_reduce.h"
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 namespace {
@@ -13,12 +12,6 @@ namespace {
 constexpr int kActivatedScratch = 1;
 constexpr int kPreactivationsScratch = 2;
 constexpr int kReducedScratch = 3;
-
-// F, the number of rows of down.
-template <class T>
-int64_t intermediate_size(const ExpertProjections<T>& experts) {
-  return experts.down.rows();
-}
 
 // Number of columns of the preactivations Z.
 template <class T>
@@ -117,7 +110,7 @@ template <class T>
 void forward_tile(const ExpertFfn<T>& a, const GroupTile& tile, int64_t next_group) {
   const ExpertProjections<T>& experts = a.experts;
   const int64_t height = tile.end - tile.begin;
-  const int64_t width = intermediate_size(experts);
+  const int64_t width = experts.down.rows();
   const MatrixView<T> preactivations = preactivations_of(a, tile);
   const ReducedRows<T> reduced = reduced_rows_of(a, tile);
   const Projection<T>& first = experts.gate.empty() ? experts.up : experts.gate;
@@ -143,14 +136,16 @@ void forward_tile(const ExpertFfn<T>& a, const GroupTile& tile, int64_t next_gro
 // atomics, and the order of the sum would depend on the threads.
 template <class T>
 void expert_ffn(const ExpertFfn<T>& a, const Executor& executor) {
-  const int64_t width = intermediate_size(a.experts);
+  const int64_t width = a.experts.down.rows();
   const int64_t multiply_adds = a.x.columns * (preactivation_width(a.experts) + width);
   const int64_t depth = a.x.columns < width ? width : a.x.columns;
   const int64_t num_rows = wants_only_preactivations(a) ? a.preactivations.rows : a.rows.rows;
   run_tiles(a, num_rows, depth, multiply_adds, executor,
             [&](const GroupTile& tile, int64_t next_group) { forward_tile(a, tile, next_group); });
   if (wants_only_preactivations(a)) return;
-  ragged_unsort(RaggedUnsort<T>{a.rows.as_const(), a.routed.row_of_slot, a.routed.top_k, a.weights, a.out}, executor);
+  ragged_gather_reduce(
+      RaggedGatherReduce<T>{a.rows.as_const(), a.routed.row_of_slot, a.routed.top_k, a.weights, nullptr, a.out},
+      executor);
 }
 
 MAXMOE_INSTANTIATE(expert_ffn, ExpertFfn)

@@ -2,10 +2,9 @@
 // which are sums over all rows of an expert.
 #include "kernels/experts/activation.simd.h"
 #include "kernels/experts/expert_ffn.h"
-#include "kernels/experts/expert_rows.simd.h"
 #include "kernels/experts/expert_tasks.simd.h"
 #include "kernels/matrix/row.simd.h"
-#include "kernels/rows/ragged_unsort.h"
+#include "kernels/rows/ragged_gather_reduce.h"
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 namespace {
@@ -164,16 +163,14 @@ void grad_rows_tile(const ExpertFfnBackwardInput<T>& a, const GroupTile& tile, i
 template <class T>
 void grad_down_columns(const ExpertFfnBackwardDown<T>& a, const GroupTile& rows, int64_t begin, int64_t end) {
   const ConstMatrixView<T> columns = a.grad_out.column_range(begin, end);
-  if (!a.grad_down.empty()) {
-    multiply_transposed<T>(*a.gemm, a.activated.row_range(rows.begin, rows.end).as_const(),
+  const auto multiply = [&](ConstMatrixView<T> lhs, const MatrixStack<T>& gradients) {
+    if (gradients.empty()) return;
+    multiply_transposed<T>(*a.gemm, lhs.row_range(rows.begin, rows.end),
                            tokens_of(columns, a.routed, rows.begin, rows.end),
-                           a.grad_down[rows.group].column_range(begin, end), a.grad_down);
-  }
-  if (!a.grad_b.empty()) {
-    multiply_transposed<T>(*a.gemm, a.weighted_reduced.row_range(rows.begin, rows.end),
-                           tokens_of(columns, a.routed, rows.begin, rows.end),
-                           a.grad_b[rows.group].column_range(begin, end), a.grad_b);
-  }
+                           gradients[rows.group].column_range(begin, end), gradients);
+  };
+  multiply(a.activated.as_const(), a.grad_down);
+  multiply(a.weighted_reduced, a.grad_b);
   if (a.grad_bias.data != nullptr) {
     const int64_t* slots = a.routed.slots + rows.begin;
     const auto token = [&](int64_t r) { return slots[r] / a.routed.top_k; };
@@ -210,13 +207,11 @@ void grad_up_biases(const ExpertFfnBackwardUp<T>& a, const GroupTile& rows) {
   const ConstMatrixView<T> grad = a.grad_preactivations.row_range(rows.begin, rows.end);
   const auto one = [](int64_t) { return Accumulator<T>(1); };
   const auto same = [](int64_t r) { return r; };
-  if (a.up.bias.data != nullptr) {
-    sum_weighted_rows<T>(up_columns(grad, a.experts.gate.columns()), grad.rows, same, one, a.up.bias.row(rows.group));
-  }
-  if (a.gate.bias.data != nullptr) {
-    sum_weighted_rows<T>(gate_columns(grad, a.experts.gate.columns()), grad.rows, same, one,
-                         a.gate.bias.row(rows.group));
-  }
+  const auto sum_rows = [&](ConstMatrixView<T> columns, MatrixView<T> bias) {
+    if (bias.data != nullptr) sum_weighted_rows<T>(columns, grad.rows, same, one, bias.row(rows.group));
+  };
+  sum_rows(up_columns(grad, a.experts.gate.columns()), a.up.bias);
+  sum_rows(gate_columns(grad, a.experts.gate.columns()), a.gate.bias);
 }
 
 }  // namespace
@@ -228,8 +223,8 @@ void expert_ffn_backward_down_factors(const ExpertFfnBackwardDownFactors<T>& a, 
             [&](const GroupTile& tile, int64_t /*next_group*/) { grad_reduced_tile(a, tile); });
   if (a.grad_a.empty()) return;
   const int64_t width = a.grad_a.first.rows;
-  run_experts(a, width, width * rank, executor,
-              [&](const GroupTile& rows, int64_t begin, int64_t end) { grad_a_of_down_rows(a, rows, begin, end); });
+  run_groups(a.routed, *a.gemm, width, width * rank, executor,
+             [&](const GroupTile& rows, int64_t begin, int64_t end) { grad_a_of_down_rows(a, rows, begin, end); });
 }
 
 // Two passes over the rows: the gradient of down is a sum over all rows of an expert, which needs the tiles of the
@@ -241,8 +236,8 @@ void expert_ffn_backward_down(const ExpertFfnBackwardDown<T>& a, const Executor&
   run_tiles(a, a.preactivations.rows, hidden_size, multiply_adds, executor,
             [&](const GroupTile& tile, int64_t next_group) { grad_preactivations_tile(a, tile, next_group); });
   if (a.grad_down.empty() && a.grad_b.empty() && a.grad_bias.data == nullptr) return;
-  run_experts(a, hidden_size, multiply_adds, executor,
-              [&](const GroupTile& rows, int64_t begin, int64_t end) { grad_down_columns(a, rows, begin, end); });
+  run_groups(a.routed, *a.gemm, hidden_size, multiply_adds, executor,
+             [&](const GroupTile& rows, int64_t begin, int64_t end) { grad_down_columns(a, rows, begin, end); });
 }
 
 // The rows are summed without weights, because dZ contains them already.
@@ -252,17 +247,20 @@ void expert_ffn_backward_input(const ExpertFfnBackwardInput<T>& a, const Executo
   run_tiles(a, a.grad_preactivations.rows, a.grad_preactivations.columns, multiply_adds, executor,
             [&](const GroupTile& tile, int64_t next_group) { grad_rows_tile(a, tile, next_group); });
   if (a.grad_x.data == nullptr) return;
-  ragged_unsort(RaggedUnsort<T>{a.rows.as_const(), a.routed.row_of_slot, a.routed.top_k, nullptr, a.grad_x}, executor);
+  ragged_gather_reduce(
+      RaggedGatherReduce<T>{a.rows.as_const(), a.routed.row_of_slot, a.routed.top_k, nullptr, nullptr, a.grad_x},
+      executor);
 }
 
 template <class T>
 void expert_ffn_backward_up(const ExpertFfnBackwardUp<T>& a, const Executor& executor) {
   const int64_t multiply_adds = a.x.columns * a.grad_preactivations.columns;
-  run_experts(a, a.x.columns, multiply_adds, executor, [&](const GroupTile& rows, int64_t begin, int64_t end) {
-    grad_up_rows(a, rows, begin, end);
-    // The biases do not depend on the hidden size: the first task of an expert computes them.
-    if (begin == 0) grad_up_biases(a, rows);
-  });
+  run_groups(a.routed, *a.gemm, a.x.columns, multiply_adds, executor,
+             [&](const GroupTile& rows, int64_t begin, int64_t end) {
+               grad_up_rows(a, rows, begin, end);
+               // The biases do not depend on the hidden size: the first task of an expert computes them.
+               if (begin == 0) grad_up_biases(a, rows);
+             });
 }
 
 MAXMOE_INSTANTIATE(expert_ffn_backward_down_factors, ExpertFfnBackwardDownFactors)

@@ -43,7 +43,7 @@ void gmm(const Gmm<T>& a, const Executor& executor) {
   const int64_t max_rows = tile_rows(a.out.rows, a.lhs.columns, num_threads);
   // A task is a tile of rows and a range of columns. The columns are divided only if the largest tile is too large for
   // load balance, because each range packs the rows of the tile again.
-  const GroupTiles list = make_group_tiles(a.group_sizes, a.num_groups, max_rows, kWorkListScratch);
+  const GroupTiles list = make_group_tiles(a.group_sizes, a.num_groups, max_rows);
   const int64_t columns_per_task =
       (a.out.columns / parts_of_largest(list, num_threads) / kColumnGrain + 1) * kColumnGrain;
   const int64_t column_tasks = (a.out.columns + columns_per_task - 1) / columns_per_task;

@@ -17,11 +17,11 @@ void sort_largest_first(GroupTile* tiles, int64_t count) {
 
 }  // namespace
 
-GroupTiles make_group_tiles(const int64_t* group_sizes, int64_t num_groups, int64_t max_rows, int scratch_slot) {
+GroupTiles make_group_tiles(const int64_t* group_sizes, int64_t num_groups, int64_t max_rows) {
   const auto num_tiles_of = [&](int64_t group) { return (group_sizes[group] + max_rows - 1) / max_rows; };
   int64_t num_tiles = 0;
   for (int64_t group = 0; group < num_groups; ++group) num_tiles += num_tiles_of(group);
-  auto* tiles = scratch<GroupTile>(scratch_slot, num_tiles);
+  auto* tiles = scratch<GroupTile>(kWorkListScratch, num_tiles);
   int64_t row = 0;
   int64_t count = 0;
   for (int64_t group = 0; group < num_groups; ++group) {
@@ -60,8 +60,8 @@ int64_t parts_of_largest(const GroupTiles& list, int64_t num_threads) {
   return (largest * balanced_tasks(num_threads) + list.num_rows - 1) / list.num_rows;
 }
 
-GroupTiles make_whole_groups(const int64_t* group_sizes, int64_t num_groups, int scratch_slot) {
-  auto* tiles = scratch<GroupTile>(scratch_slot, num_groups);
+GroupTiles make_whole_groups(const int64_t* group_sizes, int64_t num_groups) {
+  auto* tiles = scratch<GroupTile>(kWorkListScratch, num_groups);
   int64_t row = 0;
   for (int64_t group = 0; group < num_groups; ++group) {
     tiles[group] = {group, row, row + group_sizes[group]};

@@ -13,17 +13,16 @@ struct GroupTile {
   int64_t end;
 };
 
-// A work list, stored in the scratch memory of the calling thread. It is sorted by size, largest first, for load
-// balance: the last tiles to start are small, so that all threads finish at about the same time.
+// A work list, stored in scratch memory of the calling thread (kWorkListScratch). It is sorted by size, largest first,
+// for load balance: the last tiles to start are small, so that all threads finish at about the same time.
 struct GroupTiles {
   const GroupTile* tiles;
   int64_t count;
   int64_t num_rows;  // sum of the group sizes
 };
 
-// Divides every group into tiles of at most `max_rows` rows and of about equal size. The list is in scratch slot
-// `scratch_slot`.
-GroupTiles make_group_tiles(const int64_t* group_sizes, int64_t num_groups, int64_t max_rows, int scratch_slot);
+// Divides every group into tiles of at most `max_rows` rows and of about equal size.
+GroupTiles make_group_tiles(const int64_t* group_sizes, int64_t num_groups, int64_t max_rows);
 
 // Number of threads that the tiling assumes. It is a constant if the bits of a result depend on the tiling, so that
 // they do not depend on the number of threads.
@@ -46,7 +45,7 @@ int64_t tile_rows(int64_t num_rows, int64_t depth, int64_t num_threads);
 int64_t parts_of_largest(const GroupTiles& list, int64_t num_threads);
 
 // Every group as one tile. Empty groups are kept, because their results must be written, too.
-GroupTiles make_whole_groups(const int64_t* group_sizes, int64_t num_groups, int scratch_slot);
+GroupTiles make_whole_groups(const int64_t* group_sizes, int64_t num_groups);
 
 // Number of rows per task of a result with `size` rows, where the result is a sum over all rows of a group: the
 // gradient of a weight.

@@ -9,33 +9,23 @@ namespace maxmoe {
 
 namespace {
 
+#if defined(__x86_64__)
 // Tests the features of x86-64-v3 and x86-64-v4 one by one, because __builtin_cpu_supports accepts the names of the
 // levels only in newer compilers. It also checks that the operating system saves the wide registers.
 [[maybe_unused]] bool has_avx2() {
-#if defined(__x86_64__)
   return __builtin_cpu_supports("avx") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") &&
          __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("fma");
-#else
-  return false;
-#endif
 }
 
 [[maybe_unused]] bool has_avx512() {
-#if defined(__x86_64__)
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-#else
-  return false;
-#endif
 }
 
 [[maybe_unused]] bool has_avx512bf16() {
-#if defined(__x86_64__)
   return has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
-#else
-  return false;
-#endif
 }
+#endif
 
 std::string supported_names() {
   std::string names;
@@ -72,15 +62,15 @@ Isa active_isa() {
 // An instruction set that this build lacks has no case: it is unsupported on every processor.
 bool is_supported(Isa isa) {
   switch (isa) {
-#ifndef MAXMOE_WITHOUT_avx512bf16
+#if defined(__x86_64__) && !defined(MAXMOE_WITHOUT_avx512bf16)
     case Isa::avx512bf16:
       return has_avx512bf16();
 #endif
-#ifndef MAXMOE_WITHOUT_avx512
+#if defined(__x86_64__) && !defined(MAXMOE_WITHOUT_avx512)
     case Isa::avx512:
       return has_avx512();
 #endif
-#ifndef MAXMOE_WITHOUT_avx2
+#if defined(__x86_64__) && !defined(MAXMOE_WITHOUT_avx2)
     case Isa::avx2:
       return has_avx2();
 #endif
@@ -102,17 +92,8 @@ Isa parse_isa(const char* text) {
 }
 
 const char* name(Isa isa) {
-  switch (isa) {
-    case Isa::avx512bf16:
-      return "avx512bf16";
-    case Isa::avx512:
-      return "avx512";
-    case Isa::avx2:
-      return "avx2";
-    case Isa::baseline:
-      return "baseline";
-  }
-  return "unknown";
+  static constexpr const char* kNames[] = {"baseline", "avx2", "avx512", "avx512bf16"};  // in the order of Isa
+  return kNames[static_cast<int>(isa)];
 }
 
 }  // namespace maxmoe

@@ -47,12 +47,10 @@ auto with_dtype(const AnyMatrix<Data>& m, const Body& body) {
   }
 }
 
-// target = source, converted to T.
+// target = source, converted to T, which is another type.
 template <class T, class U>
 void read_row(const U* source, T* target, int64_t count) {
-  if constexpr (std::is_same_v<T, U>) {
-    copy_row(source, target, count);
-  } else if constexpr (std::is_same_v<T, Accumulator<U>>) {
+  if constexpr (std::is_same_v<T, Accumulator<U>>) {
     widen_row(source, target, count);
   } else {
     for (int64_t i = 0; i < count; ++i) target[i] = static_cast<T>(widen(source[i]));

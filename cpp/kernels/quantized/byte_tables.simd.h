@@ -27,15 +27,6 @@ MAXMOE_INLINE __m512i load_order(const ByteOrder& order) {
   return _mm512_load_si512(order.bytes.data());
 }
 
-MAXMOE_INLINE __m512i bytes_0_to_63() {
-  alignas(64) static constexpr auto kBytes = [] {
-    std::array<uint8_t, 64> bytes{};
-    for (size_t i = 0; i < 64; ++i) bytes[i] = static_cast<uint8_t>(i);
-    return bytes;
-  }();
-  return _mm512_load_si512(kBytes.data());
-}
-
 // The bytes of 64 values.
 struct ValueBytes {
   __m512i low;
@@ -49,7 +40,8 @@ struct ValueTable {
 
   // 128 values of bfloat16, in order.
   static MAXMOE_INLINE ValueTable of(const __m512i (&values)[4]) {
-    const __m512i even = _mm512_add_epi8(bytes_0_to_63(), bytes_0_to_63());
+    static constexpr ByteOrder kIndices = byte_order([](size_t i) { return i; });
+    const __m512i even = _mm512_add_epi8(load_order(kIndices), load_order(kIndices));
     const __m512i odd = _mm512_add_epi8(even, _mm512_set1_epi8(1));
     return {
         {_mm512_permutex2var_epi8(values[0], even, values[1]), _mm512_permutex2var_epi8(values[2], even, values[3])},

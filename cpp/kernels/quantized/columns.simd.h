@@ -151,24 +151,6 @@ MAXMOE_INLINE bool have_ordinary_scales(const QuantizedMatrix& m) {
   return is_other == 0;
 }
 
-// Lanes 2 i and 2 i + 1 are lane i of the vector in the first half, and lane 8 + i in the second half. A column then
-// has two lanes, one for each element of a pair, and rounding both halves with vcvtne2ps2bf16 gives 16 pairs in order.
-struct DoubledLanes {
-  __m512i half[2];
-};
-
-MAXMOE_INLINE DoubledLanes doubled_lanes(__m512i vector) {
-  const __m512i low = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
-  const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
-  return {_mm512_permutexvar_epi32(low, vector), _mm512_permutexvar_epi32(high, vector)};
-}
-
-// The same for floats, stored to `target`.
-MAXMOE_INLINE void store_doubled_lanes(__m512 vector, __m512 (&target)[2]) {
-  const DoubledLanes doubled = doubled_lanes(_mm512_castps_si512(vector));
-  for (int half = 0; half < 2; ++half) target[half] = _mm512_castsi512_ps(doubled.half[half]);
-}
-
 }  // namespace maxmoe::MAXMOE_ISA_NAMESPACE
 
 #endif

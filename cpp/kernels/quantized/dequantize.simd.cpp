@@ -4,14 +4,10 @@
 #include "kernels/quantized/decode_rows.simd.h"
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
-namespace {
-
-constexpr int64_t kRowsPerTask = 64;
-
-}  // namespace
 
 template <class T>
 void dequantize(const Dequantize<T>& a, const Executor& executor) {
+  constexpr int64_t kRowsPerTask = 64;
   const int64_t rows = a.stack.first.rows;
   const int64_t columns = a.stack.first.columns;
   const int64_t tasks_per_matrix = (rows + kRowsPerTask - 1) / kRowsPerTask;

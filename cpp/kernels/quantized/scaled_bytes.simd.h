@@ -42,7 +42,8 @@ class ScaledE4M3Table {
   E4M3Table table_;
 };
 
-// The scales of 16 columns: of columns 0 to 7 twice, then of columns 8 to 15 twice.
+// The scales of 16 columns: of columns 0 to 7 twice, then of columns 8 to 15 twice. A column has two lanes, one for
+// each element of a pair, and rounding both vectors with vcvtne2ps2bf16 gives 16 pairs in order.
 class DoubledScales {
  public:
   // Scales are multiplied by `unit`.
@@ -50,7 +51,11 @@ class DoubledScales {
       : scales_(scales_of(c)), unit_(_mm512_set1_ps(unit)), type_(c.m.scale_type) {}
 
   MAXMOE_INLINE void begin_block(int64_t index) {
-    store_doubled_lanes(_mm512_mul_ps(scales_from_bits(type_, scales_.bits(index)), unit_), scale_);
+    const __m512i scale = _mm512_castps_si512(_mm512_mul_ps(scales_from_bits(type_, scales_.bits(index)), unit_));
+    const __m512i low = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+    scale_[0] = _mm512_castsi512_ps(_mm512_permutexvar_epi32(low, scale));
+    scale_[1] = _mm512_castsi512_ps(_mm512_permutexvar_epi32(high, scale));
   }
 
   // The pairs of a step, from the elements of columns 0 to 7 and of columns 8 to 15; the two of a column are

@@ -17,8 +17,7 @@ struct RaggedScatterAdd {
   int64_t index_size;       // M
   int64_t group_size;
   const Accumulator<T>* weights;  // [M] or null for ones
-  int64_t* offsets;               // [N + 1], scratch memory
-  int64_t* order;                 // [M], scratch memory
+  int64_t* scratch;               // [N + 1 + M]; for the CUDA kernel cuda::ragged_scatter_add_scratch(M, N)
   MatrixView<T> out;              // [N, D]
 };
 

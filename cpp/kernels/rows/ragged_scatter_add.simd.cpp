@@ -9,38 +9,39 @@ namespace {
 // offsets[n] is first the number of these j, then the end of their range. The last loop fills each range from its end,
 // which moves offsets[n] to the beginning.
 template <class T>
-void invert_index(const RaggedScatterAdd<T>& a) {
-  zero_row(a.offsets, a.out.rows + 1);
+void invert_index(const RaggedScatterAdd<T>& a, int64_t* offsets, int64_t* order) {
+  zero_row(offsets, a.out.rows + 1);
   for (int64_t j = 0; j < a.index_size; ++j) {
-    if (a.index[j] >= 0) ++a.offsets[a.index[j]];
+    if (a.index[j] >= 0) ++offsets[a.index[j]];
   }
   int64_t total = 0;
   for (int64_t n = 0; n < a.out.rows; ++n) {
-    total += a.offsets[n];
-    a.offsets[n] = total;
+    total += offsets[n];
+    offsets[n] = total;
   }
-  a.offsets[a.out.rows] = total;
+  offsets[a.out.rows] = total;
   for (int64_t j = a.index_size - 1; j >= 0; --j) {
-    if (a.index[j] >= 0) a.order[--a.offsets[a.index[j]]] = j;
+    if (a.index[j] >= 0) order[--offsets[a.index[j]]] = j;
   }
 }
 
-// Computes row n of out by gathering its summands, so that no two tasks write the same row.
+// Computes row n of out by gathering the rows of its slots, so that no two tasks write the same row.
 template <class T>
-void add_rows(const RaggedScatterAdd<T>& a, int64_t n) {
-  const int64_t* order = a.order + a.offsets[n];
-  const auto index_of = [&](int64_t i) { return order[i] / a.group_size; };
-  const auto weight_of = [&](int64_t i) { return a.weights == nullptr ? Accumulator<T>(1) : a.weights[order[i]]; };
-  sum_weighted_rows<T>(a.rows, a.offsets[n + 1] - a.offsets[n], index_of, weight_of, a.out.row(n));
+void add_rows(const RaggedScatterAdd<T>& a, const int64_t* slots, int64_t num_slots, int64_t n) {
+  const auto index_of = [&](int64_t i) { return slots[i] / a.group_size; };
+  const auto weight_of = [&](int64_t i) { return a.weights == nullptr ? Accumulator<T>(1) : a.weights[slots[i]]; };
+  sum_weighted_rows<T>(a.rows, num_slots, index_of, weight_of, a.out.row(n));
 }
 
 }  // namespace
 
 template <class T>
 void ragged_scatter_add(const RaggedScatterAdd<T>& a, const Executor& executor) {
-  invert_index(a);
+  int64_t* const offsets = a.scratch;
+  int64_t* const order = offsets + a.out.rows + 1;
+  invert_index(a, offsets, order);
   run_ranges(executor, a.out.rows, rows_per_task(a.out.columns), [&](int64_t begin, int64_t end) {
-    for (int64_t n = begin; n < end; ++n) add_rows(a, n);
+    for (int64_t n = begin; n < end; ++n) add_rows(a, order + offsets[n], offsets[n + 1] - offsets[n], n);
   });
 }
 

@@ -12,10 +12,8 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/ones.h>
-#include <ATen/ops/zeros.h>
 
 #include "ops/activation.h"
-#include "ops/backend.h"
 #include "ops/expert_ffn/expert_ffn.h"
 #include "ops/grouped_mm.h"
 #include "ops/row_sums.h"
@@ -48,7 +46,7 @@ class Steps {
   // [T, D]: for each token, the sum of its rows of all tensors [R, D], each times the weight of its slot. One tensor at
   // a time is in memory.
   Tensor weighted_sum_of_rows(std::initializer_list<std::function<Tensor()>> tensors) const {
-    return RowSums::of_groups(a_.rows, a_.top_k, a_.weights, a_.x.scalar_type())(tensors);
+    return sums_of_groups(a_.rows, a_.top_k, a_.weights, a_.x.scalar_type(), tensors);
   }
 
   // [R, F]: the rows [R, D] times the matrices [L, D, F] of their experts, plus the biases [L, F].
@@ -86,11 +84,7 @@ class Steps {
 
   // [T * K]: for each slot, the value [R] of its row, 0 for a slot without a row.
   Tensor slots_of_rows(const Tensor& values) const {
-    if (values.numel() == 0) return at::zeros({a_.rows.numel()}, values.options());
-    if (path_of(values) == Path::cuda_kernels) {
-      return gather_rows(values.unsqueeze(1), a_.rows, std::nullopt, 0, a_.rows.numel()).squeeze(1);
-    }
-    return values.index_select(0, a_.rows.clamp_min(0)).masked_fill(a_.rows.lt(0), 0);
+    return selected_rows_or_zeros(values.unsqueeze(1), a_.rows).squeeze(1);
   }
 
  private:

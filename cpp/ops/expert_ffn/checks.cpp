@@ -69,26 +69,20 @@ void check_expert_ffn_backward(const Tensor& grad_out, const Intermediates& kept
   check_intermediate("preactivations", kept.preactivations, "[R, 2F] or [R, F]", a.preactivation_width(),
                      "width of gate and up", a);
   check_intermediate("reduced", kept.reduced, "[R, r]", a.reduced_width(), "r of gate, up and down", a);
-  for (const auto& [name, projection, of] :
-       {std::tuple("gate", &a.gate, wanted.gate), std::tuple("up", &a.up, wanted.up),
-        std::tuple("down", &a.down, wanted.down)}) {
-    MAXMOE_CHECK(!of.weights || !projection->is_quantized(), kExpertFfnBackward, "output_mask must be False for ", name,
-                 ", which is quantized (", projection->format.value_or(""), "), got True");
-  }
-  constexpr const char* kNames[] = {"x",       "weights", "gate", "gate_bias", "gate_a",    "gate_b", "up",
-                                    "up_bias", "up_a",    "up_b", "down",      "down_bias", "down_a", "down_b"};
-  const char* const* name = kNames;
-  const auto check_wanted = [&](bool is_wanted, const auto& input) {
+  const auto check_wanted = [&](bool is_wanted, const char* name, const OptionalTensor& input) {
     MAXMOE_CHECK(!is_wanted || tensor_or_null(input) != nullptr, kExpertFfnBackward, "output_mask must be False for ",
-                 *name, ", which is None, got True");
-    ++name;
+                 name, ", which is None, got True");
   };
-  std::apply(
-      [&](const auto&... is_wanted) {
-        std::apply([&](const auto&... input) { (check_wanted(is_wanted, input), ...); },
-                   ExpertFfnArguments::differentiable(a));
-      },
-      wanted.in_order());
+  check_wanted(wanted.weights, "weights", a.weights);
+  for (const auto& [names, p, of] : {std::tuple(kGate, &a.gate, wanted.gate), std::tuple(kUp, &a.up, wanted.up),
+                                     std::tuple(kDown, &a.down, wanted.down)}) {
+    MAXMOE_CHECK(!of.weights || !p->is_quantized(), kExpertFfnBackward, "output_mask must be False for ", names.tensor,
+                 ", which is quantized (", p->format.value_or(""), "), got True");
+    check_wanted(of.weights, names.tensor, p->tensor);
+    check_wanted(of.bias, names.bias, p->bias);
+    check_wanted(of.a, names.a, p->a);
+    check_wanted(of.b, names.b, p->b);
+  }
 }
 
 }  // namespace maxmoe::ops

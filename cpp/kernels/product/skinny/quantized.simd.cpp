@@ -1,13 +1,11 @@
 // The skinny product with a quantized B: skinny_product.simd.h.
 //
 // Quantized values that run along the inner dimension are multiplied as they are decoded: to pairs with AVX512-BF16
-// (vnni.simd.h), some of them to floats with AVX2 and AVX-512 (float_product.simd.h). Otherwise blocks of B are
+// (vnni.simd.cpp), some of them to floats with AVX2 and AVX-512 (float_product.simd.cpp). Otherwise blocks of B are
 // decoded, which stay in the first-level cache, and multiplied there like any B.
 #include "kernels/product/skinny/quantized.simd.h"
 
-#include "kernels/product/skinny/float_product.simd.h"
-#include "kernels/product/skinny/row_major.simd.h"
-#include "kernels/product/skinny/transposed.simd.h"
+#include "kernels/product/skinny/skinny_product.simd.h"
 #include "kernels/product/tiled/blocking.simd.h"
 #include "kernels/quantized/decode_rows.simd.h"
 
@@ -76,7 +74,7 @@ void multiply_skinny_quantized(const RowGroups<Element>& a, const GemmOperand<T>
     }
   }
 #endif
-  if constexpr (kMultipliesWords && std::is_same_v<Element, float>) {
+  if constexpr (std::is_same_v<Element, float>) {
     if (b.is_transposed && a.num_rows <= kMaxRowsOfWords && multiplies_words<T>(b.quantized)) {
       const FloatProduct p{a[0].steps, a.num_rows, b.quantized, next_b.quantized, sums, accumulate};
       for (int64_t column = 0; column < sums.columns; column += kNR<float>) {

@@ -5,7 +5,6 @@
 
 #include "kernels/isa/vector.simd.h"
 #include "kernels/matrix/matrix_view.h"
-#include "kernels/quantized/quantized_matrix.h"
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 
@@ -28,18 +27,7 @@ struct SkinnyRows {
   MAXMOE_INLINE Element operator()(int r, int64_t step) const { return data[step * kRows + r]; }
 };
 
-// A product with quantized values that are multiplied as they are decoded, without being stored.
-template <class Element>
-struct ProductInPlace {
-  const Element* a;  // rows of A, as in SkinnyRows
-  int64_t num_rows;
-  const QuantizedMatrix& codes;
-  const QuantizedMatrix& next_codes;  // b of the next product; without data if that b is not quantized
-  MatrixView<float> sums;             // all columns; their number is a multiple of NR
-  bool accumulate;
-};
-
-// Largest number of rows that are multiplied with any B in place; row_major.simd.h has exceptions for more. More than
+// Largest number of rows that are multiplied with any B in place; max_rows_in_place has exceptions. More than
 // kMaxRowsOfGroup rows form several groups: each multiplies the same block of B, which the first group has loaded into
 // a cache. With AVX-512 13 rows or more are faster with packed B (docs/concepts/kernels.md).
 constexpr int64_t kMaxRowsInPlace = 12;

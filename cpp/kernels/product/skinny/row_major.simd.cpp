@@ -7,9 +7,8 @@
 //
 // With more than 12 rows the loads and stores of sums take a large part of the time. A wide B is then multiplied in
 // ranges of columns, whose blocks have more rows.
-#include "kernels/product/skinny/row_major.simd.h"
-
 #include "kernels/product/accumulators.simd.h"
+#include "kernels/product/skinny/skinny_product.simd.h"
 #include "kernels/product/tiled/blocking.simd.h"
 #include "kernels/product/tiled/micro_kernel.simd.h"
 

@@ -11,11 +11,27 @@
 #pragma once
 
 #include "kernels/executor.h"
+#include "kernels/product/gemm.h"
 #include "kernels/product/skinny/quantized.simd.h"
-#include "kernels/product/skinny/row_major.simd.h"
-#include "kernels/product/skinny/transposed.simd.h"
+#include "kernels/product/skinny/row_groups.simd.h"
+#include "kernels/product/tiled/pack.simd.h"
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
+
+// The next three functions compute sums = a * b, or += if `accumulate`. At the end of b the begin of next_b, which may
+// be empty, is prefetched; of quantized values only where they are multiplied as they are decoded.
+template <class T, class Element>
+void multiply_skinny_row_major(const RowGroups<Element>& a, ConstMatrixView<T> b, MatrixView<Accumulator<T>> sums,
+                               bool accumulate, ConstMatrixView<T> next_b);
+
+// The columns of b are the rows of `memory`.
+template <class T, class Element>
+void multiply_skinny_transposed(const RowGroups<Element>& a, ConstMatrixView<T> memory, MatrixView<Accumulator<T>> sums,
+                                bool accumulate, ConstMatrixView<T> next_memory);
+
+template <class T, class Element>
+void multiply_skinny_quantized(const RowGroups<Element>& a, const GemmOperand<T>& b, const GemmOperand<T>& next_b,
+                               MatrixView<Accumulator<T>> sums, bool accumulate);
 
 // Multiplies the rows with b of `p`, which is quantized, transposed or row-major.
 template <class T, class Element>
@@ -88,14 +104,31 @@ void store_rows_of_a(const GemmOperand<T>& a, Range rows, Element* steps) {
 // The largest number of rows of a group, if `num_rows` rows multiply b.
 template <class Element, class T>
 int64_t max_group_of(const GemmOperand<T>& b, int64_t num_rows) {
-  return b.is_transposed ? max_transposed_group<T, Element>(num_rows) : kMaxRowsOfGroup;
+  // The accumulators of 5 rows fit into 16 registers beside pairs that are multiplied as floats.
+  constexpr int64_t kMaxRowsOfPairs = 5;
+  const bool has_pairs_as_floats = b.is_transposed && !std::is_same_v<Element, BlockElement<T, Element>>;
+  return has_pairs_as_floats && num_rows > kMaxRowsOfGroup ? kMaxRowsOfPairs : kMaxRowsOfGroup;
 }
 
+// Number of whole cache lines of a row of a row-major b that a kernel reads at a time: 0 if it reads half a line.
+template <class T, int kVectorsX2>
+constexpr int kLinesPerRow =
+    static_cast<int>(kVectorsX2 * kLanesX2<Accumulator<T>> * int64_t{sizeof(T)} / kCacheLineBytes);
+
 // The largest number of rows that are multiplied with b in place.
+//
+// With 16 registers these are up to 24 for a row-major b, which took up to 1.6 times the time with packed b. An
+// exception is a b of which a kernel reads half a cache line per row at a time: if rows are a multiple of 2 KiB apart,
+// the lines share few sets of the first-level cache, and are evicted before the other half is read
+// (docs/concepts/kernels.md).
 template <class Element, class T>
 int64_t max_rows_in_place(const GemmOperand<T>& b) {
-  if (b.is_quantized()) return kMaxQuantizedRows<Element>;
-  return b.is_transposed ? kMaxRowsInPlace : max_row_major_rows(b.memory);
+#if MAXMOE_DECODES_PAIRS
+  if (b.is_quantized() && std::is_same_v<Element, BFloat16Pair>) return kMaxVnniRows;
+#endif
+  if (b.is_quantized() || b.is_transposed || kVectorRegisters == 32) return kMaxRowsInPlace;
+  const bool reads_lines_twice = kLinesPerRow<T, 1> == 0 && b.memory.row_stride * int64_t{sizeof(T)} % 2048 == 0;
+  return reads_lines_twice ? kMaxRowsInPlace : 2 * kMaxRowsInPlace;
 }
 
 // Computes sums = a * b, or += if `accumulate`, for 1 to max_rows_in_place(b) rows. Reads only b and next_b of `p`. The

@@ -11,8 +11,7 @@
 // While some columns are multiplied in registers, the next ones are prefetched, a cache line in each step. Prefetching
 // all lines of a block at once stalled the multiply-adds, and took up to 1.25 times the time
 // (docs/concepts/kernels.md).
-#include "kernels/product/skinny/transposed.simd.h"
-
+#include "kernels/product/skinny/skinny_product.simd.h"
 #include "kernels/product/skinny/transposed_parts.simd.h"
 #include "kernels/product/tiled/blocking.simd.h"
 #include "kernels/product/tiled/transposed_steps.simd.h"

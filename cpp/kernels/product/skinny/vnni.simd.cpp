@@ -1,8 +1,7 @@
 // Pairs are multiplied as they are decoded, and never stored. Each vector of columns is one chain of multiply-adds per
 // row, and vdpbf16ps has a latency of 6 cycles: one row needs more vectors at a time than several rows.
-#include "kernels/product/skinny/vnni.simd.h"
-
 #include "kernels/product/accumulators.simd.h"
+#include "kernels/product/skinny/quantized.simd.h"
 #include "kernels/product/tiled/pack_along_depth.simd.h"
 #include "kernels/quantized/decoders.simd.h"
 

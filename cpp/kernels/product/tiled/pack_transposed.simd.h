@@ -5,13 +5,6 @@
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 
-// The initial sums of one row and vector of a micro-tile.
-template <class T, class Element>
-MAXMOE_INLINE Vector<Accumulator<T>> initial_sums(const MicroTile<T, Element>& tile, int row, int vector) {
-  using S = Accumulator<T>;
-  return tile.sums != nullptr ? load_vector(tile.sums + row * kNR<S> + vector * kLanes<S>) : Vector<S>{};
-}
-
 // micro_kernel_packing_b for a transposed B. Its two vectors of columns are multiplied one after the other, because
 // registers hold the blocks of one; the sums of the first one wait in memory, and the sums of the second one are not
 // loaded before. Hence not Accumulators.
@@ -29,7 +22,9 @@ void micro_kernel_packing_transposed_b(const MicroTile<Out, Element>& tile, cons
 #pragma GCC unroll 2
   for (int vector = 0; vector < 2; ++vector) {
 #pragma GCC unroll 12
-    for (int r = 0; r < kMR; ++r) sum[r][vector] = initial_sums(tile, r, vector);
+    for (int r = 0; r < kMR; ++r) {
+      sum[r][vector] = tile.sums != nullptr ? load_vector(tile.sums + r * kWidth + vector * kLanes<S>) : Vector<S>{};
+    }
     Element* const packed = panel + vector * kLanes<S>;
     const auto multiply = [&](int64_t step, bool has_second, Vector<Of> values) MAXMOE_INLINE_LAMBDA {
       prefetch.advance();
