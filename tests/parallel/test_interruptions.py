@@ -110,9 +110,9 @@ def check_interruption(
 def test_an_interruption_leaves_nothing_behind(layout: MeshRules, interrupt: Interrupt) -> None:
     without_interruption()
     places = PLACES if interrupt is interrupt_forward else PLACES[:-1]
-    # By turns, so that each place has both over the layouts.
-    errors = itertools.islice(itertools.cycle([StopError, KeyboardInterrupt]), LAYOUTS.index(layout) % 2, None)
-    cases = [(layout, interrupt, place, error) for place, error in zip(places, errors, strict=False)]
+    errors = [StopError, KeyboardInterrupt]  # in turn: every place has both, in one layout or the next
+    first = LAYOUTS.index(layout)
+    cases = [(layout, interrupt, place, errors[(first + number) % 2]) for number, place in enumerate(places)]
     run_cases(check_interruption, layout.world_size, cases)
 
 

@@ -36,8 +36,8 @@ MAXMOE_INLINE WordPairs<4> e2m1_codes(__m512i words) {
 // +0, which changes no sum but one that is itself -0.
 //
 // MXFP4 with ColumnTables instead would compute tables for every 32 values. Scaling the sums of a block of the inner
-// dimension, not its weights, took 0.98 to 1.01 of the time of a product of 1 to 8 rows, and 0.96 of a layer with 16
-// tokens (D 2048, F 768, 32 experts, top 4), for 150 lines (AMD Zen 5 class).
+// dimension, not its weights, needs 150 lines more; it took 0.98 to 1.01 of the time of a product of 1 to 8 rows, and
+// 0.96 of the time of a layer with 16 tokens (D 2048, F 768, 32 experts, top 4; AMD Zen 5 class).
 class ScaledE2M1 {
  public:
   static constexpr int kBits = 4;
