@@ -61,7 +61,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(100_000, 10, 10)
+    gc.set_threshold(100_000, 50, 1000)
 
 
 @pytest.hookimpl(wrapper=True)

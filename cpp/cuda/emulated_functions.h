@@ -94,22 +94,26 @@ void load_matrices(uint32_t (&registers)[4], const void* row) {
 template <class T>
 void multiply_tile(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   struct Fragments {
-    uint32_t a[4], b[2];
+    float a[4][2], b[2][2];
   };
-  const Fragments own{{a[0], a[1], a[2], a[3]}, {b[0], b[1]}};
+  const auto number = [](uint32_t word, unsigned half) {
+    return widen(T{static_cast<uint16_t>(half != 0 ? word >> 16 : word)});
+  };
+  Fragments own;
+  for (unsigned i = 0; i < 2; ++i) {
+    for (unsigned m = 0; m < 4; ++m) own.a[m][i] = number(a[m], i);
+    for (unsigned half = 0; half < 2; ++half) own.b[half][i] = number(b[half], i);
+  }
   emulator::collective(&emulator::kind_of<T>, ~0U, own, [&](const auto& of) {
-    const auto number = [](uint32_t word, unsigned half) {
-      return widen(T{static_cast<uint16_t>(half != 0 ? word >> 16 : word)});
-    };
     const unsigned lane = emulator::block->lane();
     for (unsigned half = 0; half < 2; ++half) {
       for (unsigned pair = 0; pair < 4; ++pair) {
-        const Fragments left = of(lane / 4 * 4 + pair);
+        const Fragments& left = of(lane / 4 * 4 + pair);
         for (unsigned column = 0; column < 2; ++column) {
-          const uint32_t right = of((lane % 4 * 2 + column) * 4 + pair).b[half];
+          const Fragments& right = of((lane % 4 * 2 + column) * 4 + pair);
           for (unsigned i = 0; i < 2; ++i) {
-            sums[column] += number(left.a[half * 2], i) * number(right, i);
-            sums[2 + column] += number(left.a[half * 2 + 1], i) * number(right, i);
+            sums[column] += left.a[half * 2][i] * right.b[half][i];
+            sums[2 + column] += left.a[half * 2 + 1][i] * right.b[half][i];
           }
         }
       }
@@ -123,22 +127,25 @@ inline void copy_async(void* to, const void* from, int bytes) {
   check_alignment(from, "cp.async of an address that is not aligned");
   const emulator::Copy copy{to, from, bytes};
   if (!emulator::schedule.copies_late) copy.run();
-  emulator::block->fiber().open.push_back(copy);
+  emulator::Fiber& fiber = emulator::block->fiber();
+  fiber.copies.push_back(copy);
+  ++fiber.num_open;
 }
 
 inline void commit_copies() {
-  auto& fiber = emulator::block->fiber();
-  fiber.groups.push_back(std::exchange(fiber.open, {}));
+  emulator::Fiber& fiber = emulator::block->fiber();
+  fiber.commits.push_back(std::exchange(fiber.num_open, 0));
 }
 
 template <int kPending>
 void wait_for_copies() {
-  auto& groups = emulator::block->fiber().groups;
-  while (groups.size() > kPending) {
-    for (const emulator::Copy& copy : groups.front()) {
-      if (emulator::schedule.copies_late) copy.run();
-    }
-    groups.erase(groups.begin());
+  auto& copies = emulator::block->fiber().copies;
+  auto& commits = emulator::block->fiber().commits;
+  while (commits.size() > kPending) {
+    const auto end = copies.begin() + static_cast<ptrdiff_t>(commits.front());
+    if (emulator::schedule.copies_late) std::for_each(copies.begin(), end, [](const auto& copy) { copy.run(); });
+    copies.erase(copies.begin(), end);
+    commits.erase(commits.begin());
   }
 }
 

@@ -1,4 +1,5 @@
-// Runs CUDA kernels on the CPU, for tests. Each thread of a block is a fiber; the blocks run one after the other.
+// Runs CUDA kernels on the CPU, for tests. Each thread of a block is a fiber; the blocks run one after the other, on the
+// same fibers.
 //
 // Between two synchronizations a fiber runs alone, in an order that the schedule permutes: a missing barrier gives
 // another result in another order. An asynchronous copy happens at once, or as late as the waits allow: a missing wait
@@ -21,11 +22,14 @@
 #include <bit>
 #include <cstdint>
 #include <cstring>
+#include <exception>
 #include <functional>
 #include <memory>
+#include <new>
 #include <random>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -70,23 +74,30 @@ struct Copy {
 
 enum class Wait { none, barrier, lanes };
 
-struct Fiber {
-  ucontext_t start;
+// What a fiber keeps from block to block.
+struct Stack {
+  std::unique_ptr<unsigned char[]> memory;
   jmp_buf position;
   void* sanitizer = nullptr;  // the state of the address sanitizer for a fiber that waits
   bool is_started = false;
+};
+
+// A fiber in a block.
+struct Fiber {
+  Stack* stack = nullptr;
   bool is_done = false;
   Wait wait = Wait::none;
   dim3 index;
-  std::vector<std::vector<Copy>> groups;  // committed copies, oldest first
-  std::vector<Copy> open;
+  std::vector<Copy> copies;     // that have not been waited for, oldest first
+  std::vector<size_t> commits;  // numbers of copies in the committed groups, oldest first
+  size_t num_open = 0;          // copies that have not been committed
 };
 
 // A collective operation of the lanes of a warp. Its kind is the address of a static variable of the function.
 struct Warp {
   uint32_t arrived = 0, left = 0, mask = 0, exited = 0;  // one bit per lane
   const void* kind = nullptr;
-  unsigned char values[32][64];
+  alignas(16) unsigned char values[32][64];
 };
 
 struct Block {
@@ -106,9 +117,8 @@ struct Block {
 };
 inline thread_local Block* block = nullptr;
 
-// Stacks of fibers, reused by later blocks: fiber i has stack i.
 constexpr size_t kStackBytes = 128 << 10;
-inline thread_local std::vector<std::unique_ptr<unsigned char[]>> stacks;
+inline thread_local std::vector<Stack> stacks;  // fiber i has stack i
 
 constexpr unsigned char kPoison = 0xff;           // a NaN in every type
 constexpr size_t kGuardBytes = size_t{32} << 10;  // after the shared memory
@@ -151,45 +161,44 @@ inline void after_switch([[maybe_unused]] void* own, [[maybe_unused]] const void
 
 // Switches to the scheduler. Not swapcontext, which is a system call.
 inline void yield() {
-  if (_setjmp(block->fiber().position) == 0) leave_fiber(&block->fiber().sanitizer);
-  after_switch(block->fiber().sanitizer, nullptr, nullptr);
+  Stack& stack = *block->fiber().stack;
+  if (_setjmp(stack.position) == 0) leave_fiber(&stack.sanitizer);
+  after_switch(block->fiber().stack->sanitizer, &block->scheduler_stack, &block->scheduler_bytes);
 }
 
-inline void run_fiber() {
+[[noreturn]] inline void run_fiber() {
   after_switch(nullptr, &block->scheduler_stack, &block->scheduler_bytes);
-  block->body();
-  Fiber& fiber = block->fiber();
-  if (!fiber.open.empty()) fail("a thread ends with copies that it has not committed");
-  fiber.is_done = true;
-  block->warp().exited |= 1U << block->lane();
-  leave_fiber(nullptr);
-}
-
-inline unsigned char* stack_of(size_t thread) {
-  while (stacks.size() <= thread) stacks.push_back(std::make_unique_for_overwrite<unsigned char[]>(kStackBytes));
-  return stacks[thread].get();
+  for (;;) {
+    block->body();
+    Fiber& fiber = block->fiber();
+    if (fiber.num_open > 0) fail("a thread ends with copies that it has not committed");
+    fiber.is_done = true;
+    block->warp().exited |= 1U << block->lane();
+    yield();  // until a later block has a thread of this number
+  }
 }
 
 // Not instrumented, because it does not return: the sanitizer would keep its frame.
-__attribute__((no_sanitize("address"))) inline void start_fiber(Fiber& fiber, unsigned char* stack) {
-  fiber.is_started = true;
-  getcontext(&fiber.start);
-  fiber.start.uc_stack.ss_sp = stack;
-  fiber.start.uc_stack.ss_size = kStackBytes;
-  fiber.start.uc_link = nullptr;
-  makecontext(&fiber.start, run_fiber, 0);
-  setcontext(&fiber.start);
+__attribute__((no_sanitize("address"))) inline void start_fiber(Stack& stack) {
+  stack.is_started = true;
+  ucontext_t start;
+  getcontext(&start);
+  start.uc_stack.ss_sp = stack.memory.get();
+  start.uc_stack.ss_size = kStackBytes;
+  start.uc_link = nullptr;
+  makecontext(&start, run_fiber, 0);
+  setcontext(&start);
 }
 
 // Runs a fiber until it waits.
 inline void resume(size_t thread) {
   block->current = thread;
   threadIdx = block->fiber().index;
-  unsigned char* const stack = stack_of(thread);
   if (_setjmp(block->scheduler) == 0) {
-    before_switch(&block->sanitizer, stack, kStackBytes);
-    if (!block->fiber().is_started) start_fiber(block->fiber(), stack);
-    _longjmp(block->fiber().position, 1);
+    Stack& stack = *block->fiber().stack;
+    before_switch(&block->sanitizer, stack.memory.get(), kStackBytes);
+    if (!stack.is_started) start_fiber(stack);
+    _longjmp(stack.position, 1);
   }
   after_switch(block->sanitizer, nullptr, nullptr);
 }
@@ -248,7 +257,7 @@ inline void run_block() {
 // All lanes of `mask` give a value; each lane then calls read(of), where of(lane) is the value of a lane.
 template <class T, class Read>
 auto collective(const void* kind, uint32_t mask, const T& value, const Read& read) {
-  static_assert(sizeof(T) <= sizeof(Warp::values[0]));
+  static_assert(std::is_trivially_copyable_v<T> && sizeof(T) <= sizeof(Warp::values[0]) && alignof(T) <= 16);
   Warp& warp = block->warp();
   Fiber& fiber = block->fiber();
   const uint32_t bit = 1U << block->lane();
@@ -268,10 +277,8 @@ auto collective(const void* kind, uint32_t mask, const T& value, const Read& rea
   fiber.wait = Wait::lanes;
   if (warp.arrived != mask) yield();
   fiber.wait = Wait::none;
-  const auto of = [&](unsigned lane) {
-    T given;
-    std::memcpy(&given, warp.values[lane % 32], sizeof(T));
-    return given;
+  const auto of = [&](unsigned lane) -> const T& {
+    return *std::launder(reinterpret_cast<const T*>(warp.values[lane % 32]));
   };
   auto result = read(of);
   warp.left |= bit;
@@ -279,12 +286,12 @@ auto collective(const void* kind, uint32_t mask, const T& value, const Read& rea
   return result;
 }
 
-// Sets the running block, and resets it if a kernel fails.
+// Sets the running block, and resets it. After an error it removes the fibers, since they wait in the middle of a kernel.
 class Running {
  public:
   explicit Running(Block& running) { block = &running; }
   ~Running() {
-    if (!block->failure.empty()) stacks.clear();  // the sanitizer still has the frames of the interrupted fibers
+    if (std::uncaught_exceptions() > 0) stacks.clear();
     block = nullptr;
   }
   Running(const Running&) = delete;
@@ -297,6 +304,7 @@ void run_grid(dim3 grid, dim3 threads, size_t shared_bytes, const Kernel& kernel
   const Running guard(running);
   running.body = kernel;
   const unsigned count = threads.x * threads.y * threads.z;
+  while (stacks.size() < count) stacks.push_back({std::make_unique_for_overwrite<unsigned char[]>(kStackBytes)});
   gridDim = grid;
   blockDim = threads;
   std::vector<size_t> blocks = initial_order(size_t{grid.x} * grid.y * grid.z);
@@ -308,13 +316,15 @@ void run_grid(dim3 grid, dim3 threads, size_t shared_bytes, const Kernel& kernel
                     static_cast<unsigned>(i / grid.x / grid.y));
     running.shared.assign(128 + shared_bytes + kGuardBytes, kPoison);
     running.warps.assign((count + 31) / 32, {});
-    running.fibers = std::vector<Fiber>(count);
+    running.fibers.assign(count, {});
     for (unsigned t = 0; t < count; ++t) {
+      running.fibers[t].stack = &stacks[t];
       running.fibers[t].index = dim3(t % threads.x, t / threads.x % threads.y, t / threads.x / threads.y);
     }
     run_block();
-    const auto is_poison = [](unsigned char byte) { return byte == kPoison; };
-    if (!std::all_of(shared_memory() + shared_bytes, running.shared.data() + running.shared.size(), is_poison)) {
+    const unsigned char* const guard = shared_memory() + shared_bytes;
+    const size_t rest = static_cast<size_t>(running.shared.data() + running.shared.size() - guard) - 1;
+    if (guard[0] != kPoison || std::memcmp(guard, guard + 1, rest) != 0) {
       throw std::runtime_error("a write past the end of the shared memory");
     }
   }

@@ -2,12 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining import PipelineStage
 
 from maxmoe.parallel.apply.fsdp import fsdp_modules
 from maxmoe.parallel.apply.interruptions import AfterInterruption
@@ -15,6 +14,9 @@ from maxmoe.pipelining.micro_batches import MicroBatch
 from maxmoe.pipelining.schedules import ScheduleKind
 from maxmoe.pipelining.stage import Stage
 from maxmoe.sharding.mesh import Mesh
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import PipelineStage
 
 
 class ScheduledRun:
@@ -140,7 +142,9 @@ class ScheduledRun:
             scale_grads=False,
         )
 
-    def _torch_stage(self, stage: Stage) -> PipelineStage:
+    def _torch_stage(self, stage: Stage) -> "PipelineStage":
+        from torch.distributed.pipelining import PipelineStage  # imports the compiler, see ScheduleKind
+
         number = torch.empty(1, dtype=torch.int64, device="meta")
         loss = torch.empty((), device="meta", requires_grad=True)
         return PipelineStage(

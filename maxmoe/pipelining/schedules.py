@@ -1,10 +1,7 @@
 """Schedules of a pipeline: the order of the forwards and backwards of all micro-batches on each rank."""
 
-from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
-
-from torch.distributed import pipelining
 
 from maxmoe.checks.fields import check_int, nearest
 
@@ -17,13 +14,19 @@ class ScheduleKind:
     the ranks and the second half in reverse, so that the first rank has the first and the last stage.
     """
 
-    make: Callable[..., Any]
+    class_name: str
     _: KW_ONLY
     has_one_stage: bool = False  # of each rank; two by default in all others
     is_v_shaped: bool = False
     splits_backward: bool = False  # the gradients of inputs and of weights are computed at different times
     needs_one_per_stage: bool = False  # at least one micro-batch for each stage
     has_rounds: bool = False  # the number of micro-batches is a multiple of the number of rounds, see `check_schedule`
+
+    def make(self, *arguments: Any, **options: Any) -> Any:
+        """Make a schedule of torch, with arguments of its class."""
+        from torch.distributed import pipelining  # imports the compiler, which most plans do not need
+
+        return getattr(pipelining, self.class_name)(*arguments, **options)
 
     @property
     def default_stages_per_rank(self) -> int:
@@ -44,17 +47,13 @@ class ScheduleKind:
 
 
 SCHEDULES = {
-    "gpipe": ScheduleKind(pipelining.ScheduleGPipe, has_one_stage=True),
-    "1f1b": ScheduleKind(pipelining.Schedule1F1B, has_one_stage=True, needs_one_per_stage=True),
-    "looped_bfs": ScheduleKind(pipelining.ScheduleLoopedBFS),
-    "interleaved_1f1b": ScheduleKind(pipelining.ScheduleInterleaved1F1B, has_rounds=True),
-    "interleaved_zero_bubble": ScheduleKind(
-        pipelining.ScheduleInterleavedZeroBubble, splits_backward=True, has_rounds=True
-    ),
-    "zbv": ScheduleKind(pipelining.ScheduleZBVZeroBubble, is_v_shaped=True, splits_backward=True),
-    "dual_pipe_v": ScheduleKind(
-        pipelining.ScheduleDualPipeV, is_v_shaped=True, splits_backward=True, needs_one_per_stage=True
-    ),
+    "gpipe": ScheduleKind("ScheduleGPipe", has_one_stage=True),
+    "1f1b": ScheduleKind("Schedule1F1B", has_one_stage=True, needs_one_per_stage=True),
+    "looped_bfs": ScheduleKind("ScheduleLoopedBFS"),
+    "interleaved_1f1b": ScheduleKind("ScheduleInterleaved1F1B", has_rounds=True),
+    "interleaved_zero_bubble": ScheduleKind("ScheduleInterleavedZeroBubble", splits_backward=True, has_rounds=True),
+    "zbv": ScheduleKind("ScheduleZBVZeroBubble", is_v_shaped=True, splits_backward=True),
+    "dual_pipe_v": ScheduleKind("ScheduleDualPipeV", is_v_shaped=True, splits_backward=True, needs_one_per_stage=True),
 }
 
 

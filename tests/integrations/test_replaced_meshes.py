@@ -36,6 +36,20 @@ PRESETS = [
 ]
 REPLICATED = ["longcat_flash", "jetmoe", "switch_transformers"]
 import_models(*PRESETS, *REPLICATED)
+MESHES: list[tuple[dict[str, int], str, Any]] = [
+    ({"expert": 2}, "ep-as-dp", "ring_of_experts"),
+    ({"expert": 2}, "ep-as-dp", "ragged_all_to_all"),
+    ({"expert": 2}, "ep-as-dp", "least_loaded"),
+    ({"expert": 2}, "ep-tp", "auto"),
+    ({"tensor": 2}, "default", "auto"),
+    ({"fsdp": 2}, "default", "auto"),
+]
+HALVES = [slice(0, None, 2), slice(1, None, 2)]
+CASES = [(preset, HALVES[number % 2]) for number, preset in enumerate(PRESETS)]
+CASES += [
+    pytest.param(preset, HALVES[(number + 1) % 2], marks=pytest.mark.sampled(0))
+    for number, preset in enumerate(PRESETS)
+]
 IDS = torch.randint(3, 32, (4, 6), generator=torch.Generator().manual_seed(1))
 MASK = torch.ones(4, 6, dtype=torch.int64)
 MASK[0, :2], MASK[3, 3:] = 0, 0
@@ -66,21 +80,14 @@ def check_gradients(module: nn.Module, whole: nn.Module, relative: float = TOLER
 
 @pytest.mark.filterwarnings("ignore:the rules shard")
 @pytest.mark.filterwarnings("ignore:.* of the parameters are whole")
-@pytest.mark.parametrize("preset", PRESETS)
-def test_equals_one_process(preset: str) -> None:
+@pytest.mark.parametrize(("preset", "meshes"), CASES)
+def test_equals_one_process(preset: str, meshes: slice) -> None:
     whole = replaced(preset, training=TRAINING)
     counted = StatsAccumulator(whole)
     expected, stats = step(whole), counted.update()
 
     def check() -> None:
-        for sizes, rules, dispatch in (
-            ({"expert": 2}, "ep-as-dp", "ring_of_experts"),
-            ({"expert": 2}, "ep-as-dp", "ragged_all_to_all"),
-            ({"expert": 2}, "ep-as-dp", "least_loaded"),
-            ({"expert": 2}, "ep-tp", "auto"),
-            ({"tensor": 2}, "default", "auto"),
-            ({"fsdp": 2}, "default", "auto"),
-        ):
+        for sizes, rules, dispatch in MESHES[meshes]:
             mesh = Mesh(sizes)
             ours = parallelize(replaced(preset, training=TRAINING), mesh, rules, dispatch=dispatch, allow_unused=True)
             accumulator = StatsAccumulator(ours)

@@ -11,6 +11,7 @@ SIZES = {"hidden_size": 16, "intermediate_size": 8, "num_experts": 4, "top_k": 2
 
 # Torch hides this warning from users, but not from a filter that raises.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning")
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "options", [{}, {"num_shared_experts": 1, "score_function": "sigmoid", "load_balance_loss_weight": 0.1}], ids=str
 )

@@ -87,6 +87,7 @@ def test_recomputation(compute: Options) -> None:
     assert_same(outcome(layer, x), expected, 1e-14)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("compute", [COMPUTE["sparse"], COMPUTE["dense"]], ids=["sparse", "dense"])
 def test_compiled_as_one_graph(compute: Options) -> None:
     layer = make(latent_size=4, **compute)

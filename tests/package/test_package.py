@@ -22,7 +22,7 @@ before = {{*sys.modules}}
 import maxmoe
 loaded, names = {{*sys.modules}} - before, dir(maxmoe)
 for name in {PUBLIC}: getattr(maxmoe, name).__doc__.strip()
-print(json.dumps({{"loaded": [*loaded], "names": names}}))
+print(json.dumps({{"loaded": [*loaded], "names": names, "loaded with packages": [*sys.modules]}}))
 """
 
 
@@ -41,6 +41,12 @@ def test_importing_maxmoe_loads_nothing_but_torch_and_maxmoe(first_import: dict[
     """The import takes less than 0.2 s beyond torch's; DTensor, transformers or matplotlib would take longer."""
     assert "maxmoe" in first_import["loaded"] and "maxmoe.parallel" not in first_import["loaded"]
     assert [name for name in first_import["loaded"] if name.split(".")[0] != "maxmoe"] == []
+
+
+def test_no_package_loads_the_compiler(first_import: dict[str, Any]) -> None:
+    """It takes half a second. Modules that use it import it in a function."""
+    loaded = first_import["loaded with packages"]
+    assert "maxmoe.pipelining.pipeline" in loaded and "torch._dynamo" not in loaded
 
 
 def test_a_misspelt_name_has_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,10 +1,10 @@
 """`torch.optim.swa_utils.AveragedModel` on meshes, against one process."""
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import pytest
 from torch import Tensor
 from torch.optim.swa_utils import (
     AveragedModel,
@@ -44,7 +44,7 @@ def averaged(averages: AveragedModel, model: Decoder, part: Callable[[Tensor], T
     return {name: getattr(each, "full_tensor", lambda each=each: each)() for name, each in found.items()}
 
 
-def check_layout(layout: MeshRules, how: str, is_first: bool, expected: dict[str, Tensor]) -> None:
+def check_layout(layout: MeshRules, is_first: bool, how: str, expected: dict[str, Tensor]) -> None:
     mesh, rules = Mesh(layout.sizes), LogicalRules.load(layout.rules)
     part = partial(part_by_definition, spec=token_spec(mesh, rules), mesh=mesh)
     model = decoder()
@@ -60,11 +60,14 @@ def check_layout(layout: MeshRules, how: str, is_first: bool, expected: dict[str
         assert_same(tensor, expected[name], name)
 
 
-@pytest.mark.parametrize("how", AVERAGES)
-def test_averages_of_parameters_and_buffers(how: str) -> None:
+def test_averages_of_parameters_and_buffers() -> None:
     """Every preset; averages made before `parallelize`, and after it unless FSDP2 refuses the copy."""
-    model = decoder()
-    expected = averaged(AveragedModel(model, use_buffers=True, **AVERAGES[how]), model, lambda tokens: tokens)
-    cases = [(layout, how, True, expected) for layout in layouts(2)]
-    cases += [(layout, how, False, expected) for layout in layouts(2) if "fsdp" not in layout.sizes]
-    run_cases(check_layout, 2, cases)
+    expected = {}
+    for how, options in AVERAGES.items():
+        model = decoder()
+        expected[how] = averaged(AveragedModel(model, use_buffers=True, **options), model, lambda tokens: tokens)
+    cases = [(layout, True) for layout in layouts(2)]
+    cases += [(layout, False) for layout in layouts(2) if "fsdp" not in layout.sizes]
+    # Another kind of average in each case.
+    averages = itertools.cycle(expected.items())
+    run_cases(check_layout, 2, [(*case, *average) for case, average in zip(cases, averages, strict=False)])

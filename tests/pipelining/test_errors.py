@@ -1,5 +1,6 @@
 """Bad input is an error on every rank before anything is sent; a rank that fails in a stage is named by all others."""
 
+import itertools
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -214,7 +215,8 @@ def test_the_others_name_a_rank_that_fails_in_a_stage(tmp_path: Path) -> None:
         folder.mkdir()
         check_rank_2_is_named(outcomes(folder, train, patience=patience_with(fail)), fail, delay, message)
 
-    check_at_once(check, [(place, *failure) for place in ("forward", "backward") for failure in FAILURES])
+    places = itertools.cycle(("forward", "backward"))
+    check_at_once(check, [(place, *failure) for place, failure in zip(places, FAILURES, strict=False)])
 
 
 def when_backward_reaches(run: Pipeline) -> Callable[[Callable[..., None]], Any]:

@@ -105,7 +105,7 @@ def is_halved_in_float64(sizes: dict[str, Any]) -> bool:
     return ep_size == fsdp_size * tp_size > tp_size
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("preset", EXPERTS)
 def test_parallelism_of_transformers(preset: str, sizes: dict[str, Any]) -> None:
@@ -162,6 +162,7 @@ def test_the_auxiliary_loss_of_transformers_counts_the_tokens_of_each_rank_alone
     assert comparison.first_wrong.explanation.startswith("mean of the gradients of each rank's batch alone")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("script", "last_line"),
     [
