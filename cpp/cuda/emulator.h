@@ -1,5 +1,5 @@
-// Runs CUDA kernels on the CPU, for tests. Each thread of a block is a fiber; the blocks run one after the other, on the
-// same fibers.
+// Runs CUDA kernels on the CPU, for tests. Each thread of a block is a fiber; the blocks run one after the other, on
+// the same fibers.
 //
 // Between two synchronizations a fiber runs alone, in an order that the schedule permutes: a missing barrier gives
 // another result in another order. An asynchronous copy happens at once, or as late as the waits allow: a missing wait
@@ -286,7 +286,8 @@ auto collective(const void* kind, uint32_t mask, const T& value, const Read& rea
   return result;
 }
 
-// Sets the running block, and resets it. After an error it removes the fibers, since they wait in the middle of a kernel.
+// Sets the running block, and resets it. After an error it removes the fibers, since they wait in the middle of a
+// kernel.
 class Running {
  public:
   explicit Running(Block& running) { block = &running; }
