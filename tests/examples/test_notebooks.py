@@ -17,6 +17,7 @@ from support import programs
 from support.pretrain_run import EXAMPLES
 
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+FIRST = {"quick_start", "ragged_operators", "transformers_models"}  # the others run with --exhaustive
 MAX_BYTES = 500_000
 # Numbers of training steps, and smaller ones for the test, which checks the kinds of outputs, not the losses.
 SHORTER = {
@@ -64,7 +65,11 @@ def executed(
         pool.shutdown(cancel_futures=True)
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [path if path.stem in FIRST else pytest.param(path, marks=pytest.mark.sampled(0)) for path in NOTEBOOKS],
+    ids=lambda path: path.stem,
+)
 def test_runs_from_top_to_bottom(path: Path, executed: dict[Path, Future[nbformat.NotebookNode]]) -> None:
     stored = nbformat.read(path, as_version=4)
     for old, new in zip(code_cells(stored), code_cells(executed[path].result()), strict=True):

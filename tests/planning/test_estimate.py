@@ -234,7 +234,7 @@ def test_experts_that_compute_nothing_send_nothing(layout: MeshRules, dispatch: 
     assert_as_planned(layout, dispatch, config=replace(CONFIG, moe=NOTHING))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @each_strategy
 def test_rows_of_latent_experts_are_narrow(layout: MeshRules, dispatch: Dispatch) -> None:
     alone = {"num_shared_experts": 0, "shared_expert_gate": False}
