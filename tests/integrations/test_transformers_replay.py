@@ -134,7 +134,7 @@ def test_recomputed_layers_and_adapters() -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_model_that_was_compiled_before() -> None:
-    model = ours("mixtral")
+    model = ours("mixtral", num_hidden_layers=1)
     own, record = recorded(model), rotated(recorded(model))
     compiled = torch.compile(model, backend="aot_eager", dynamic=False)
     compiled(input_ids=IDS, use_cache=False)

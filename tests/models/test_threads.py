@@ -69,6 +69,7 @@ PAIRS: dict[str, tuple[Any, Any]] = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
 @pytest.mark.parametrize("recompute", [(), ("blocks",)], ids=["saved", "recomputed"])
 def test_two_threads(pair: tuple[Any, Any], recompute: tuple[str, ...]) -> None:

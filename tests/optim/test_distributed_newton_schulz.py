@@ -84,7 +84,7 @@ def parts(mesh: Mesh, rules: LogicalRules) -> Iterator[Tensor]:
     return (whole[part].clone() for whole in batch())
 
 
-@pytest.mark.parametrize("world_size", [2, 4, pytest.param(8, marks=pytest.mark.sampled(0))])
+@pytest.mark.parametrize("world_size", [2, *(pytest.param(number, marks=pytest.mark.sampled(0)) for number in (4, 8))])
 def test_every_preset_is_one_process(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters and states after some steps; matrices that an axis shards are exchanged, and no others."""
     monkeypatch.setattr("maxmoe.optim.distributed_newton_schulz.BUCKET_SIZE", 200)

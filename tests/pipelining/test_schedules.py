@@ -54,7 +54,7 @@ def test_every_pair_occurs(first: int, second: int) -> None:
     assert {(case[first], case[second]) for case in cases()} == set(itertools.product(*values))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.filterwarnings("ignore:no rule for the logical name")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_equals_one_process_on_four_ranks(schedule: str) -> None:

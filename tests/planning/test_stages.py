@@ -185,13 +185,13 @@ CASES_OF_FSDP: list[tuple[Any, ...]] = [(FSDP, "default", schedule, "auto") for 
 CASES_OF_FSDP += [(FSDP, "default", "interleaved_1f1b", "auto", ("blocks",))]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_memory_and_messages_are_those_of_a_step(case: tuple[Any, ...]) -> None:
     assert_as_planned(case)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES_OF_FSDP, ids=str)
 def test_memory_and_collectives_of_fsdp(case: tuple[Any, ...]) -> None:
     assert_as_planned(case)

@@ -43,6 +43,7 @@ if os.environ.get("MAXMOE_CORE") != "off":  # as in tests/package/test_without_c
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")
 
 
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_training_is_equal(name: str) -> None:
     comparison = compare(RIGHT[name])

@@ -14,6 +14,7 @@ from support.public_bugs import BUGS, FIRST, row
 PAGE = (Path(__file__).parents[2] / "docs/how_to/public_bugs.md").read_text()
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", BUGS)
 def test_the_mistake_is_found(name: str) -> None:
     case = BUGS[name].case

@@ -119,7 +119,7 @@ def test_every_strategy_family_and_load(num_ranks: int) -> None:
     run_ranks(check, num_ranks)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:no rule for the logical name")
 @pytest.mark.parametrize(("layout", "num_parts"), LAYOUTS, ids=str)
 def test_every_mesh(layout: MeshRules, num_parts: int) -> None:
@@ -139,6 +139,7 @@ def test_every_mesh(layout: MeshRules, num_parts: int) -> None:
     run_ranks(check, layout.world_size)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:no rule for the logical name")
 @pytest.mark.parametrize(("layout", "num_parts"), [LAYOUTS[2], LAYOUTS[5], LAYOUTS[8], LAYOUTS[11]], ids=str)
 def test_chunks_padding_and_dense_products(layout: MeshRules, num_parts: int) -> None:
