@@ -2,8 +2,10 @@
 
 import io
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from matplotlib.figure import Figure
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 TRAINING, HELD_OUT, OTHER, BASELINE = "#9aa5b1", "#1b6ca8", "#3d8b54", "#b5541c"
 
@@ -22,6 +24,8 @@ def loss_curves(
         held_out: curves on the held-out text by label, each a list of pairs of step and value.
         baselines: values of horizontal lines by label.
     """
+    from matplotlib.figure import Figure  # takes half a second, and most ranks draw nothing
+
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     axes.plot(range(1, len(training) + 1), training, color=TRAINING, linewidth=0.8, label="training batch")
@@ -40,7 +44,7 @@ def loss_curves(
     save(figure, path)
 
 
-def save(figure: Figure, path: Path) -> None:
+def save(figure: "Figure", path: Path) -> None:
     """Write a PNG. It is drawn in memory, so that a full disk raises a plain OSError."""
     stream = io.BytesIO()
     figure.savefig(stream, format="png", dpi=120)

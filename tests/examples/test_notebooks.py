@@ -17,7 +17,7 @@ from support import programs
 from support.pretrain_run import EXAMPLES
 
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-FIRST = {"quick_start", "ragged_operators", "transformers_models"}  # the others run with --exhaustive
+FIRST = {"quick_start", "ragged_operators"}  # the others run with --exhaustive
 MAX_BYTES = 500_000
 # Numbers of training steps, and smaller ones for the test, which checks the kinds of outputs, not the losses.
 SHORTER = {

@@ -175,7 +175,7 @@ sys.exit(pretrain.main())
 """
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(
     ("mesh", "failure", "other_rank", "cause"),
     [

@@ -39,7 +39,7 @@ def python(code: str, isa: str) -> subprocess.CompletedProcess[str]:
     return programs.python(code, env=os.environ | {"MAXMOE_ISA": isa})
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("isa", INFO["supported_isas"])
 def test_environment_variable_lowers_the_isa(isa: str) -> None:
     assert programs.printed(python("import maxmoe; print(maxmoe.build_info()['isa'])", isa)).strip() == isa

@@ -74,7 +74,7 @@ PARTIAL = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("rules", "dispatch"), [*STRATEGIES, ("ep-as-dp", "least_loaded")])
 def test_a_layer(rules: str, dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the first step nothing is compiled: other tokens, and other numbers of rows that travel, change nothing."""

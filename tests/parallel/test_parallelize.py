@@ -78,7 +78,7 @@ def check_step(config: DecoderConfig, layout: MeshRules) -> None:
     check_parts(dict(model.named_parameters()), expected.after, assignments, "after a step:")
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore:no rule for the logical name")
 @pytest.mark.parametrize("layout", layouts(4, 8), ids=str)
 def test_a_training_step_equals_that_of_one_process(layout: MeshRules) -> None:

@@ -1,5 +1,6 @@
 """A rank that dies, hangs or raises: the others name it, in every strategy, in the forward and in the backward."""
 
+import itertools
 import os
 import re
 import signal
@@ -54,9 +55,8 @@ def fail_in_backward(layer: MoE, fail: Callable[[], None]) -> None:
     layer.experts.register_forward_hook(hook)
 
 
-@pytest.mark.parametrize(("fail", "delay", "message"), FAILURES, ids=["dies", "hangs", "raises"])
-def test_the_others_name_the_rank(tmp_path: Path, fail: Callable[[], None], delay: float, message: str) -> None:
-    def check(strategy: str, place: Callable[..., None]) -> None:
+def test_the_others_name_the_rank(tmp_path: Path) -> None:
+    def check(strategy: str, place: Callable[..., None], fail: Callable[[], None], delay: float, message: str) -> None:
         sizes, rules, dispatch = STRATEGIES[strategy]
 
         def train() -> None:
@@ -69,14 +69,19 @@ def test_the_others_name_the_rank(tmp_path: Path, fail: Callable[[], None], dela
                 output = layer(torch.randn(1, 6, 8, requires_grad=True))
                 (output.hidden_states.sum() + output.aux_loss).backward()
 
-        folder = tmp_path / f"{strategy} {place.__name__}"
+        folder = tmp_path / f"{strategy} {fail.__name__}"
         folder.mkdir()
         check_rank_2_is_named(outcomes(folder, train, patience=patience_with(fail)), fail, delay, message)
 
-    # Each strategy fails in both places, with one kind of failure or another.
-    kind = [each for each, *_ in FAILURES].index(fail)
-    places = [fail_in_forward, fail_in_backward]
-    check_at_once(check, [(strategy, places[(kind + turn) % 2]) for turn, strategy in enumerate(STRATEGIES)])
+    # Each strategy and each kind of failure with both places, in turn.
+    places = itertools.cycle([fail_in_forward, fail_in_backward])
+    check_at_once(
+        check,
+        [
+            (strategy, place, *failure)
+            for (failure, strategy), place in zip(itertools.product(FAILURES, STRATEGIES), places, strict=False)
+        ],
+    )
 
 
 def test_a_rank_that_stops_too_early(tmp_path: Path) -> None:
