@@ -74,9 +74,11 @@ struct Copy {
 
 enum class Wait { none, barrier, lanes };
 
+constexpr size_t kStackBytes = 128 << 10;
+
 // What a fiber keeps from block to block.
 struct Stack {
-  std::unique_ptr<unsigned char[]> memory;
+  std::unique_ptr<unsigned char[]> memory = std::make_unique_for_overwrite<unsigned char[]>(kStackBytes);
   jmp_buf position;
   void* sanitizer = nullptr;  // the state of the address sanitizer for a fiber that waits
   bool is_started = false;
@@ -117,7 +119,6 @@ struct Block {
 };
 inline thread_local Block* block = nullptr;
 
-constexpr size_t kStackBytes = 128 << 10;
 inline thread_local std::vector<Stack> stacks;  // fiber i has stack i
 
 constexpr unsigned char kPoison = 0xff;           // a NaN in every type
@@ -305,7 +306,7 @@ void run_grid(dim3 grid, dim3 threads, size_t shared_bytes, const Kernel& kernel
   const Running guard(running);
   running.body = kernel;
   const unsigned count = threads.x * threads.y * threads.z;
-  while (stacks.size() < count) stacks.push_back({std::make_unique_for_overwrite<unsigned char[]>(kStackBytes)});
+  if (stacks.size() < count) stacks.resize(count);
   gridDim = grid;
   blockDim = threads;
   std::vector<size_t> blocks = initial_order(size_t{grid.x} * grid.y * grid.z);
@@ -323,9 +324,9 @@ void run_grid(dim3 grid, dim3 threads, size_t shared_bytes, const Kernel& kernel
       running.fibers[t].index = dim3(t % threads.x, t / threads.x % threads.y, t / threads.x / threads.y);
     }
     run_block();
-    const unsigned char* const guard = shared_memory() + shared_bytes;
-    const size_t rest = static_cast<size_t>(running.shared.data() + running.shared.size() - guard) - 1;
-    if (guard[0] != kPoison || std::memcmp(guard, guard + 1, rest) != 0) {
+    const unsigned char* const end = shared_memory() + shared_bytes;
+    const size_t rest = static_cast<size_t>(running.shared.data() + running.shared.size() - end) - 1;
+    if (end[0] != kPoison || std::memcmp(end, end + 1, rest) != 0) {
       throw std::runtime_error("a write past the end of the shared memory");
     }
   }
