@@ -110,7 +110,7 @@ def path(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(params=["cpu", "aten", pytest.param("cuda", marks=pytest.mark.sampled(4))])
 def every_path(request: pytest.FixtureRequest) -> Iterator[str]:
-    """These two, and the CUDA kernels in their emulator, which is slow: in a sample of the cases of each test."""
+    """These two, and the CUDA kernels in their emulator. It is slow: by default it runs four cases of each test."""
     if request.param == "cuda" and not EMULATOR.exists():
         pytest.skip("the emulator of CUDA is built with the C++ tests (MAXMOE_BUILD_TESTS), wheels have none")
     with implementation(request.param):

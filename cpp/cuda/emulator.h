@@ -22,6 +22,7 @@
 #include <bit>
 #include <cstdint>
 #include <cstring>
+#include <deque>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -90,7 +91,7 @@ struct Fiber {
   bool is_done = false;
   Wait wait = Wait::none;
   dim3 index;
-  std::vector<Copy> copies;     // that have not been waited for, oldest first
+  std::vector<Copy> copies;     // copies without a wait so far, oldest first
   std::vector<size_t> commits;  // numbers of copies in the committed groups, oldest first
   size_t num_open = 0;          // copies that have not been committed
 };
@@ -119,7 +120,7 @@ struct Block {
 };
 inline thread_local Block* block = nullptr;
 
-inline thread_local std::vector<Stack> stacks;  // fiber i has stack i
+inline thread_local std::deque<Stack> stacks;  // fiber i has stack i, at a fixed address
 
 constexpr unsigned char kPoison = 0xff;           // a NaN in every type
 constexpr size_t kGuardBytes = size_t{32} << 10;  // after the shared memory
@@ -164,7 +165,7 @@ inline void after_switch([[maybe_unused]] void* own, [[maybe_unused]] const void
 inline void yield() {
   Stack& stack = *block->fiber().stack;
   if (_setjmp(stack.position) == 0) leave_fiber(&stack.sanitizer);
-  after_switch(block->fiber().stack->sanitizer, &block->scheduler_stack, &block->scheduler_bytes);
+  after_switch(stack.sanitizer, &block->scheduler_stack, &block->scheduler_bytes);
 }
 
 [[noreturn]] inline void run_fiber() {

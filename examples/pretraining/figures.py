@@ -24,7 +24,7 @@ def loss_curves(
         held_out: curves on the held-out text by label, each a list of pairs of step and value.
         baselines: values of horizontal lines by label.
     """
-    from matplotlib.figure import Figure  # takes half a second, and most ranks draw nothing
+    from matplotlib.figure import Figure  # the import takes half a second, and most ranks draw nothing
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()

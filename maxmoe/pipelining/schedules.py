@@ -14,7 +14,7 @@ class ScheduleKind:
     the ranks and the second half in reverse, so that the first rank has the first and the last stage.
     """
 
-    class_name: str
+    class_name: str  # in torch.distributed.pipelining
     _: KW_ONLY
     has_one_stage: bool = False  # of each rank; two by default in all others
     is_v_shaped: bool = False

@@ -15,9 +15,9 @@ import nbformat
 from notebooks.execute import FOLDER
 from support import programs
 from support.pretrain_run import EXAMPLES
+from support.sampling import by_default
 
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-FIRST = {"quick_start", "ragged_operators"}  # the others run with --exhaustive
 MAX_BYTES = 500_000
 # Numbers of training steps, and smaller ones for the test, which checks the kinds of outputs, not the losses.
 SHORTER = {
@@ -67,7 +67,7 @@ def executed(
 
 @pytest.mark.parametrize(
     "path",
-    [path if path.stem in FIRST else pytest.param(path, marks=pytest.mark.sampled(0)) for path in NOTEBOOKS],
+    by_default(NOTEBOOKS, lambda path: path.stem in ("quick_start", "ragged_operators")),
     ids=lambda path: path.stem,
 )
 def test_runs_from_top_to_bottom(path: Path, executed: dict[Path, Future[nbformat.NotebookNode]]) -> None:

@@ -21,13 +21,14 @@ from pretraining import InputError
 from support.operator_calls import assert_near
 from support.operator_checks import compile_whole
 from support.replaced_models import enable_checkpointing
+from support.sampling import by_default
 from support.transformers_experts import WithoutFloat32
 
 FAMILIES = ["mixtral", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss", "llama4_text"]
 # Models whose config needs more than small numbers; test_transformers_families.py tests their experts.
 NOT_SMALL = {"dots3_note", "dots3_note_text", "gemma4", "gemma4_text", "lfm2_moe", "mimo_v2_flash", "qwen4_exp"}
 NOT_SMALL |= {"qwen4_exp_text"}
-# Models with linear attention, which transformers computes step by step, in seconds.
+# Models with linear attention, for which transformers takes seconds on a CPU.
 SLOW = {"bailing_hybrid", "kimi_linear"}
 OPTIONS = {"hidden_size": 64, "intermediate_size": 13, "num_layers": 4, "num_experts": 7, "seed": 0}
 
@@ -87,10 +88,7 @@ def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor], relative: f
             assert_near(got[name], value, relative, name)
 
 
-@pytest.mark.parametrize(
-    "family",
-    [pytest.param(name, marks=pytest.mark.sampled(0)) if name in SLOW else name for name in models.family_names()],
-)
+@pytest.mark.parametrize("family", by_default(models.family_names(), lambda family: family not in SLOW))
 def test_equals_the_code_of_the_model(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if family in NOT_SMALL:
         with pytest.raises(InputError, match="cannot make a small model of the family"):

@@ -1,6 +1,5 @@
 """After an exception in a step of a pipeline the model is unchanged, or the error of the next step names the fix."""
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ from maxmoe.models.decoder import Block
 from maxmoe.parallel import clip_grad_norm_
 from maxmoe.pipelining import Pipeline
 from maxmoe.sharding import Mesh
+from support.pairwise import pairwise
 from support.parts import assert_same
 from support.run_ranks import run_cases, run_ranks
 from support.staged_decoder import batch, config, part_of_micro_batches, staged, step_of_one_process
@@ -49,13 +49,9 @@ MESHES: list[tuple[str, dict[str, int]]] = [
     ("pure-fsdp", {"stage": 1, "fsdp": 2}),
     ("ep-as-dp", {"stage": 1, "expert": 2}),
 ]
-PLACES = list(itertools.product(("gpipe", "interleaved_zero_bubble"), (stop_forward, stop_backward)))
-# Every pair of values, but not all combinations.
-CASES = [
-    (rules, sizes, schedule, stop, (ArithmeticError, KeyboardInterrupt)[(row + column) % 2])
-    for row, (rules, sizes) in enumerate(MESHES)
-    for column, (schedule, stop) in enumerate(PLACES)
-]
+SCHEDULES = ["gpipe", "interleaved_zero_bubble"]
+CHOICES: list[list[Any]] = [MESHES, SCHEDULES, [stop_forward, stop_backward], [ArithmeticError, KeyboardInterrupt]]
+CASES = [(*mesh, *others) for mesh, *others in pairwise(CHOICES)]
 
 
 def test_ranks_with_all_stages_go_on() -> None:

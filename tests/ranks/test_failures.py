@@ -1,6 +1,5 @@
 """A rank that dies, hangs or raises: the others name it, in every strategy, in the forward and in the backward."""
 
-import itertools
 import os
 import re
 import signal
@@ -34,6 +33,7 @@ from support.failing_ranks import (
     outcomes,
     patience_with,
 )
+from support.pairwise import pairwise
 from support.run_ranks import check_at_once, run_ranks
 
 STRATEGIES: dict[str, tuple[dict[str, int], str, Any]] = {
@@ -73,15 +73,8 @@ def test_the_others_name_the_rank(tmp_path: Path) -> None:
         folder.mkdir()
         check_rank_2_is_named(outcomes(folder, train, patience=patience_with(fail)), fail, delay, message)
 
-    # Each strategy and each kind of failure with both places, in turn.
-    places = itertools.cycle([fail_in_forward, fail_in_backward])
-    check_at_once(
-        check,
-        [
-            (strategy, place, *failure)
-            for (failure, strategy), place in zip(itertools.product(FAILURES, STRATEGIES), places, strict=False)
-        ],
-    )
+    choices: list[list[Any]] = [[*STRATEGIES], [fail_in_forward, fail_in_backward], FAILURES]
+    check_at_once(check, [(strategy, place, *failure) for strategy, place, failure in pairwise(choices)])
 
 
 def test_a_rank_that_stops_too_early(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import torch
 
 import maxmoe
 from support import programs
+from support.sampling import by_default
 
 ROOT = Path(__file__).parents[2]
 ISAS = maxmoe.build_info()["supported_isas"]
@@ -58,14 +59,8 @@ def build_folder() -> Path:
     return folder
 
 
-# The instruction set of this processor, and the one of every processor; the others, which nothing else uses here, with
-# --exhaustive.
-FIRST_AND_LAST = [
-    isa if isa in (ISAS[0], ISAS[-1]) else pytest.param(isa, marks=pytest.mark.sampled(0)) for isa in ISAS
-]
-
-
-@pytest.mark.parametrize("isa", FIRST_AND_LAST)
+# By default baseline and the best instruction set of this processor; the others run here if MAXMOE_ISA asks for them.
+@pytest.mark.parametrize("isa", by_default(ISAS, lambda isa: isa in (ISAS[0], ISAS[-1])))
 def test_kernels(build_folder: Path, isa: str) -> None:
     """Run all tests in one process, not one per test. Tests of Pairs call no kernel of an instruction set."""
     options = ["--gtest_brief=1", *(["--gtest_filter=-Pairs.*"] if isa != "baseline" else [])]

@@ -2,8 +2,15 @@
 
 import hashlib
 from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
+
+
+def by_default(values: Iterable[Any], is_chosen: Callable[[Any], bool]) -> list[Any]:
+    """Return values for `parametrize`. Those that are not chosen run with `--exhaustive` alone."""
+    return [value if is_chosen(value) else pytest.param(value, marks=pytest.mark.sampled(0)) for value in values]
 
 
 def left_out(items: list[pytest.Item]) -> set[pytest.Item]:
