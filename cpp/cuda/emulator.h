@@ -22,7 +22,6 @@
 #include <bit>
 #include <cstdint>
 #include <cstring>
-#include <deque>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -120,7 +119,7 @@ struct Block {
 };
 inline thread_local Block* block = nullptr;
 
-inline thread_local std::deque<Stack> stacks;  // fiber i has stack i, at a fixed address
+inline thread_local std::vector<Stack> stacks;  // fiber i has stack i
 
 constexpr unsigned char kPoison = 0xff;           // a NaN in every type
 constexpr size_t kGuardBytes = size_t{32} << 10;  // after the shared memory
@@ -165,7 +164,8 @@ inline void after_switch([[maybe_unused]] void* own, [[maybe_unused]] const void
 inline void yield() {
   Stack& stack = *block->fiber().stack;
   if (_setjmp(stack.position) == 0) leave_fiber(&stack.sanitizer);
-  after_switch(stack.sanitizer, &block->scheduler_stack, &block->scheduler_bytes);
+  // Not `stack`: a larger block may have moved all of them.
+  after_switch(block->fiber().stack->sanitizer, &block->scheduler_stack, &block->scheduler_bytes);
 }
 
 [[noreturn]] inline void run_fiber() {
