@@ -58,8 +58,8 @@ def test_a_run_prints_a_table_and_leaves_a_picture(
 
 
 def test_a_row_of_the_table_compares_a_run_with_the_first() -> None:
-    early = Run("eager", [5.0, *[4.0] * 18, 3.0], 1000.0, 2**21, 7)
-    runs = [early, Run("maxmoe", [5.0, 4.001, *[4.0] * 17, 3.5], 2000.0, 2**20, 8)]
+    first = Run("eager", [5.0, *[4.0] * 18, 3.0], 1000.0, 2**21, 7)
+    runs = [first, Run("maxmoe", [5.0, 4.001, *[4.0] * 17, 3.5], 2000.0, 2**20, 8)]
     rows = [line.split() for line in finetune_transformers.table(runs).splitlines()[1:]]
     assert rows == [
         ["eager", "3.5000", "0.0e+00", "0.0e+00", "1,000", "2", "7"],
