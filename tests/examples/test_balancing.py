@@ -13,7 +13,8 @@ from support.pretrain_run import OPTIONS, TINY
 
 
 def test_every_way_trains_once(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [*TINY, "--data", str(text), "--out", str(tmp_path / "out"), "--seeds", "0", "3"]
+    tiny = [*TINY, "--steps", "4", "--learning-rate", "0.03"]
+    arguments = [*tiny, "--data", str(text), "--out", str(tmp_path / "out"), "--seeds", "0", "3"]
     assert balancing.run(balancing.parse_options(arguments)) == 0
     results = (tmp_path / "out/balancing.json").read_text()
     table = (tmp_path / "out/balancing.md").read_text()

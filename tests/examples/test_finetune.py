@@ -1,5 +1,6 @@
 """`examples/finetune_transformers.py`: whole runs, equal losses, and one line for mistakes of users."""
 
+import multiprocessing
 from argparse import Namespace
 from pathlib import Path
 from unittest.mock import patch
@@ -166,12 +167,12 @@ def test_a_killed_process_is_named() -> None:
 
 
 class Kill:
-    """Ends the process that unpickles it."""
+    """Kills the process that it is sent to."""
 
-    def __reduce__(self) -> tuple[object, tuple[int]]:
-        import os
-
-        return os._exit, (1,)
+    def __reduce__(self) -> tuple[object, tuple[()]]:
+        (process,) = multiprocessing.active_children()
+        process.kill()
+        return Kill, ()
 
 
 def test_the_implementations_take_turns() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from pretraining import figures
 from support.png import share
-from support.pretrain_run import EXAMPLES, TINY, after_step, assert_same, pretrain, run, saved
+from support.pretrain_run import EXAMPLES, TINY, InputError, after_step, assert_same, pretrain, run, saved
 from support.programs import Program
 
 # A whole run
@@ -65,7 +65,12 @@ def test_muon_beside_adamw(text: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "optimizer"), [(signal.SIGINT, "adamw"), (signal.SIGTERM, "adamw"), (signal.SIGINT, "muon")]
+    ("number", "optimizer"),
+    [
+        pytest.param(signal.SIGINT, "adamw", marks=pytest.mark.sampled(0)),
+        (signal.SIGTERM, "adamw"),
+        (signal.SIGINT, "muon"),
+    ],
 )
 def test_a_signal_saves_and_the_resumed_run_is_the_uninterrupted_one(
     text: Path,
@@ -99,14 +104,20 @@ def test_a_second_signal_acts_as_usual() -> None:
 
 
 def test_a_killed_process_resumes_bit_for_bit(text: Path, tmp_path: Path) -> None:
-    arguments = ("--steps", "50", "--save-every", "7")
+    """Its folder is locked until it is killed."""
+    arguments, out = ("--steps", "50", "--save-every", "7"), tmp_path / "killed"
     command = [sys.executable, str(EXAMPLES / "pretrain.py"), *TINY, "--data", str(text), *arguments]
-    with Program([*command, "--out", str(tmp_path / "killed")]) as program:
-        program.wait_until((tmp_path / "killed/checkpoint").exists)
-    assert len(saved(tmp_path / "killed")["training"]) < 50
-    run(text, tmp_path / "killed", *arguments, "--resume")
+    with Program([*command, "--out", str(out)]) as program:
+        program.wait_until((out / "checkpoint").exists)
+        program.process.send_signal(signal.SIGSTOP)
+        with pytest.raises(InputError, match=f"^cannot write to --out {out}: another run is writing there$"):
+            run(text, out, *arguments, "--resume")
+        program.process.kill()
+        assert program.wait().returncode == -signal.SIGKILL
+    assert len(saved(out)["training"]) < 50
+    run(text, out, *arguments, "--resume")
     run(text, tmp_path / "whole", *arguments)
-    assert_same(saved(tmp_path / "whole"), saved(tmp_path / "killed"))
+    assert_same(saved(tmp_path / "whole"), saved(out))
 
 
 def test_a_finished_run_can_be_resumed_for_its_report(text: Path, tmp_path: Path) -> None:

@@ -15,57 +15,48 @@ from support.foreign_checkpoints import add_sums
 from support.pretrain_run import EXAMPLES, TINY, InputError, assert_same, pretrain, run, saved, words
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--hidden-size", "32"], "hidden_size is 16 in the checkpoint and 32 in this run"),
-        (["--seed", "5"], "seed is 0 in the checkpoint and 5 in this run"),
-        (["--dtype", "bfloat16"], "dtype is float32 in the checkpoint and bfloat16 in this run"),
-        (["--optimizer", "muon"], "optimizer is adamw in the checkpoint and muon in this run"),
-    ],
-)
-def test_a_checkpoint_of_another_configuration_names_the_field(
-    text: Path, tmp_path: Path, arguments: list[str], message: str
-) -> None:
-    run(text, tmp_path / "out")
+def test_a_checkpoint_of_another_configuration_names_the_field(text: Path, tmp_path: Path) -> None:
+    run(text, tmp_path / "out", "--steps", "1")
     before = saved(tmp_path / "out")
-    with pytest.raises(InputError, match=f"has another configuration: {message}"):
-        run(text, tmp_path / "out", "--resume", *arguments)
-    assert_same(saved(tmp_path / "out"), before)
-
-
-def test_a_checkpoint_of_another_text_is_refused(text: Path, tmp_path: Path) -> None:
-    run(text, tmp_path / "out")
+    expected = {
+        "--hidden-size 32": "hidden_size is 16 in the checkpoint and 32 in this run",
+        "--seed 5": "seed is 0 in the checkpoint and 5 in this run",
+        "--dtype bfloat16": "dtype is float32 in the checkpoint and bfloat16 in this run",
+        "--optimizer muon": "optimizer is adamw in the checkpoint and muon in this run",
+    }
+    for arguments, message in expected.items():
+        with pytest.raises(InputError, match=f"has another configuration: {message}"):
+            run(text, tmp_path / "out", "--resume", *arguments.split())
     (text / "3.txt").write_text("changed " * 200)
     with pytest.raises(InputError, match=r"another configuration: data is [0-9a-f]{16} in the checkpoint"):
         run(text, tmp_path / "out", "--resume")
+    assert_same(saved(tmp_path / "out"), before)
 
 
-@pytest.mark.parametrize("name", ["shard-00001-model-00001-of-00001.safetensors", "training.json", "SHA256SUMS"])
-def test_a_damaged_checkpoint_is_named(text: Path, tmp_path: Path, name: str) -> None:
-    run(text, tmp_path / "out")
-    path = tmp_path / "out/checkpoint" / name
-    path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(InputError, match="cannot read the checkpoint") as error:
-        run(text, tmp_path / "out", "--resume")
-    assert "\n" not in str(error.value)
+def test_a_damaged_checkpoint_is_named(text: Path, tmp_path: Path) -> None:
+    run(text, tmp_path / "out", "--steps", "1")
+    for name in ("shard-00001-model-00001-of-00001.safetensors", "training.json", "SHA256SUMS"):
+        path = tmp_path / "out/checkpoint" / name
+        whole = path.read_bytes()
+        path.write_bytes(whole[:100])
+        with pytest.raises(InputError, match="cannot read the checkpoint") as error:
+            run(text, tmp_path / "out", "--resume")
+        assert "\n" not in str(error.value), name
+        path.write_bytes(whole)
+    assert run(text, tmp_path / "out", "--resume") == 0
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("steps", 10**400), ("held_out", [[10**400, 2.0]]), ("training", [10**400])],
-    ids=["steps", "held_out", "training"],
-)
-def test_a_number_of_400_digits_in_a_checkpoint_is_named(text: Path, tmp_path: Path, field: str, value: object) -> None:
+def test_a_number_of_400_digits_in_a_checkpoint_is_named(text: Path, tmp_path: Path) -> None:
     """The number is not converted, neither when a run resumes nor when its curve is drawn."""
-    run(text, tmp_path / "out")
+    run(text, tmp_path / "out", "--steps", "1")
     folder = tmp_path / "out/checkpoint"
     training = json.loads((folder / "training.json").read_text())
-    (folder / "training.json").write_text(json.dumps({**training, field: value}))
-    add_sums(folder)
-    for out, option in (("out", "--resume"), ("new", f"--beside={tmp_path / 'out'}")):
-        with pytest.raises(InputError, match=rf"/checkpoint: training.json has an invalid {field}: \[?10000"):
-            run(text, tmp_path / out, option)
+    for field, value in {"steps": 10**400, "held_out": [[10**400, 2.0]], "training": [10**400]}.items():
+        (folder / "training.json").write_text(json.dumps({**training, field: value}))
+        add_sums(folder)
+        for out, option in (("out", "--resume"), ("new", f"--beside={tmp_path / 'out'}")):
+            with pytest.raises(InputError, match=rf"/checkpoint: training.json has an invalid {field}: \[?10000"):
+                run(text, tmp_path / out, option)
 
 
 def test_a_run_that_cannot_stand_beside_is_named_before_the_work_begins(text: Path, tmp_path: Path) -> None:
@@ -149,7 +140,8 @@ def test_files_of_the_system_that_say_they_are_empty_are_not_read() -> None:
     assert corpus.read_texts([("kmsg", Path("/proc/kmsg"))]) == []
 
 
-def test_names_that_are_no_text_are_printed(tmp_path: Path) -> None:
+def test_the_command_prints_one_line_and_fails(tmp_path: Path) -> None:
+    """Names that are no text are printed."""
     folder = words(Path(os.fsdecode(os.fsencode(tmp_path) + b"/na\xffme")))
     command = [sys.executable, str(EXAMPLES / "pretrain.py"), *TINY, "--top-k", "5", "--data", str(folder)]
     result = programs.run(command)
@@ -288,10 +280,3 @@ def test_an_output_that_nobody_reads_ends_in_one_line(stdout: str) -> None:
     os.close(write)
     assert result.returncode == 1
     assert result.stderr in ("x: [Errno 32] Broken pipe\n", "x: [Errno 28] No space left on device\n")
-
-
-def test_the_command_prints_one_line_and_fails(tmp_path: Path) -> None:
-    command = [sys.executable, str(EXAMPLES / "pretrain.py"), "--data", str(tmp_path / "missing")]
-    result = programs.run(command)
-    assert result.returncode == 1 and result.stdout == ""
-    assert result.stderr.startswith("pretrain: --data") and result.stderr.count("\n") == 1

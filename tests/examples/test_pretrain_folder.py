@@ -1,17 +1,14 @@
-"""The output folder of `examples/pretrain.py`: a full disk, two runs at once, a run that was killed."""
+"""The output folder of `examples/pretrain.py`: a full disk, and two runs at once."""
 
 import errno
 import os
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 
 from pretraining import checkpoint
-from support import programs
-from support.pretrain_run import EXAMPLES, TINY, InputError, after_step, assert_same, run, saved
-from support.programs import Program
+from support.pretrain_run import InputError, after_step, assert_same, run, saved
 
 
 def test_a_run_on_a_full_disk_ends_with_one_line_and_can_go_on(
@@ -56,15 +53,3 @@ def test_a_second_run_in_the_same_folder_is_refused(
     assert refused == [(), ("--resume", "--steps", "12")]
     run(text, tmp_path / "whole", "--resume", "--steps", "10")
     assert_same(saved(tmp_path / "whole"), saved(tmp_path / "out"))
-
-
-def test_a_killed_run_does_not_lock_its_folder(text: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    command = [sys.executable, str(EXAMPLES / "pretrain.py"), *TINY, "--data", str(text), "--out", str(out)]
-    with Program([*command, "--steps", "100000", "--save-every", "2"]) as first:
-        first.wait_until((out / "checkpoint").exists)
-        second = programs.run(command)
-        first.process.kill()
-        assert first.wait().returncode == -signal.SIGKILL and second.returncode == 1
-    assert second.stderr == f"pretrain: cannot write to --out {out}: another run is writing there\n"
-    assert run(text, out, "--resume", "--steps", str(len(saved(out)["training"]))) == 0
