@@ -90,9 +90,10 @@ def build():
 def check_command(arguments: list[str]) -> None:
     from maxmoe.cli.main import parse_options
 
-    cheaper = {"explain": ["--num-layers", "4"], "plan": ["--rules", "ep-as-dp"]}
+    layers = ["--num-layers", "4"] if "--preset" in arguments else []
+    rules = ["--rules", "pure-fsdp"] if arguments[0] == "plan" else []  # with few meshes
     Path("my_models.py").write_text(MY_MODELS)  # the reader's, in the folder of the test
-    options = parse_options([*arguments, *cheaper.get(arguments[0], [])])
+    options = parse_options([*arguments, *layers, *rules])
     if arguments[0] == "compare_ranks":  # the reader's module
         assert options.module == "my_training"
     else:
