@@ -78,7 +78,8 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(config, moe, **options) for moe in config.moe_per_block)
         self.norm = Norm(D, config.norm_eps, **options)
         self.output = None if config.tie_embeddings else nn.Linear(D, V, bias=False, **options)
-        self.reset_parameters()
+        if not self.embedding.weight.is_meta:  # there are no values, and each call takes milliseconds
+            self.reset_parameters()
         set_recompute(self, config.recompute)
 
     @torch.no_grad()

@@ -44,7 +44,7 @@ def test_of_this_process() -> None:
 # The second thread waits in the pause of the first one. While it spins, it uses a processor.
 PAUSE = """
 import os, time, torch
-x = torch.ones(1 << 22)
+x = torch.ones(1 << 18)
 torch.set_num_threads(2)
 def used_in_pause():
     x.add_(1)

@@ -12,14 +12,14 @@ import torch
 from benchmarks.shapes import Shape
 from device import experts
 from support import programs
+from support.sampling import by_default
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).parent / "run.sh"
 STEPS = ["operators", "layers", "models", "speed", "kernels", "threads"]
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("step", STEPS[:-1])
+@pytest.mark.parametrize("step", by_default(STEPS[:-1], lambda step: step == "operators"))
 def test_every_case_passes_on_the_cpu(tmp_path: Path, step: str) -> None:
     out = tmp_path / "results.json"
     paths = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
@@ -60,9 +60,3 @@ def test_the_script_runs_the_steps(tmp_path: Path) -> None:
     assert done.returncode == 0 and done.stdout.endswith("failed: nothing\n"), done.stdout + done.stderr
     assert len(check_results(tmp_path / "results.json", "threads")) > 1  # one group for each instruction set
     assert {path.name for path in tmp_path.iterdir()} == {"results.json", "log.txt"}
-
-
-def test_the_package_is_imported_without_what_torch_2_11_lacks() -> None:
-    """Machines with a GPU may have no other torch."""
-    done = programs.python("from torch.distributed import fsdp; del fsdp.DataParallelMeshDims; import maxmoe.parallel")
-    assert done.returncode == 0, done.stderr

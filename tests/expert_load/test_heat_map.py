@@ -11,7 +11,7 @@ from maxmoe.expert_load.heat_map import heat_map
 from support.png import share
 
 
-@pytest.mark.parametrize(("layers", "experts", "windows"), [(1, 3, 1), (3, 8, 20), (4, 16, 100)])
+@pytest.mark.parametrize(("layers", "experts", "windows"), [(1, 3, 1), (4, 16, 100)])
 def test_any_number_of_layers(tmp_path: Path, layers: int, experts: int, windows: int) -> None:
     counts = {f"layers.{layer}": torch.randint(0, 9, (windows, experts)) for layer in range(layers)}
     figure = heat_map(counts, 16, 16 * windows - 5)

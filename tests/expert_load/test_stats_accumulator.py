@@ -24,7 +24,7 @@ from support.moe_layers import DEEPSEEK, make, tokens
 from support.operator_checks import compile_whole
 from support.parallel_decoder import token_spec
 from support.parts import part_by_definition
-from support.run_ranks import run_ranks
+from support.run_ranks import run_cases, run_ranks
 
 OPTIONS = {**DEEPSEEK, "num_experts": 12, "correction_bias_update_rate": 0.25}
 
@@ -153,13 +153,12 @@ WRAPPERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
 @pytest.mark.filterwarnings("ignore:FSDP is switching", "ignore:.*FullyShardedDataParallel:FutureWarning")
-def test_layers_have_the_names_of_the_model_that_was_wrapped(wrap: Callable[[], nn.Module]) -> None:
-    def names() -> list[str]:
-        return list(StatsAccumulator(wrap()).update().layers)
+def test_layers_have_the_names_of_the_model_that_was_wrapped() -> None:
+    def check(wrapper: str) -> None:
+        assert [*StatsAccumulator(WRAPPERS[wrapper]()).update().layers] == ["module.0", "moe"]
 
-    assert run_ranks(names, 1) == [["module.0", "moe"]]
+    run_cases(check, 1, [(wrapper,) for wrapper in WRAPPERS])
 
 
 @pytest.mark.parametrize("wrap", [nn.Module.train, compiled], ids=["bare", "compiled"])
@@ -229,12 +228,14 @@ def test_ranks_add_up_to_one_process() -> None:
         ({"expert": 2}, "ragged_all_to_all"),
         ({"expert": 2}, "gather_weights"),
     ]
-    for run in (ddp, *(partial(mesh, *arguments) for arguments in meshes)):
-        for gradients, aux_loss, counts, bias in run_ranks(run, 2):
-            torch.testing.assert_close(aux_loss, expected.aux_loss, rtol=1e-13, atol=0)
-            assert counts.equal(expected.layers["moe"].tokens_per_expert) and bias.equal(bias_of(whole))
-            for gradient, other in zip(gradients, expected_gradients, strict=True):
-                torch.testing.assert_close(gradient, other, rtol=1e-11, atol=1e-13)
+    def check(run: Callable[..., Any], *arguments: Any) -> None:
+        gradients, aux_loss, counts, bias = run(*arguments)
+        torch.testing.assert_close(aux_loss, expected.aux_loss, rtol=1e-13, atol=0)
+        assert counts.equal(expected.layers["moe"].tokens_per_expert) and bias.equal(bias_of(whole))
+        for gradient, other in zip(gradients, expected_gradients, strict=True):
+            torch.testing.assert_close(gradient, other, rtol=1e-11, atol=1e-13)
+
+    run_cases(check, 2, [(ddp,), *((mesh, *arguments) for arguments in meshes)])
 
 
 def test_models_with_a_process_group_are_copied() -> None:

@@ -17,6 +17,7 @@ from maxmoe.parallel import parallelize, token_sharding
 from maxmoe.sharding import Mesh
 from support.parallel_decoder import MeshRules
 from support.run_ranks import run_cases, run_ranks
+from support.sampling import by_default
 
 E, K, D, WEIGHT = 8, 2, 6, 0.5
 BATCH, LENGTH = 8, 5
@@ -196,22 +197,15 @@ def test_compiles_as_one_graph() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:no rule for the logical name")
-@pytest.mark.parametrize(
-    "layouts",
-    [
-        [MeshRules("ep-as-dp", {"expert": 2})],
-        [
-            MeshRules("ep-as-dp", {"expert": 4}),
-            MeshRules("cp-as-ep", {"expert": 2, "context": 2}),
-            MeshRules("default", {"expert": 2, "tensor": 2}),
-        ],
-    ],
-    ids=["2", "4"],
-)
-def test_ranks_of_a_mesh(layouts: list[MeshRules]) -> None:
+def test_ranks_of_a_mesh() -> None:
     """Each micro-batch is spread over the ranks; LENGTH is cut to an even one."""
     x = batch()[:, :4]
     losses, expected = accumulated(make(), x, None, 2)
+    layouts = [
+        MeshRules("ep-as-dp", {"expert": 4}),
+        MeshRules("cp-as-ep", {"expert": 2, "context": 2}),
+        MeshRules("default", {"expert": 2, "tensor": 2}),
+    ]
 
     def check(layout: MeshRules) -> None:
         mesh, rules, layer = Mesh(layout.sizes), layout.rules, make()
@@ -222,10 +216,10 @@ def test_ranks_of_a_mesh(layouts: list[MeshRules]) -> None:
         whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
         torch.testing.assert_close(whole, expected, rtol=1e-11, atol=1e-13)
 
-    run_cases(check, layouts[0].world_size, [(layout,) for layout in layouts])
+    run_cases(check, 4, [(layout,) for layout in layouts])
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", by_default([2, 4], lambda num_ranks: num_ranks == 2))
 def test_ranks_of_ddp(num_ranks: int) -> None:
     """DDP averages the gradients, so each rank's loss has the counts of all ranks."""
     x = batch()
@@ -252,10 +246,10 @@ def evaluated(layer: MoE, x: Tensor, context: Callable[[], Any]) -> Any:
     return output
 
 
-each_evaluation = pytest.mark.parametrize("context", [nullcontext, torch.no_grad, torch.inference_mode])
+EVALUATIONS = [nullcontext, torch.no_grad, torch.inference_mode]
 
 
-@each_evaluation
+@pytest.mark.parametrize("context", EVALUATIONS)
 def test_an_evaluation_belongs_to_no_step(context: Callable[[], Any]) -> None:
     """An evaluation inside of a step has the loss of the scope "batch", and does not change later losses."""
     x = batch()
@@ -272,12 +266,11 @@ def test_an_evaluation_belongs_to_no_step(context: Callable[[], Any]) -> None:
     assert got[0] == plain[0] and torch.equal(got[1], plain[1])
 
 
-@each_evaluation
-def test_one_rank_of_ddp_evaluates_alone(context: Callable[[], Any]) -> None:
+def test_one_rank_of_ddp_evaluates_alone() -> None:
     """An evaluation neither waits for the other ranks nor takes part in their next forward."""
     x = batch()
 
-    def check() -> None:
+    def check(context: Callable[[], Any]) -> None:
         losses = []
         for is_alone in (False, True):
             layer = make()
@@ -291,4 +284,4 @@ def test_one_rank_of_ddp_evaluates_alone(context: Callable[[], Any]) -> None:
                 losses.append(loss.item())
         assert losses[:4] == losses[4:]
 
-    run_ranks(check, 2)
+    run_cases(check, 2, [(context,) for context in EVALUATIONS])

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 import maxmoe
+from benchmarks import calibration
 from fuzz import steps_under_load
 from repository.check_packages import TORCH_REQUIREMENT, TORCHES
 from support.docs_module import docs_module
@@ -90,9 +91,10 @@ def build():
 def check_command(arguments: list[str]) -> None:
     from maxmoe.cli.main import parse_options
 
-    cheaper = {"explain": ["--num-layers", "4"], "plan": ["--rules", "ep-as-dp"]}
+    layers = ["--num-layers", "4"] if "--preset" in arguments else []
+    few_meshes = ["--rules", "pure-fsdp", "--memory", "200GiB"] if arguments[0] == "plan" else []
     Path("my_models.py").write_text(MY_MODELS)  # the reader's, in the folder of the test
-    options = parse_options([*arguments, *cheaper.get(arguments[0], [])])
+    options = parse_options([*arguments, *layers, *few_meshes])
     if arguments[0] == "compare_ranks":  # the reader's module
         assert options.module == "my_training"
     else:
@@ -119,6 +121,8 @@ def test_commands_exist(words: list[str], tmp_path: Path, monkeypatch: pytest.Mo
             assert importlib.util.find_spec(benchmark)
         case ["python", "-m", "maxmoe", *arguments]:
             monkeypatch.chdir(tmp_path)  # some write a file
+            monkeypatch.setattr(calibration, "ROWS", calibration.ROWS[:-1])
+            monkeypatch.setattr(calibration, "REPEATS", 3)
             check_command(arguments)
         case [*_, "examples/train_minimal.py"]:  # which takes no options
             assert words[:-1] in (["python"], ["torchrun", "--nproc-per-node", "2"])

@@ -173,26 +173,29 @@ def imported_modules(path: Path) -> Iterator[str]:
         yield from (name for name in names if name.startswith("maxmoe."))
 
 
-def imports_of_rooms() -> Iterator[tuple[Path, str, str]]:
+@pytest.fixture(scope="module")
+def imports_of_rooms() -> list[tuple[Path, str, str]]:
     """Each import in the package, except in `maxmoe` itself and in `python -m maxmoe`, which import everything."""
+    found = []
     for path in sorted((ROOT / "maxmoe").rglob("*.py")):
         if path.parent.name != "maxmoe" or path.stem not in ("__init__", "__main__"):
             own = room(".".join(path.relative_to(ROOT).with_suffix("").parts))
-            yield from ((path, own, room(imported)) for imported in imported_modules(path))
+            found += [(path, own, room(imported)) for imported in imported_modules(path)]
+    return found
 
 
-def test_imports_go_one_way() -> None:
+def test_imports_go_one_way(imports_of_rooms: list[tuple[Path, str, str]]) -> None:
     wrong = [
         f"{relative(path)} must not import maxmoe.{imported}"
-        for path, own, imported in imports_of_rooms()
+        for path, own, imported in imports_of_rooms
         if level(imported) > level(own)
     ]
     assert not wrong
 
 
-def test_no_two_rooms_import_each_other() -> None:
+def test_no_two_rooms_import_each_other(imports_of_rooms: list[tuple[Path, str, str]]) -> None:
     """Packages in one line of the order do not import each other either."""
-    imports = {(own, imported) for _, own, imported in imports_of_rooms()}
+    imports = {(own, imported) for _, own, imported in imports_of_rooms}
     assert not {(one, other) for one, other in imports if one < other and (other, one) in imports}
 
 

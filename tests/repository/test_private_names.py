@@ -26,11 +26,11 @@ def attributes(node: ast.expr) -> list[str]:
 
 def private_names(path: Path) -> Iterator[str]:
     """Names of torch that a file imports or reads, and private attributes of objects that the file does not define."""
-    tree = ast.parse(path.read_text())
-    own = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
-    own |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    own |= {node.target.id for node in ast.walk(tree) if isinstance(node, ast.AnnAssign) and hasattr(node.target, "id")}
-    for node in ast.walk(tree):
+    nodes = [*ast.walk(ast.parse(path.read_text()))]
+    own = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    own |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    own |= {node.target.id for node in nodes if isinstance(node, ast.AnnAssign) and hasattr(node.target, "id")}
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("torch", "transformers", "peft"):
             parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
             yield from (f"line {node.lineno}: {part}" for part in parts if is_private(part) or node.module in UNSTABLE)

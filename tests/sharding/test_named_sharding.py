@@ -68,14 +68,12 @@ def check_every_spec(sizes: dict[str, int]) -> int:
     return len(specs)
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("sizes", "count"),
     [
-        ({"fsdp": 2}, 3),
-        ({"fsdp": 2, "expert": 2}, 11),
-        ({"one": 1, "fsdp": 2, "expert": 4}, 49),
-        ({"expert": 2, "fsdp": 2, "data": 2}, 49),
+        ({"one": 1, "fsdp": 2, "expert": 2}, 49),
+        pytest.param({"one": 1, "fsdp": 2, "expert": 4}, 49, marks=pytest.mark.sampled(0)),
+        pytest.param({"expert": 2, "fsdp": 2, "data": 2}, 49, marks=pytest.mark.sampled(0)),
     ],
     ids=str,
 )

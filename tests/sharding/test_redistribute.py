@@ -29,7 +29,7 @@ def random_spec(draw: random.Random, axes: tuple[str, ...] = tuple(SIZES)) -> Pa
 
 def test_between_random_specs() -> None:
     draw = random.Random(0)
-    cases = [(random_spec(draw), random_spec(draw)) for _ in range(24)]
+    cases = [(random_spec(draw), random_spec(draw)) for _ in range(12)]
     value, gradient = whole_tensor(0), whole_tensor(1)
 
     def check() -> None:
@@ -40,8 +40,8 @@ def test_between_random_specs() -> None:
             assert after.placements == NamedSharding(mesh, target).placements
             assert after.to_local().equal(part_by_definition(value, target, mesh)), (source, target)
             after.backward(laid(gradient, mesh, target).detach())
-            assert isinstance(before.grad, DTensor)
-            assert before.grad.full_tensor().equal(gradient), (source, target)
+            assert isinstance(before.grad, DTensor) and before.grad.placements == before.placements
+            assert before.grad.to_local().equal(part_by_definition(gradient, source, mesh)), (source, target)
 
     run_ranks(check, 8)
 
@@ -140,7 +140,7 @@ def test_redistributions_keep_values() -> None:
 
     def check() -> None:
         mesh = Mesh(SIZES)
-        for source, target in random_redistributions(40, mesh):
+        for source, target in random_redistributions(20, mesh):
             part = summand(value, source)
             result = redistribute_local(part, Redistribution((source, target), (target, target)), "x").clone()
             for axis in target.partial:
