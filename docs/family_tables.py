@@ -52,12 +52,14 @@ def _sources() -> dict[str, str]:
     return {name: file.read_text() for name, file in files.items() if file.exists()}
 
 
+@cache
 def models() -> tuple[str, ...]:
     """List the folders of the models that support experts implementations."""
     # transformers itself looks for the decorator in the source.
     return tuple(name for name, source in _sources().items() if "@use_experts_implementation" in source)
 
 
+@cache
 def sparse_models() -> tuple[str, ...]:
     """List the folders of the models with experts: a module with experts, or with such a name."""
     experts = re.compile(r"self\.\w*experts\w* = \w+\(|^class \w*(MoE|Experts)\w*\(nn\.Module", re.MULTILINE)

@@ -90,6 +90,7 @@ def test_checkpoint_of_transformers(name: str, stacked: bool, tmp_path: Path) ->
         assert ours[key].dtype == tensor.dtype and torch.equal(ours[key], tensor), key
 
 
+@pytest.mark.sampled(12)
 @each_family
 def test_transformers_reads_what_we_write(name: str, tmp_path: Path) -> None:
     model = small_models.model_of(name)

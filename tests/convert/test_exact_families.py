@@ -32,6 +32,13 @@ ON_RANKS: dict[str, dict[str, Any]] = {
     "zaya": {"layer": 1},  # which takes a state
 }
 import_models(*ON_RANKS)
+STRATEGIES = [
+    ("ep-as-dp", "ring_of_experts"),
+    ("ep-as-dp", "ragged_all_to_all"),
+    ("ep-as-dp", "least_loaded"),
+    ("ep-tp", "auto"),
+]
+OTHER_CASES = [(2, 1), (4, 0), (4, 1)]
 
 
 class InFloat64(TorchFunctionMode):
@@ -112,21 +119,20 @@ def test_one_process(preset: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.* of the parameters are whole")
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.sampled(0))])
-def test_ranks(num_ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "parity"), [(2, 0), *(pytest.param(*case, marks=pytest.mark.sampled(0)) for case in OTHER_CASES)]
+)
+def test_ranks(num_ranks: int, parity: int) -> None:
+    """Each family with every second of the strategies."""
     steps = {preset: Step.of(preset, **sizes) for preset, sizes in ON_RANKS.items()}
+    layers = {preset: MoE.from_transformers(step.block) for preset, step in steps.items()}
 
     def check() -> None:
-        for rules, dispatch in (
-            ("ep-as-dp", "ring_of_experts"),
-            ("ep-as-dp", "ragged_all_to_all"),
-            ("ep-as-dp", "least_loaded"),
-            ("ep-tp", "auto"),
-        ):
-            mesh = Mesh({"expert": num_ranks})
-            for preset, step in steps.items():
+        mesh = Mesh({"expert": num_ranks})
+        for number, (preset, step) in enumerate(steps.items()):
+            for rules, dispatch in STRATEGIES[(number + parity) % 2 :: 2]:
                 with named(preset, rules, dispatch):
-                    layer = MoE.from_transformers(copy.deepcopy(step.block))
+                    layer = copy.deepcopy(layers[preset])
                     parallelize(layer, mesh, rules, dispatch=dispatch)
                     step.check(layer, token_sharding(mesh, rules).slices(step.mask.shape))
 

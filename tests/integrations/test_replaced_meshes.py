@@ -44,11 +44,13 @@ MESHES: list[tuple[dict[str, int], str, Any]] = [
     ({"tensor": 2}, "default", "auto"),
     ({"fsdp": 2}, "default", "auto"),
 ]
-HALVES = [slice(0, None, 2), slice(1, None, 2)]
-CASES = [(preset, HALVES[number % 2]) for number, preset in enumerate(PRESETS)]
+# Two of the meshes for each preset, so that each has experts on several ranks.
+THIRDS = [slice(number, None, 3) for number in range(3)]
+CASES = [(preset, THIRDS[number % 3]) for number, preset in enumerate(PRESETS)]
 CASES += [
-    pytest.param(preset, HALVES[(number + 1) % 2], marks=pytest.mark.sampled(0))
+    pytest.param(preset, THIRDS[(number + more) % 3], marks=pytest.mark.sampled(0))
     for number, preset in enumerate(PRESETS)
+    for more in (1, 2)
 ]
 IDS = torch.randint(3, 32, (4, 6), generator=torch.Generator().manual_seed(1))
 MASK = torch.ones(4, 6, dtype=torch.int64)
@@ -117,9 +119,11 @@ def test_experts_without_an_interface_are_lent(preset: str) -> None:
                     parameter.data.zero_()
         return model
 
+    whole = one_sided()
+    expected = step(whole)
+
     def check() -> None:
-        whole, mesh = one_sided(), Mesh({"expert": 2})
-        expected = step(whole)
+        mesh = Mesh({"expert": 2})
         ours = parallelize(one_sided(), mesh, "ep-as-dp", dispatch="least_loaded", allow_unused=True)
         with moving_experts(expected=True):
             loss = step(ours, token_sharding(mesh, "ep-as-dp").slices(IDS.shape))
@@ -136,10 +140,10 @@ def test_experts_without_an_interface_are_lent(preset: str) -> None:
 @pytest.mark.parametrize("preset", REPLICATED)
 def test_experts_that_cannot_be_sharded_are_replicated(preset: str) -> None:
     """LongCat-Flash's stack has unused matrices after the experts, other families have two modules or no stack."""
+    whole = replaced(preset)
+    expected = step(whole)
 
     def check() -> None:
-        whole = replaced(preset)
-        expected = step(whole)
         for sizes, rules in (({"expert": 2}, "ep-as-dp"), ({"fsdp": 2}, "default")):
             mesh = Mesh(sizes)
             ours = parallelize(replaced(preset), mesh, rules, allow_unused=True)
