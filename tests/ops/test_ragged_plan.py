@@ -102,11 +102,13 @@ def test_strides_do_not_matter(every_path: str) -> None:
     assert_same_plan(ops.ragged_plan(experts[:, ::2], 8), ops.ragged_plan(experts[:, ::2].contiguous(), 8))
 
 
+@pytest.mark.sampled(1)
 def test_opcheck(path: str) -> None:
     torch.library.opcheck(torch.ops.maxmoe.ragged_plan.default, (UNROUTED.experts(), 4))
     torch.library.opcheck(torch.ops.maxmoe.ragged_plan.default, (UNROUTED.experts(), 4), {"max_rows": 3})
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiles_with_all_that_follows(path: str, backend: str) -> None:
     """The number of rows depends on the data: compiled code must not need it at compile time."""
