@@ -83,7 +83,7 @@ def test_two_threads(pair: tuple[Any, Any], recompute: tuple[str, ...]) -> None:
 
 
 def test_a_compiled_model_trains_beside_generation() -> None:
-    model = make()
+    model = make(num_layers=2)
     functions = [training(model, 0, num_lengths=1), generation(model, 1)]
     expected = functions[1]()
     model.compile(backend="eager")

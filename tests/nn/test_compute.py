@@ -253,8 +253,11 @@ def test_compiles_as_one_graph(path: str, options: Options) -> None:
     close(outcome(layer, x, compile_whole(layer, "aot_eager")), outcome(layer, x))
 
 
-def test_compiles_with_inductor() -> None:
-    layer = make(torch.float32, **DEEPSEEK)
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param(DEEPSEEK, marks=pytest.mark.sampled(0))], ids=["plain", "deepseek"]
+)
+def test_compiles_with_inductor(options: Options) -> None:
+    layer = make(torch.float32, **options)
     x = tokens(layer)
     compiled = compile_whole(layer, "inductor")
     close(outcome(layer, x, compiled), outcome(layer, x), torch.float32)
@@ -268,7 +271,7 @@ def test_compiles_under_autocast() -> None:
         assert_same(outcome(layer, x, compiled), outcome(layer, x), tolerance(torch.bfloat16, 4))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dynamic", [None, True])
 @each_compute
 def test_does_not_compile_again_for_other_numbers_of_tokens(compute: Options, dynamic: bool | None) -> None:
@@ -287,6 +290,7 @@ def test_does_not_compile_again_for_other_numbers_of_tokens(compute: Options, dy
     assert len(compilations) == (1 if dynamic else 2)  # the second compilation has a dynamic size
 
 
+@pytest.mark.sampled(2)
 @each_compute
 def test_has_no_graph_break_in_a_model_that_has_some(compute: Options) -> None:
     torch._dynamo.reset()

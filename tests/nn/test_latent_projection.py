@@ -26,6 +26,7 @@ LOSSES: Options = {"load_balance_loss_weight": 0.3, "router_z_loss_weight": 0.2}
 BESIDE: Options = {**EVERYTHING, **LOSSES, "num_copy_experts": 2, "num_constant_experts": 1}
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("latent_size", [1, 4, 9])
 @each_compute
 def test_meets_the_specification(path: str, compute: Options, latent_size: int) -> None:

@@ -46,6 +46,7 @@ def planned_rows(layer: MoE) -> list[RaggedPlan]:
 # Values
 
 
+@pytest.mark.sampled(20)
 @each_kind
 @each_compute
 def test_meets_the_specification(path: str, kinds: Options, compute: Options) -> None:

@@ -213,7 +213,7 @@ def test_saves_rows_of_r_columns_more(recompute: bool) -> None:
 
 @pytest.mark.sampled(0)
 def test_compiles_with_inductor() -> None:
-    """Test_gmm.py and test_expert_ffn.py compile the same operators without factors by default."""
+    """By default test_gmm.py and test_expert_ffn.py compile the same operators without factors."""
     check_compile(with_factors(ffn_call(SKEWED)), "inductor")
     check_compile(gmm_call(SKEWED), "inductor")
 
