@@ -241,7 +241,7 @@ def close(got: Result, expected: Result, dtype: torch.dtype = torch.float64) -> 
     assert_same(got, expected, 4 * tolerance(dtype, 1))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "options",
     [{**DEEPSEEK}, {**GPT_OSS, **COMPUTE["buffer"]}, {**LLAMA4, **COMPUTE["capacity"], **LOSSES}, COMPUTE["dense"]],
@@ -271,7 +271,7 @@ def test_compiles_under_autocast() -> None:
         assert_same(outcome(layer, x, compiled), outcome(layer, x), tolerance(torch.bfloat16, 4))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dynamic", [None, True])
 @each_compute
 def test_does_not_compile_again_for_other_numbers_of_tokens(compute: Options, dynamic: bool | None) -> None:
