@@ -71,7 +71,7 @@ def graphs_since(counted: list[int]) -> int:
 def test_a_compiled_model_trains_with_compiled_code_afterwards(is_whole: bool) -> None:
     """torch.compile compiles a module for at most eight kinds of arguments."""
     torch._dynamo.reset()
-    model, counted = make(), list[int]()
+    model, counted = make(num_layers=2), list[int]()
 
     def backend(graph: Any, _inputs: Any) -> Any:
         def run(*inputs: Any) -> Any:

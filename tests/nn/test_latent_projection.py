@@ -21,11 +21,13 @@ from support.moe_layers import (
     tokens,
 )
 from support.operator_calls import assert_same, saved_for_backward
+from support.operator_checks import compile_whole
 
 LOSSES: Options = {"load_balance_loss_weight": 0.3, "router_z_loss_weight": 0.2}
 BESIDE: Options = {**EVERYTHING, **LOSSES, "num_copy_experts": 2, "num_constant_experts": 1}
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("latent_size", [1, 4, 9])
 @each_compute
 def test_meets_the_specification(path: str, compute: Options, latent_size: int) -> None:
@@ -92,7 +94,7 @@ def test_recomputation(compute: Options) -> None:
 def test_compiled_as_one_graph(compute: Options) -> None:
     layer = make(latent_size=4, **compute)
     x = tokens(layer, 2, 6)
-    assert_same(outcome(layer, x, torch.compile(layer, fullgraph=True, backend="aot_eager")), outcome(layer, x), 1e-12)
+    assert_same(outcome(layer, x, compile_whole(layer, "aot_eager")), outcome(layer, x), 1e-12)
 
 
 def test_autocast() -> None:

@@ -135,6 +135,7 @@ def test_all_to_the_same_experts(every_path: str, compute: Options, top_k: int) 
     assert_gradcheck(layer, x[:, :2])
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("score_function", get_args(ScoreFunction))
 @pytest.mark.parametrize("normalization", get_args(Normalization))
 @pytest.mark.parametrize("weights_to", ["output", "input"])
@@ -154,6 +155,7 @@ def test_gradcheck_of_routing(weights_to: str, normalization: str, score_functio
         assert_gradcheck(layer, tokens(layer, 2, 2))
 
 
+@pytest.mark.sampled(25)
 @each_compute
 @pytest.mark.parametrize("shape", [(0,), (1,), (2, 3)], ids=str)
 @each_family

@@ -178,7 +178,7 @@ def test_a_recomputation_computes_the_scores_again() -> None:
     assert times[0] == times[1] > 0
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @each_router
 def test_compiles_as_one_graph(name: str) -> None:
     torch._dynamo.reset()

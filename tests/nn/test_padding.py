@@ -97,7 +97,7 @@ def test_a_sequence_balances_over_its_own_tokens() -> None:
     torch.testing.assert_close(layer(x, mask).aux_loss, torch.stack(alone).mean(), rtol=1e-13, atol=0)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @each_compute
 def test_recomputation_and_compilation(compute: Options) -> None:
     torch._dynamo.reset()

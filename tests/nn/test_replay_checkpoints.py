@@ -215,6 +215,7 @@ def test_a_reentrant_checkpoint_is_refused() -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # see test_replay.py
 def test_a_compiled_layer_in_a_checkpoint() -> None:
     """Compiled before the replay; the backward runs during the replay, and after it."""
+    torch._dynamo.reset()
     layer = moved(before := make())
     x = tokens(layer)
     record = recorded(before, x)

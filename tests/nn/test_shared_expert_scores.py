@@ -26,6 +26,7 @@ VARIANTS: dict[str, Options] = {
 }
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 @each_compute
 def test_meets_the_specification(path: str, compute: Options, variant: Options) -> None:

@@ -24,6 +24,7 @@ from support.moe_layers import (
     tokens,
 )
 from support.operator_calls import assert_same, saved_for_backward
+from support.operator_checks import compile_whole
 
 COUNTS = ("num_zero_experts", "num_copy_experts", "num_constant_experts")
 KINDS = [dict(zip(COUNTS, counts, strict=True)) for counts in product((0, 2), (0, 3), (0, 2)) if any(counts)]
@@ -46,6 +47,7 @@ def planned_rows(layer: MoE) -> list[RaggedPlan]:
 # Values
 
 
+@pytest.mark.sampled(20)
 @each_kind
 @each_compute
 def test_meets_the_specification(path: str, kinds: Options, compute: Options) -> None:
@@ -170,7 +172,7 @@ def test_recomputation_and_replay(compute: Options) -> None:
 def test_compiled_as_one_graph(compute: Options) -> None:
     layer = make(**LONGCAT_FLASH, **compute)
     x = tokens(layer, 2, 6)
-    assert_same(outcome(layer, x, torch.compile(layer, fullgraph=True, backend="aot_eager")), outcome(layer, x), 1e-12)
+    assert_same(outcome(layer, x, compile_whole(layer, "aot_eager")), outcome(layer, x), 1e-12)
 
 
 def test_autocast() -> None:

@@ -41,15 +41,18 @@ class TestExpertFfn(MixedWeights, OperatorTests):
         return ffn_call(shape)
 
 
+each_bias = pytest.mark.parametrize("bias", [True, pytest.param(False, marks=pytest.mark.sampled(0))], ids=["bias", ""])
+
+
 @pytest.mark.parametrize("activation", [*activations.EACH, *activations.LIMITED], ids=activations.name_of)
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", ""])
+@each_bias
 def test_every_gated_combination(every_path: str, bias: bool, activation: dict[str, Any]) -> None:
     call = ffn_call(SKEWED, bias=bias, **activation)
     assert_same(result(call), result(call, reference), tolerance(torch.float64, 1))
 
 
 @pytest.mark.parametrize("activation", activations.PLAIN, ids=activations.name_of)
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", ""])
+@each_bias
 def test_every_plain_combination(every_path: str, bias: bool, activation: dict[str, Any]) -> None:
     call = ffn_call(SKEWED, gated=False, bias=bias, **activation)
     assert_same(result(call), result(call, reference), tolerance(torch.float64, 1))
@@ -195,10 +198,12 @@ def test_activation_extremes_stay_finite(every_path: str) -> None:
         assert_same(got, expected_result(call), 1e-4)
 
 
+@pytest.mark.sampled(1)
 def test_compiles_with_inductor(path: str) -> None:
     check_compile(ffn_call(SKEWED), "inductor")
 
 
+@pytest.mark.sampled(1)
 def test_compiles_after_its_plan(path: str) -> None:
     """One compilation serves several numbers of rows."""
 
@@ -218,6 +223,7 @@ def test_compiles_after_its_plan(path: str) -> None:
         torch.testing.assert_close(gradients, expected)
 
 
+@pytest.mark.sampled(1)
 def test_opcheck_without_gate_and_weights(path: str) -> None:
     check_registrations(ffn_call(SKEWED, gated=False, bias=False, weights=None))
 

@@ -31,6 +31,7 @@ def assert_near(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     assert to_host(got).is_contiguous() and error <= 16 * torch.finfo(dtype).eps * expected.abs().max().clamp_min(1)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [1, 7, 8, 12, 16])
 def test_every_layout_is_one_grouped_product(width: int, dtype: torch.dtype) -> None:

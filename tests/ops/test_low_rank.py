@@ -24,6 +24,7 @@ from support.operator_checks import ExecutedOperators, OperatorTests, check_comp
 from support.shapes import ODD_WIDTHS, SEVERAL_BLOCKS, SHAPES, SKEWED, UNROUTED, Shape, scattered
 
 
+@pytest.mark.sampled(12)
 class TestExpertFfn(OperatorTests):
     roundings = 8
     shared_in_backward = frozenset({"expert_ffn_backward"})
@@ -32,6 +33,7 @@ class TestExpertFfn(OperatorTests):
         return with_factors(ffn_call(shape))
 
 
+@pytest.mark.sampled(12)
 class TestGmm(OperatorTests):
     roundings = 3
     shared_in_backward = frozenset({"gmm"})  # the gradients of lhs and of a share a product
@@ -66,6 +68,7 @@ def test_variants(path: str, shape: Shape, variant: str) -> None:
     assert_same(result(call), result(without_recompute(call), reference), tolerance(torch.float64, 1))
 
 
+@pytest.mark.sampled(20)
 @each_variant
 @pytest.mark.parametrize("names", [("gate",), ("up",), ("down",), ("gate", "down")], ids=str)
 def test_factors_beside_some_matrices(path: str, names: tuple[str, ...], variant: Any) -> None:
@@ -73,6 +76,7 @@ def test_factors_beside_some_matrices(path: str, names: tuple[str, ...], variant
     assert_same(result(call), result(without_recompute(call), reference), tolerance(torch.float64, 1))
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("rank", [1, 7, 16, 33])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [ODD_WIDTHS, SEVERAL_BLOCKS], ids=str)
@@ -207,7 +211,9 @@ def test_saves_rows_of_r_columns_more(recompute: bool) -> None:
     assert extra == num_rows * sum(RANKS.values())
 
 
+@pytest.mark.sampled(0)
 def test_compiles_with_inductor() -> None:
+    """By default test_gmm.py and test_expert_ffn.py compile the same operators without factors."""
     check_compile(with_factors(ffn_call(SKEWED)), "inductor")
     check_compile(gmm_call(SKEWED), "inductor")
 

@@ -1,4 +1,9 @@
-"""The tests of every operator for gmm and expert_ffn with quantized stacks."""
+"""The tests of every operator for gmm and expert_ffn with quantized stacks, by default a few cases of each.
+
+test_quantized.py compares their bits with those of dense matrices, which the same tests check in all cases.
+"""
+
+import pytest
 
 from maxmoe.quantization import quantize
 from support import low_rank_calls
@@ -16,12 +21,14 @@ def quantized(call: Call, format: str = "mxfp4") -> Call:
     return call.replace(**{name: quantize(value, format) for name, value in matrices.items()})
 
 
+@pytest.mark.sampled(4)
 class TestGmm(OperatorTests):
     def call(self, shape: Shape) -> Call:
         call = low_rank_calls.gmm_call(shape)
         return quantized(Call("gmm", {name: value for name, value in call.arguments.items() if "factors" not in name}))
 
 
+@pytest.mark.sampled(8)
 class TestGmmWithFactors(OperatorTests):
     roundings = 3
     shared_in_backward = frozenset({"gmm"})  # the gradients of lhs and of a share a product
@@ -30,6 +37,7 @@ class TestGmmWithFactors(OperatorTests):
         return quantized(low_rank_calls.gmm_call(shape))
 
 
+@pytest.mark.sampled(8)
 class TestExpertFfn(OperatorTests):
     roundings = 8
     shared_in_backward = frozenset({"expert_ffn_backward"})

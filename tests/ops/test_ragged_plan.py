@@ -11,6 +11,7 @@ from maxmoe import ops, reference
 from support.named import named
 from support.operator_calls import refusal, short
 from support.operator_checks import compile_whole
+from support.sampling import by_default
 from support.shapes import MANY_ROWS, SKEWED, UNROUTED, Shape, each_shape
 
 
@@ -102,12 +103,13 @@ def test_strides_do_not_matter(every_path: str) -> None:
     assert_same_plan(ops.ragged_plan(experts[:, ::2], 8), ops.ragged_plan(experts[:, ::2].contiguous(), 8))
 
 
+@pytest.mark.sampled(1)
 def test_opcheck(path: str) -> None:
     torch.library.opcheck(torch.ops.maxmoe.ragged_plan.default, (UNROUTED.experts(), 4))
     torch.library.opcheck(torch.ops.maxmoe.ragged_plan.default, (UNROUTED.experts(), 4), {"max_rows": 3})
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", by_default(["aot_eager", "inductor"], lambda backend: backend == "inductor"))
 def test_compiles_with_all_that_follows(path: str, backend: str) -> None:
     """The number of rows depends on the data: compiled code must not need it at compile time."""
 

@@ -16,6 +16,7 @@ from support.operator_checks import (
     check_registrations,
     compile_whole,
 )
+from support.pairwise import pairwise
 from support.shapes import SKEWED, Shape, each_dtype
 
 each_score_function = pytest.mark.parametrize("score_function", get_args(ScoreFunction))
@@ -41,7 +42,7 @@ class TestRoute(OperatorTests):
 @each_normalization
 def test_every_combination(path: str, normalization: Normalization, score_function: ScoreFunction) -> None:
     groups = [(1, 1), (4, 2), (4, 4), (12, 5)]
-    for group_score, (num_groups, top_k_groups), with_bias in product(get_args(GroupScore), groups, (False, True)):
+    for group_score, (num_groups, top_k_groups), with_bias in pairwise([get_args(GroupScore), groups, (False, True)]):
         call = route_call(
             16,
             12,
@@ -156,6 +157,7 @@ def test_unused_weights_cost_nothing(every_path: str) -> None:
     assert not experts.requires_grad
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiles_with_all_arguments(path: str, backend: str) -> None:
     call = route_call(
@@ -172,6 +174,7 @@ def test_compiles_with_all_arguments(path: str, backend: str) -> None:
     check_registrations(call)
 
 
+@pytest.mark.sampled(1)
 def test_compiles_for_any_number_of_tokens(path: str) -> None:
     compiled = compile_whole(ops.route, "aot_eager", dynamic=True)
     for num_tokens in (5, 9, 32):

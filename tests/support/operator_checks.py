@@ -80,14 +80,25 @@ class OperatorTests:
             output.sum().backward(retain_graph=True)
 
     @ignore_warnings_of_transforms
-    @pytest.mark.parametrize("shape", [TINY, UNROUTED], ids=str)
-    def test_gradcheck(self, path: str, shape: Shape) -> None:
-        """Reverse, forward, and one after the other; for one vector and for a batch of them."""
+    @pytest.mark.parametrize(
+        ("shape", "along_one_vector"),
+        [
+            (TINY, True),
+            pytest.param(TINY, False, marks=pytest.mark.sampled(0)),
+            pytest.param(UNROUTED, True, marks=pytest.mark.sampled(0)),
+        ],
+        ids=str,
+    )
+    def test_gradcheck(self, path: str, shape: Shape, along_one_vector: bool) -> None:
+        """Reverse, forward, and one after the other; for one vector and for a batch of them.
+
+        First derivatives are compared along one random vector, or in full.
+        """
         function, values = function_of(self.call(shape).trainable())
         assert torch.autograd.gradcheck(
             function,
             values,
-            fast_mode=shape is not TINY,
+            fast_mode=along_one_vector,
             check_forward_ad=True,
             check_batched_grad=True,
             check_batched_forward_grad=True,
@@ -188,9 +199,11 @@ class OperatorTests:
         again = Result(outputs, dict(zip(call.floats(), gradients, strict=True)))
         assert_same(again, result(call))
 
+    @pytest.mark.sampled(1)
     def test_opcheck(self, path: str) -> None:
         check_registrations(self.call(SKEWED))
 
+    @pytest.mark.sampled(1)
     def test_compiles_without_graph_breaks(self, path: str) -> None:
         check_compile(self.call(SKEWED), "aot_eager")
 
