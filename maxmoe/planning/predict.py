@@ -192,7 +192,9 @@ class MeshCosts:
         )
 
     def _cost(self, _recompute: tuple[str, ...], num_micro_batches: int, num_chunks: int) -> Cost:
-        """Return the cost of a step on the rank that takes most time, with the parts recomputed that are named.
+        """Return the cost of a step on the rank that takes most time, with the parts recomputed that are set now.
+
+        Their names only tell apart the costs that `self.cost` keeps.
 
         With stages, the schedule is 1F1B with one stage per rank:
 
