@@ -14,8 +14,9 @@ from maxmoe.parallel import token_sharding
 from maxmoe.sharding import Mesh
 from support.parts import assert_same
 from support.run_ranks import run_ranks
-from support.staged_decoder import DEEPSEEK, NUM_MICRO_BATCHES, batch, decoder, loss, micro_batches
+from support.staged_decoder import DEEPSEEK, batch, decoder, loss, micro_batches
 
+NUM_MICRO_BATCHES = 2
 TARGETS = ["experts.gate_proj", "experts.up_proj", "experts.down_proj"]
 
 
@@ -32,7 +33,7 @@ def adapted(format: str | None = None) -> nn.Module:
 
 def gradients_of_one_process(format: str | None = None) -> dict[str, Tensor]:
     model = adapted(format)
-    for tokens, targets in micro_batches(*batch()):
+    for tokens, targets in micro_batches(*batch(), count=NUM_MICRO_BATCHES):
         output = model(tokens)
         (loss(output, targets) + output.aux_loss).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -45,6 +46,7 @@ def test_a_step_equals_that_of_one_process(sizes: dict[str, int], schedule: str)
     check_step(sizes, schedule)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sizes", [{"stage": 2}, {"stage": 2, "fsdp": 2}], ids=str)
 def test_quantized_experts(sizes: dict[str, int]) -> None:
     check_step(sizes, "1f1b", "nf4")

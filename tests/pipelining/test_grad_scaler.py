@@ -1,6 +1,7 @@
 """A scaler in a pipeline, against one process that accumulates over the same micro-batches."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,9 +16,9 @@ from maxmoe.pipelining import pipeline
 from maxmoe.sharding import Mesh
 from support.parts import assert_same
 from support.run_ranks import run_cases, run_ranks
-from support.staged_decoder import NUM_MICRO_BATCHES, batch, config, decoder, loss, micro_batches, part_of_micro_batches
+from support.staged_decoder import batch, config, decoder, loss, micro_batches, part_of_micro_batches
 
-CONFIG = config("mixtral")
+CONFIG, NUM_MICRO_BATCHES = config("mixtral"), 2
 FROZEN = ("embedding", "blocks.0.")  # the first of two stages, without experts
 
 
@@ -50,14 +51,15 @@ def in_one_process(is_frozen: bool, num_steps: int) -> tuple[list[Any], dict[str
     model, scaler = model_of(is_frozen), torch.amp.GradScaler("cpu", init_scale=64.0)
 
     def backward() -> None:
-        for tokens, targets in micro_batches(*batch()):
+        for tokens, targets in micro_batches(*batch(), count=NUM_MICRO_BATCHES):
             output = model(tokens)
             scaler.scale(loss(output, targets) + output.aux_loss).backward()
 
     return trained(model, scaler, backward, [None, *[-1] * (num_steps - 2), None])
 
 
-def check_pipeline(sizes: dict[str, int], is_frozen: bool) -> None:
+def check_pipeline(expected: dict[bool, Any], sizes: dict[str, int], is_frozen: bool) -> None:
+    """Compare with the scales and weights of one process, which are in `expected` by `is_frozen`."""
     mesh, scaler = Mesh(sizes), GradScaler("cpu", init_scale=64.0)
     run = pipeline(
         model_of(is_frozen),
@@ -68,7 +70,9 @@ def check_pipeline(sizes: dict[str, int], is_frozen: bool) -> None:
         num_micro_batches=NUM_MICRO_BATCHES,
         blocks_per_stage=[1, 3],
     )
-    tokens, targets = (part_of_micro_batches(tensor, mesh.within_stage(), "ep-as-dp") for tensor in batch())
+    tokens, targets = (
+        part_of_micro_batches(tensor, mesh.within_stage(), "ep-as-dp", NUM_MICRO_BATCHES) for tensor in batch()
+    )
     losses = []
 
     def backward() -> None:
@@ -77,20 +81,22 @@ def check_pipeline(sizes: dict[str, int], is_frozen: bool) -> None:
 
     ranks = range(mesh.num_ranks)[mesh.num_ranks // 2 if is_frozen else 0 :]
     scales, weights = trained(run.model, scaler, backward, [None, *ranks, None])
-    expected_scales, expected = in_one_process(is_frozen, len(ranks) + 2)
+    expected_scales, expected_weights = expected[is_frozen]
     assert scales == expected_scales
     assert losses[1] == losses[-1] < losses[0]
     for name, weight in weights.items():
-        assert_same(weight.full_tensor() if isinstance(weight, DTensor) else weight, expected[name].data, name)
+        assert_same(weight.full_tensor() if isinstance(weight, DTensor) else weight, expected_weights[name].data, name)
 
 
 def test_stages_skip_the_same_steps() -> None:
     """The gradients are NaN on each rank in turn; a frozen stage has none, and takes part."""
-    run_cases(check_pipeline, 2, [({"stage": 2}, False), ({"stage": 2}, True)])
+    expected = {False: in_one_process(False, 4), True: in_one_process(True, 3)}
+    run_cases(partial(check_pipeline, expected), 2, [({"stage": 2}, False), ({"stage": 2}, True)])
 
 
 def test_stages_on_several_ranks_skip_the_same_steps() -> None:
-    run_cases(check_pipeline, 4, [({"stage": 2, "expert": 2}, False)])
+    expected = {False: in_one_process(False, 6)}
+    run_cases(partial(check_pipeline, expected), 4, [({"stage": 2, "expert": 2}, False)])
 
 
 def test_torch_scaler_raises() -> None:

@@ -1,6 +1,7 @@
 """Inputs, results and state of a step of a pipeline, compared with one process."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from maxmoe.parallel import Declaration, PipelineParts, token_sharding
 from maxmoe.pipelining import pipeline
 from maxmoe.sharding import Mesh
 from support.parts import assert_same
-from support.run_ranks import run_ranks
+from support.run_ranks import run_cases, run_ranks
 from support.staged_decoder import (
     DEEPSEEK,
     LENGTH,
@@ -37,22 +38,24 @@ def sums(*summands: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: torch.stack([summand[name] for summand in summands]).sum(0) for name in summands[0]}
 
 
-@pytest.mark.parametrize("num_rows", [10, 3])
-def test_micro_batches_of_different_sizes(num_rows: int) -> None:
-    """Ten rows make micro-batches of 3, 3, 2 and 2; with three rows one micro-batch is empty, but runs."""
-    tokens, targets = batch(num_rows)
-    expected = step_of(decoder(DEEPSEEK), micro_batches(tokens, targets, count=min(num_rows, NUM_MICRO_BATCHES)))
-    of_one_row = step_of(decoder(DEEPSEEK), [batch(1)])
+def test_micro_batches_of_different_sizes() -> None:
+    """Ten rows make micro-batches of 3, 3, 2 and 2; with three rows, and one, micro-batches are empty, but run."""
+    steps = {
+        num_rows: step_of(decoder(DEEPSEEK), micro_batches(*batch(num_rows), count=min(num_rows, NUM_MICRO_BATCHES)))
+        for num_rows in (10, 3, 1)
+    }
 
     def check() -> None:
         run = staged(DEEPSEEK, Mesh({"stage": 2}), "default", "1f1b")
-        found = run.step(tokens, targets)
-        assert_same(found.loss, expected.loss)
-        assert_same(found.aux_loss, expected.aux_loss)
-        check_gradients(run, expected.gradients)
-        run.evaluate(*batch())
-        run.step(*batch(1))
-        check_gradients(run, sums(expected.gradients, of_one_row.gradients))
+        gradients = []
+        for num_rows, expected in steps.items():
+            found = run.step(*batch(num_rows))
+            assert_same(found.loss, expected.loss)
+            assert_same(found.aux_loss, expected.aux_loss)
+            gradients.append(expected.gradients)
+            check_gradients(run, sums(*gradients))
+            if num_rows == 3:
+                run.evaluate(*batch())
 
     run_ranks(check, 2)
 
@@ -60,28 +63,27 @@ def test_micro_batches_of_different_sizes(num_rows: int) -> None:
 def test_gradients_of_fsdp_are_kept_when_the_shape_changes() -> None:
     """torch drops the gradients of FSDP2 in the first step of a schedule, and a new shape needs a new schedule."""
     whole = batch()
-    first = step_of_one_process(DEEPSEEK)
+    first = step_of_one_process(DEEPSEEK, 2)
     second = step_of(decoder(DEEPSEEK), micro_batches(*(part[:4] for part in whole), count=2))
 
     def check() -> None:
         for schedule in ("1f1b", SPLIT):  # two pipelines on equal meshes
             mesh = Mesh({"stage": 2, "fsdp": 2})
-            run = staged(DEEPSEEK, mesh, "default", schedule)
-            run.step(*(part_of_micro_batches(part, mesh, "default") for part in whole))
+            run = staged(DEEPSEEK, mesh, "default", schedule, num_micro_batches=2)
+            run.step(*(part_of_micro_batches(part, mesh, "default", 2) for part in whole))
             run.step(*(part_of_micro_batches(part[:4], mesh, "default", 2) for part in whole))
             check_gradients(run, sums(first.gradients, second.gradients))
 
     run_ranks(check, 4)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", SPLIT])
-def test_padding_documents_and_a_rank_without_tokens(schedule: str) -> None:
+def test_padding_documents_and_a_rank_without_tokens() -> None:
     tokens, targets = batch()
     mask = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(2)) < 0.7
     mask[4:] = False  # the sequences of the second rank
     targets = targets.masked_fill(~mask, -100)
     documents = torch.arange(LENGTH).ge(3).long().repeat(len(tokens), 1)
-    rows = [[index, index + 4] for index in range(4)]  # rows of each micro-batch, on both ranks
+    rows = [[0, 1, 4, 5], [2, 3, 6, 7]]  # of each micro-batch, on both ranks
     expected = step_of(
         decoder(DEEPSEEK),
         [(tokens[here], targets[here]) for here in rows],
@@ -89,24 +91,25 @@ def test_padding_documents_and_a_rank_without_tokens(schedule: str) -> None:
         document_ids=[documents[here] for here in rows],
     )
 
-    def check() -> None:
+    def check(schedule: str) -> None:
         mesh = Mesh({"stage": 2, "expert": 2})
-        run = staged(DEEPSEEK, mesh, "default", schedule, dispatch="ragged_all_to_all")
+        options: Any = {"num_micro_batches": len(rows), "dispatch": "ragged_all_to_all"}
+        run = staged(DEEPSEEK, mesh, "default", schedule, **options)
         here = token_sharding(mesh).slices(tokens.shape)
         found = run.step(tokens[here], targets[here], token_mask=mask[here], document_ids=documents[here])
         check_step(found, run, expected)
 
-    run_ranks(check, 4)
+    run_cases(check, 4, [("gpipe",), (SPLIT,)])
 
 
 def test_axes_of_data_are_summed_with_a_split_backward() -> None:
     """torch once skipped the reduction over data-parallel ranks (PyTorch issue 144530)."""
-    expected = step_of_one_process(DEEPSEEK)
+    expected = step_of_one_process(DEEPSEEK, 2)
 
     def check() -> None:
         mesh = Mesh({"stage": 2, "data": 2})
-        run = staged(DEEPSEEK, mesh, "default", SPLIT)
-        tokens, targets = (part_of_micro_batches(whole, mesh, "default") for whole in batch())
+        run = staged(DEEPSEEK, mesh, "default", SPLIT, num_micro_batches=2)
+        tokens, targets = (part_of_micro_batches(whole, mesh, "default", 2) for whole in batch())
         check_step(run.step(tokens, targets), run, expected)
 
     run_ranks(check, 4)
@@ -134,12 +137,12 @@ def test_each_block_runs_once_for_each_micro_batch() -> None:
 
     def check() -> None:
         for schedule in ("gpipe", "zbv"):
-            run = staged(DEEPSEEK, Mesh({"stage": 2}), "default", schedule)
+            run = staged(DEEPSEEK, Mesh({"stage": 2}), "default", schedule, num_micro_batches=2)
             blocks = [block for block in run.model.blocks if isinstance(block, Block)]
             for block in blocks:
                 block.register_forward_hook(count)
             run.step(*batch())
-            assert len(calls) == NUM_MICRO_BATCHES * len(blocks) and all(calls)
+            assert len(calls) == 2 * len(blocks) and all(calls)
             calls.clear()
 
     run_ranks(check, 2)
@@ -216,12 +219,12 @@ def test_a_model_of_ones_own() -> None:
 
 def test_an_evaluation_reports_the_whole_batch() -> None:
     """A layer, unlike a pipeline, communicates without gradients for its hidden states only."""
-    expected = step_of_one_process(DEEPSEEK)
+    expected = step_of_one_process(DEEPSEEK, 2)
 
     def check() -> None:
         mesh = Mesh({"stage": 2, "data": 2})
-        run = staged(DEEPSEEK, mesh, "default", "1f1b")
-        found = run.evaluate(*(part_of_micro_batches(part, mesh, "default") for part in batch()))
+        run = staged(DEEPSEEK, mesh, "default", "1f1b", num_micro_batches=2)
+        found = run.evaluate(*(part_of_micro_batches(part, mesh, "default", 2) for part in batch()))
         assert_same(found.loss, expected.loss)
         assert_same(found.aux_loss, expected.aux_loss)
         for stats, counts in zip(found.stats.values(), expected.tokens_per_expert, strict=True):
@@ -232,7 +235,7 @@ def test_an_evaluation_reports_the_whole_batch() -> None:
 
 def test_modes_reach_every_module() -> None:
     def check() -> None:
-        run = staged(DEEPSEEK, Mesh({"stage": 2}), "default", "looped_bfs")
+        run = staged(DEEPSEEK, Mesh({"stage": 2}), "default", "looped_bfs", num_micro_batches=2)
         modes: list[bool] = []
         run.model.blocks[run._run._stages[0].index].register_forward_hook(
             lambda block, _inputs, _output: modes.append(block.training)
@@ -252,28 +255,30 @@ def test_modes_reach_every_module() -> None:
 
 def test_autocast_and_parameters_in_bfloat16() -> None:
     """Messages have the dtype of the hidden states, which under autocast is the dtype of the embedding."""
+    expected = float(step_of_one_process(DEEPSEEK).loss)
 
     def check() -> None:
         found = []
         for dtype in (torch.float32, torch.bfloat16):
             model = decoder(DEEPSEEK).to(dtype)
-            run = staged(DEEPSEEK, Mesh({"stage": 2}), "default", "1f1b", model=model)
+            run = staged(DEEPSEEK, Mesh({"stage": 2}), "default", "1f1b", model=model, num_micro_batches=2)
             with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
                 found.append(run.step(*batch()).loss.item())
             assert all(parameter.grad.dtype == dtype for parameter in run.parameters())
-        assert found[0] == pytest.approx(float(step_of_one_process(DEEPSEEK).loss), rel=0.05)
+        assert found[0] == pytest.approx(expected, rel=0.05)
         assert found[1] == pytest.approx(found[0], rel=0.05)
 
     run_ranks(check, 2)
 
 
 def test_a_model_without_memory_is_filled_after_it_is_cut() -> None:
-    expected = step_of_one_process(DEEPSEEK)
+    expected = step_of_one_process(DEEPSEEK, 2)
     values = decoder(DEEPSEEK).state_dict()
 
     def check() -> None:
         mesh = Mesh({"stage": 2, "fsdp": 2})
-        run = staged(DEEPSEEK, mesh, "default", "1f1b", model=Decoder(DEEPSEEK, device="meta", dtype=torch.float64))
+        empty = Decoder(DEEPSEEK, device="meta", dtype=torch.float64)
+        run = staged(DEEPSEEK, mesh, "default", "1f1b", model=empty, num_micro_batches=2)
         run.model.to_empty(device="cpu")
         here = run.model.state_dict()
         set_model_state_dict(
@@ -281,7 +286,7 @@ def test_a_model_without_memory_is_filled_after_it_is_cut() -> None:
             {name: values[name] for name in here},
             options=StateDictOptions(full_state_dict=True),
         )
-        tokens, targets = (part_of_micro_batches(whole, mesh, "default") for whole in batch())
+        tokens, targets = (part_of_micro_batches(whole, mesh, "default", 2) for whole in batch())
         check_step(run.step(tokens, targets), run, expected)
 
     run_ranks(check, 4)

@@ -53,7 +53,7 @@ def real_steps(
             Mesh({"stage": num_ranks}),
             "default",
             schedule,
-            num_micro_batches=NUM_MICRO_BATCHES,
+            num_micro_batches=2 * num_ranks,
             recompute=recompute,
         )
         first = pictures.record_step(pipeline, *batch())
@@ -69,10 +69,10 @@ def real_steps(
 @pytest.mark.parametrize(("schedule", "num_ranks"), CASES)
 def test_the_plan_is_what_ranks_run_and_keep(schedule: str, num_ranks: int) -> None:
     """The actions on the timelines of all ranks, and the micro-batches of which autograd keeps tensors."""
-    expected = [list(actions) for actions in schedule_order(schedule, num_ranks, None, NUM_MICRO_BATCHES)]
+    expected = [list(actions) for actions in schedule_order(schedule, num_ranks, None, 2 * num_ranks)]
     steps = real_steps(schedule, num_ranks)
     for timeline in steps[0][:2]:
-        assert actions_of(timeline) == expected == actions_of(planned(schedule, num_ranks))
+        assert actions_of(timeline) == expected == actions_of(planned(schedule, num_ranks, 2 * num_ranks))
         assert 0 < timeline.bubble < 1
         assert min(spans[0].start for spans in timeline.ranks) == 0
         for spans in timeline.ranks:
@@ -86,7 +86,7 @@ def test_the_plan_is_what_ranks_run_and_keep(schedule: str, num_ranks: int) -> N
 
 
 def test_a_recomputed_stage_computes_all_gradients_at_once() -> None:
-    order = schedule_order("interleaved_zero_bubble", 2, None, NUM_MICRO_BATCHES)
+    order = schedule_order("interleaved_zero_bubble", 2, None, 4)
     whole = with_whole_backwards(order, range(4))
     assert {action.kind for actions in whole for action in actions} == {FORWARD, BACKWARD}
     steps = real_steps("interleaved_zero_bubble", 2, ("blocks",))

@@ -44,14 +44,15 @@ def test_factorisations_are_those_of_brute_force(number: int, count: int) -> Non
 
 
 AXES = {"ep-as-dp": ("data", "fsdp", "expert"), "pipeline-large-moe": ("stage", "expert", "tensor")}
-PLANS = [(rules, dict(zip(axes, sizes, strict=True))) for rules, axes in AXES.items() for sizes in factorisations(4, 3)]
+PLANS = [(rules, dict(zip(axes, sizes, strict=True))) for rules, axes in AXES.items() for sizes in factorisations(2, 3)]
 
 
 def all_plans() -> list[PredictedPlan]:
-    """Plans of four ranks with two presets, each planned alone."""
+    """Plans of two ranks with two presets, each planned alone."""
     found = []
-    for (rules, mesh), dispatch in product(PLANS[::2], ("ragged_all_to_all", "gather_weights")):
-        for chunks, names in product((1, 2), ((), ("experts",), ("blocks",))):
+    for rules, mesh in PLANS:
+        strategies = ("ragged_all_to_all", "gather_weights") if mesh["expert"] > 1 else ("auto",)
+        for dispatch, chunks, names in product(strategies, (1, 2), ((), ("experts",), ("blocks",))):
             many = 2 * mesh["stage"] if mesh.get("stage", 1) > 1 else 1
             options: dict[str, Any] = {"dispatch": dispatch, "num_chunks": chunks, "recompute": names}
             found.append(predict(model(), Mesh.planned(mesh), rules, DEVICE, num_micro_batches=many, **options, **STEP))
@@ -62,7 +63,7 @@ def test_the_first_plan_is_the_fastest_of_all() -> None:
     plans = all_plans()
     middle = sorted(plan.memory for plan in plans)[len(plans) // 4]
     for limit in (2**40, middle):
-        found = search(model(), 4, DEVICE, memory=limit, rules=["ep-as-dp", "pipeline-large-moe"], **STEP)
+        found = search(model(), 2, DEVICE, memory=limit, rules=[*AXES], **STEP)
         fitting = [plan.seconds for plan in plans if plan.memory <= limit]
         assert found.plans[0].seconds <= min(fitting) * (1 + 1e-9)
         assert found.plans[0].memory <= limit
@@ -73,8 +74,7 @@ def test_the_first_plan_is_the_fastest_of_all() -> None:
 @pytest.mark.parametrize("dtypes", [StateDtypes(), StateDtypes(master=torch.float32, moments=torch.float32)])
 def test_memory_and_bytes_are_those_of_estimate(dtypes: StateDtypes) -> None:
     whole = Decoder(CONFIG, device="meta", dtype=torch.bfloat16)
-    rules = ["default", "ep-tp"]
-    result = search(whole, 4, DEVICE, state_dtypes=dtypes, rules=rules, num_plans=40, **STEP)
+    result = search(whole, 4, DEVICE, state_dtypes=dtypes, rules=["default"], num_plans=20, **STEP)
     assert any(plan.has_stages for plan in result.plans) and any(not plan.has_stages for plan in result.plans)
     for plan in result.plans:
         set_recompute(whole, plan.recompute)
@@ -105,9 +105,9 @@ def test_a_plan_without_a_strategy_takes_the_one_of_estimate(mesh: dict[str, int
 
 def test_more_memory_never_gives_a_slower_plan() -> None:
     times = []
-    for limit in range(1_200_000, 3_000_001, 600_000):
+    for limit in range(2_400_000, 4_800_001, 1_200_000):
         try:
-            found = search(model(), 4, DEVICE, memory=limit, rules=["default"], num_plans=1, **STEP)
+            found = search(model(), 2, DEVICE, memory=limit, rules=["default"], num_plans=1, **STEP)
             times.append(found.plans[0].seconds)
         except NoPlanFits:
             times.append(math.inf)
@@ -129,6 +129,10 @@ def test_a_step_is_not_slower_with_more_bandwidth() -> None:
         slow = fast
 
 
+def run_all(plans: list[PredictedPlan]) -> list[float]:
+    return [run(plan) for plan in plans]
+
+
 def run(plan: PredictedPlan) -> float:
     torch.manual_seed(0)
     whole, mesh = Decoder(CONFIG), Mesh(plan.mesh)
@@ -148,18 +152,17 @@ def mean_square(output: DecoderOutput, _targets: Tensor) -> Tensor:
 
 
 def test_the_plans_run_as_they_are_printed() -> None:
-    plans = search(model(), 2, DEVICE, rules=["ep-as-dp", "ep-tp"], num_plans=12, **STEP).plans
+    plans = search(model(), 2, DEVICE, rules=["ep-as-dp", "pipeline-large-moe"], num_plans=40, **STEP).plans
     found = [plan for plan in plans if not plan.has_stages][:3]
-    staged = search(model(), 2, DEVICE, rules=["pipeline-large-moe"], num_plans=40, **STEP).plans
-    found += [plan for plan in staged if plan.has_stages][:1]
+    found += [plan for plan in plans if plan.has_stages][:1]
     assert len(found) == 4
-    for plan in found:
-        assert all(map(math.isfinite, run_ranks(run, 2, plan)))
+    for losses in run_ranks(run_all, 2, found):
+        assert len(losses) == 4 and all(map(math.isfinite, losses))
 
 
 def test_no_plan_fits() -> None:
     with pytest.raises(NoPlanFits) as raised:
-        search(model(), 2, DEVICE, memory=100_000, rules=["default"], **STEP)
+        search(model(), 2, DEVICE, memory=100_000, rules=["ep-as-dp"], **STEP)
     nearest = raised.value.nearest
     assert len(nearest) == 3
     assert [plan.memory for plan in nearest] == sorted(plan.memory for plan in nearest)
@@ -221,10 +224,10 @@ class Mixer(nn.Module):
 
 def test_sequences_of_modules_that_may_mix_tokens_stay_whole() -> None:
     options: dict[str, Any] = {"rules": ["cp-as-ep"], "num_plans": 100, **STEP}
-    found = search(nn.Sequential(model(), Mixer()), 4, DEVICE, **options)
+    found = search(nn.Sequential(model(), Mixer()), 2, DEVICE, **options)
     assert not any("context" in plan.mesh for plan in found.plans)
     assert any("sequences are sharded, and Mixer declare nothing" in reason for reason in found.cannot_run)
-    assert any("context" in plan.mesh for plan in search(model(), 4, DEVICE, **options).plans)
+    assert any("context" in plan.mesh for plan in search(model(), 2, DEVICE, **options).plans)
 
 
 @pytest.mark.parametrize("preset", ["ep-as-dp", "pipeline-large-moe"])

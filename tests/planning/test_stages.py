@@ -25,6 +25,7 @@ from maxmoe.sharding import Mesh
 from support.counted_collectives import CountedCollectives
 from support.measured_step import without_sums_of_losses
 from support.run_ranks import run_ranks
+from support.sampling import by_default
 from support.saved_by_stages import saved_by_stages
 from support.staged_decoder import BATCH, LENGTH, MOE, batch, config, part_of_micro_batches, staged
 
@@ -183,16 +184,20 @@ CASES += [
 ]
 CASES_OF_FSDP: list[tuple[Any, ...]] = [(FSDP, "default", schedule, "auto") for schedule in SCHEDULES]
 CASES_OF_FSDP += [(FSDP, "default", "interleaved_1f1b", "auto", ("blocks",))]
+# One stage of each rank, two in a round, and two in the form of a V.
+BY_DEFAULT = [
+    (STAGES, "default", "gpipe", "auto"),
+    ((*STAGES, ("expert", 2)), "ep-tp", "interleaved_1f1b", "auto"),
+    (FSDP, "default", "zbv", "auto"),
+]
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", by_default(CASES, BY_DEFAULT.__contains__), ids=str)
 def test_memory_and_messages_are_those_of_a_step(case: tuple[Any, ...]) -> None:
     assert_as_planned(case)
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("case", CASES_OF_FSDP, ids=str)
+@pytest.mark.parametrize("case", by_default(CASES_OF_FSDP, BY_DEFAULT.__contains__), ids=str)
 def test_memory_and_collectives_of_fsdp(case: tuple[Any, ...]) -> None:
     assert_as_planned(case)
     pipeline = staged_plan(*case)
@@ -221,12 +226,11 @@ def assert_as_planned(case: tuple[Any, ...]) -> None:
     assert sum(result.memory.values()) == max(rank.total for rank in ranks)
 
 
-# One stage of each rank, and two in the form of a V. In the sample of the test above, so that they run once.
-@pytest.mark.parametrize("schedule", ["gpipe", "dual_pipe_v"])
-def test_stages_have_the_parameters_of_their_parts(schedule: str) -> None:
-    pipeline = staged_plan(STAGES, "default", schedule, "auto")
+@pytest.mark.parametrize("case", BY_DEFAULT, ids=str)  # their steps run once for all tests
+def test_stages_have_the_parameters_of_their_parts(case: tuple[Any, ...]) -> None:
+    pipeline = staged_plan(*case)
     whole = dict(model().named_parameters())
-    for step in real_steps(STAGES, "default", schedule, "auto"):
+    for step in real_steps(*case):
         stages = pipeline.stages_of(step.rank)
         assert {name for stage in stages for name in stage.plan.parameters} == set(step.names)
         assert sum(stage.num_parameters for stage in stages) == sum(whole[name].numel() for name in step.names)

@@ -44,7 +44,14 @@ def test_activations_are_what_autograd_saves(name: str) -> None:
         assert activations(model, batch_size) == pytest.approx(measured, rel=1e-3)
 
 
-@pytest.mark.parametrize("name", ["GPT, attention written out", "SwiGLU, MoE in each second block", "recurrent"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "GPT, attention written out",
+        "SwiGLU, MoE in each second block",
+        pytest.param("recurrent", marks=pytest.mark.sampled(0)),
+    ],
+)
 def test_a_model_on_the_meta_device_saves_the_same(name: str) -> None:
     model, _ = MODELS[name]()
     expected = activations(model, 4)
@@ -134,7 +141,7 @@ def test_a_rank_saves_what_is_planned_for_its_tokens_and_parts() -> None:
 def test_a_search_has_the_numbers_of_an_estimate_and_of_a_prediction() -> None:
     model = user_model().bfloat16()
     sizes: dict[str, Any] = {"batch_size": 16, "sequence_length": LENGTH}
-    for plan in search(model, 8, "h100", num_plans=4, **sizes).plans:
+    for plan in search(model, 4, "h100", rules=["ep-as-dp"], num_plans=2, **sizes).plans:
         options: dict[str, Any] = {"dispatch": plan.dispatch, "num_chunks": plan.num_chunks, **sizes}
         expected = estimate(model, Mesh.planned(plan.mesh), plan.rules, allow_unused=True, **options)
         assert plan.memory == sum(expected.memory.values())
