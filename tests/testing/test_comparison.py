@@ -75,7 +75,7 @@ def explained(case: Case) -> RankComparison:
     return compare(case, dtype=torch.float64)
 
 
-# Another test of this folder has the same explanation.
+# Other tests of this folder have these explanations, or longer ones that contain them.
 EXPLAINED_ELSEWHERE = {
     "gradients averaged instead of summed",
     "no reduction",
