@@ -35,6 +35,7 @@ from support.failing_ranks import (
 )
 from support.pairwise import pairwise
 from support.run_ranks import check_at_once, run_ranks
+from support.sampling import by_default
 
 STRATEGIES: dict[str, tuple[dict[str, int], str, Any]] = {
     "ring_of_experts": ({"fsdp": 2, "expert": 2}, "ep-as-dp", "ring_of_experts"),
@@ -55,7 +56,19 @@ def fail_in_backward(layer: MoE, fail: Callable[[], None]) -> None:
     layer.experts.register_forward_hook(hook)
 
 
-def test_the_others_name_the_rank(tmp_path: Path) -> None:
+CHOICES: list[list[Any]] = [[*STRATEGIES], [fail_in_forward, fail_in_backward], FAILURES]
+EVERY_CHOICE = [
+    ("ring_of_experts", fail_in_forward, FAILURES[2]),
+    ("ragged_all_to_all", fail_in_backward, FAILURES[0]),
+    ("ep-tp", fail_in_backward, FAILURES[1]),
+]
+OTHERS = [case for case in pairwise(CHOICES) if case not in EVERY_CHOICE]
+
+
+@pytest.mark.parametrize(
+    "cases", by_default([EVERY_CHOICE, OTHERS], lambda cases: cases is EVERY_CHOICE), ids=["every choice", "others"]
+)
+def test_the_others_name_the_rank(cases: list[tuple[Any, ...]], tmp_path: Path) -> None:
     def check(strategy: str, place: Callable[..., None], fail: Callable[[], None], delay: float, message: str) -> None:
         sizes, rules, dispatch = STRATEGIES[strategy]
 
@@ -73,20 +86,23 @@ def test_the_others_name_the_rank(tmp_path: Path) -> None:
         folder.mkdir()
         check_rank_2_is_named(outcomes(folder, train, patience=patience_with(fail)), fail, delay, message)
 
-    choices: list[list[Any]] = [[*STRATEGIES], [fail_in_forward, fail_in_backward], FAILURES]
-    check_at_once(check, [(strategy, place, *failure) for strategy, place, failure in pairwise(choices)])
+    check_at_once(check, [(strategy, place, *failure) for strategy, place, failure in cases])
 
 
-def test_a_rank_that_stops_too_early(tmp_path: Path) -> None:
+def test_what_ends_with_a_timeout(tmp_path: Path) -> None:
+    check_at_once(lambda check: check(tmp_path), [(stops_too_early,), (wait_for_each_other,), (have_store_in_memory,)])
+
+
+def stops_too_early(folder: Path) -> None:
     def train() -> None:
         for _ in range(1 if dist.get_rank() == 1 else 2):
             dist.all_reduce(torch.ones(2))
 
-    ((_, message),) = outcomes(tmp_path, train, 2, TIMEOUT).values()
+    ((_, message),) = outcomes(folder, train, 2, TIMEOUT).values()
     assert message.startswith("RankError: rank 1 of 2 came to the end before the others (rank 0 saw: ")
 
 
-def test_ranks_that_wait_for_each_other() -> None:
+def wait_for_each_other(_folder: Path) -> None:
     def train() -> tuple[int, str]:
         groups = [dist.new_group(timeout=timedelta(seconds=TIMEOUT)) for _ in range(2)]
         try:
@@ -100,6 +116,18 @@ def test_ranks_that_wait_for_each_other() -> None:
     for line, message in run_ranks(train, 2, timeout=ENOUGH):
         places = "; ".join(f"rank {rank} at {__file__}:{line} in train" for rank in range(2))
         assert message.startswith(f"no rank of 2 failed first: all waited until the timeout. {places}. Did one skip a ")
+
+
+def have_store_in_memory(_folder: Path) -> None:
+    def find() -> str:
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        watch = Watch(PATIENCE)
+        watch.start()
+        return watch.finish(partial(watch.find_failure, "here")).message
+
+    (message,) = run_ranks(find, 1)
+    assert message.startswith("no rank of 1 failed first: all waited until the timeout. rank 0 at here. ")
 
 
 def wait() -> None:
@@ -167,18 +195,6 @@ def test_the_process_with_the_store_is_stopped(tmp_path: Path) -> None:
         assert float(seconds) < delay + PATIENCE + SLACK
 
     check_at_once(check, [(*last_call, early) for last_call in LAST_CALLS for early in (False, True)])
-
-
-def test_the_store_is_in_memory() -> None:
-    def find() -> str:
-        dist.destroy_process_group()
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        watch = Watch(PATIENCE)
-        watch.start()
-        return watch.finish(partial(watch.find_failure, "here")).message
-
-    (message,) = run_ranks(find, 1)
-    assert message.startswith("no rank of 1 failed first: all waited until the timeout. rank 0 at here. ")
 
 
 def test_a_rank_at_work_ends_after_the_failure_of_another(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -41,7 +41,8 @@ def test_batches_of_any_form() -> None:
         factor = dist.get_world_size() if dist.is_initialized() else 1
         return {"tokens": (output - batch.targets["x"]).square().mean(), "aux": aux_loss * factor}
 
-    first = compare(Case(ddp, 3, loss=loss_that_pops, make_batch=make_pair)).first_wrong
+    case = Case(ddp, 3, loss=loss_that_pops, make_batch=make_pair)
+    first = compare(case, dtype=torch.float64).first_wrong
     assert first is not None and first.explanation == "the term 'aux' is 3 times: number of ranks"
     assert not have_same_tensors(make_pair(0, 2), make_pair(1, 2))
     assert not have_same_tensors([torch.ones(2)], [torch.ones(2, dtype=torch.int64)])

@@ -123,7 +123,7 @@ def test_arguments(argument: str, values: tuple[Any, ...], message: str) -> None
 )
 def test_functions_that_return_something_else(case: Case, message: str) -> None:
     with pytest.raises(RankError, match=f"(?s)failed first:\nTraceback.*{message}"):
-        compare(case)
+        compare(case, dtype=torch.float64)
 
 
 def test_a_rank_that_hangs_is_an_error() -> None:
@@ -253,7 +253,7 @@ def test_a_loss_that_is_wrong_beside_right_gradients() -> None:
         torch.stack(list(terms.values())).sum().backward()
         return {name: 7 * term.detach() for name, term in terms.items()}
 
-    comparison = compare(Case(ddp, 2, step=reported_loss))
+    comparison = compare(Case(ddp, 2, step=reported_loss), dtype=torch.float64)
     assert not comparison.equal and comparison.first_wrong is None
     assert comparison.loss[0].explanation == "neither the sum nor the mean over ranks: the mean is 7 times"
 
@@ -263,7 +263,7 @@ def test_tokens_that_no_rank_has() -> None:
         x, target = whole_batch()
         return x[: len(x) // num_ranks], target[: len(x) // num_ranks]
 
-    comparison = compare(Case(ddp, 2, make_batch=first_half))
+    comparison = compare(Case(ddp, 2, make_batch=first_half), dtype=torch.float64)
     assert "No rank has 480 of 960 entries of the output[0] of one process." in comparison.notes
 
 
@@ -284,7 +284,8 @@ def test_a_wrong_forward_is_told() -> None:
         model.last = Summed(model.last)  # type: ignore[arg-type]
         return model
 
-    comparison = compare(Case(tensor_parallel, 2, loss=mean_square, build=Small, make_batch=same_batch))
+    case = Case(tensor_parallel, 2, loss=mean_square, build=Small, make_batch=same_batch)
+    comparison = compare(case, dtype=torch.float64)
     assert [output.explanation for output in comparison.outputs] == ["differs"]
     assert str(comparison).splitlines()[1] == "The mistake is in the forward pass: output differs."
 
@@ -294,13 +295,13 @@ def test_gradients_that_are_not_finite() -> None:
         model.first.bias.register_hook(lambda gradient: gradient / 0)  # type: ignore[operator, union-attr]
         return ddp(model)
 
-    first = compare(Case(overflow, 2, loss=mean_square, build=Small)).first_wrong
+    first = compare(Case(overflow, 2, loss=mean_square, build=Small), dtype=torch.float64).first_wrong
     assert first is not None and (first.name, first.explanation) == ("first.bias", "not finite")
 
 
 def test_the_report_shows_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "1000")  # pytest-xdist sets it to the width of the terminal
-    comparison = compare(Case(alone, 2, loss=mean_square, build=Small))
+    comparison = compare(Case(alone, 2, loss=mean_square, build=Small), dtype=torch.float64)
     lines = str(comparison).splitlines()
     assert lines[0] == "compare_ranks: different. 2 ranks beside one process, float64, tolerance 1e-09."
     assert lines[1].startswith("First wrong gradient, in the order of the backward: last.bias: missing reduction")

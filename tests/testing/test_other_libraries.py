@@ -105,7 +105,7 @@ def is_halved_in_float64(sizes: dict[str, Any]) -> bool:
     return ep_size == fsdp_size * tp_size > tp_size
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("preset", EXPERTS)
 def test_parallelism_of_transformers(preset: str, sizes: dict[str, Any]) -> None:
@@ -154,7 +154,7 @@ def test_a_divide_factor_on_a_group_of_one_rank(dtype: torch.dtype, expected: st
 
 
 def test_the_auxiliary_loss_of_transformers_counts_the_tokens_of_each_rank_alone() -> None:
-    comparison = compare(case("mixtral", loss_and_aux_loss, fsdp_size=2))
+    comparison = compare(case("mixtral", loss_and_aux_loss, fsdp_size=2), dtype=torch.float64)
     (aux_loss,) = (term for term in comparison.loss if not term.equal)
     assert aux_loss.name == "aux" and aux_loss.explanation.startswith("neither the sum nor the mean over ranks")
     assert comparison.first_wrong is not None
@@ -162,7 +162,7 @@ def test_the_auxiliary_loss_of_transformers_counts_the_tokens_of_each_rank_alone
     assert comparison.first_wrong.explanation.startswith("mean of the gradients of each rank's batch alone")
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(
     ("script", "last_line"),
     [
