@@ -1,5 +1,7 @@
 """The connection to PEFT, also with versions of PEFT that store adapters differently."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -10,6 +12,7 @@ from maxmoe.adapters import _peft
 from maxmoe.adapters import peft as connection
 from maxmoe.nn import Experts
 from maxmoe.ops import LowRankFactors, RaggedPlan, expert_ffn
+from support import programs
 from support.moe_layers import make, tokens
 
 EXPERTS = ["moe.experts.gate_proj", "moe.experts.up_proj", "moe.experts.down_proj"]
@@ -56,6 +59,71 @@ def test_connecting_draws_no_random_numbers() -> None:
     torch.manual_seed(0)
     _peft.check_layout()
     assert torch.equal(torch.rand(3), expected)
+
+
+CONFIG = "maxmoe.MoEConfig(hidden_size=8, intermediate_size=4, num_experts=3, top_k=2)"
+CHECKPOINT, COMPILED = "checkpoint(model, x, use_reentrant=False)", "torch.compile(model, backend='eager')(x)"
+PEFT = "import peft"
+CALLS = [
+    pytest.param("import peft; import maxmoe", CHECKPOINT, marks=pytest.mark.sampled(0)),
+    ("import maxmoe; import peft", COMPILED),
+    # transformers looks for PEFT before it imports it.
+    (
+        f"import maxmoe; from importlib.util import find_spec; find_spec('peft'); layer = maxmoe.MoE({CONFIG}); {PEFT}",
+        "model(x)",
+    ),
+    pytest.param("import peft; import maxmoe", COMPILED, marks=pytest.mark.sampled(0)),
+    pytest.param("import maxmoe; import peft", CHECKPOINT, marks=pytest.mark.sampled(0)),
+]
+CHECK = f"""
+import torch
+from torch.utils.checkpoint import checkpoint
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.moe = globals().get("layer") or maxmoe.MoE({CONFIG})
+    def forward(self, x):
+        return self.moe(x).hidden_states
+names = ["moe.experts.up_proj"]
+config = peft.LoraConfig(r=2, target_parameters=names, target_modules=[], init_lora_weights=False)
+model = peft.get_peft_model(Layer(), config)
+x = torch.randn(5, 8)
+first = FIRST_CALL
+first.sum().backward()
+second = model(x)
+torch.testing.assert_close(first, second)
+from peft.tuners.lora.layer import ParamWrapper
+assert hasattr(ParamWrapper.get_delta_weight, "__wrapped__")
+assert not torch.equal(model.unload().moe(x).hidden_states, first)
+"""
+
+
+@pytest.mark.parametrize(("imports", "first_call"), CALLS)
+def test_any_order_of_imports(imports: str, first_call: str) -> None:
+    """The script in a new process."""
+    programs.printed(programs.python(imports + CHECK.replace("FIRST_CALL", first_call)))
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("imports", ["import peft; maxmoe.MoE", "maxmoe.MoE; import peft"])
+def test_a_peft_that_wraps_no_parameters_is_left_alone(imports: str, tmp_path: Path) -> None:
+    """maxmoe can be imported and layers run, with a warning."""
+    (tmp_path / "peft").mkdir()
+    (tmp_path / "peft/__init__.py").touch()
+    code = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+import warnings
+import maxmoe
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    {imports}
+assert peft.__file__.startswith({str(tmp_path)!r})
+assert ["how this version of PEFT keeps adapters" in str(each.message) for each in caught].count(True) == 1
+import torch
+maxmoe.MoE({CONFIG})(torch.randn(5, 8)).hidden_states.sum().backward()
+"""
+    programs.printed(programs.python(code))
 
 
 def test_a_forward_that_ignores_the_adapters_is_an_error() -> None:

@@ -132,7 +132,7 @@ def test_recomputed_layers_and_adapters() -> None:
         assert torch.equal(ids, paths[path][0])
 
 
-@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_model_that_was_compiled_before() -> None:
     model = ours("mixtral", num_hidden_layers=1)
     own, record = recorded(model), rotated(recorded(model))

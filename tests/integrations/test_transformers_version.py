@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from maxmoe.integrations.transformers import _version
+from support.programs import python
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,6 +34,21 @@ def test_a_missing_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_newer_transformers_is_taken(monkeypatch: pytest.MonkeyPatch, installed: str) -> None:
     monkeypatch.setattr(metadata, "version", lambda name: installed)
     _version.check_version()
+
+
+@pytest.mark.sampled(0)
+def test_without_the_import_the_implementation_is_not_known() -> None:
+    """The error that docs/troubleshooting.md explains."""
+    code = """
+import maxmoe
+from transformers import MixtralConfig, MixtralForCausalLM
+config = MixtralConfig(hidden_size=8, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1, vocab_size=8)
+try:
+    MixtralForCausalLM(config).set_experts_implementation("maxmoe")
+except ValueError as error:
+    print(error)
+"""
+    assert '`experts_implementation="maxmoe"` is not supported' in python(code).stdout
 
 
 def test_the_extra_asks_for_the_tested_versions() -> None:
