@@ -18,12 +18,11 @@ from torch.optim.swa_utils import (
 from maxmoe.models import Decoder
 from maxmoe.parallel import parallelize
 from maxmoe.sharding import LogicalRules, Mesh
-from support.parallel_decoder import CONFIG, LocalSGD, MeshRules, batch, decoder, layouts, loss, token_spec
+from support.parallel_decoder import BLOCK, CONFIG, LocalSGD, MeshRules, batch, decoder, layouts, loss, token_spec
 from support.parts import assert_same, part_by_definition
 from support.run_ranks import run_cases
 from support.sampling import by_default
 
-BLOCK = replace(CONFIG, num_layers=1, num_dense_layers=0)
 AVERAGES: dict[str, dict[str, Any]] = {
     "each tensor": {"avg_fn": get_ema_avg_fn(0.75)},
     "all at once": {"multi_avg_fn": get_ema_multi_avg_fn(0.75)},

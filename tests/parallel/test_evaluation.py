@@ -22,13 +22,12 @@ from maxmoe.parallel.dispatch.partial_sums import PartialSums
 from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.sharding import Mesh
 from support.counted_collectives import CountedCollectives
-from support.parallel_decoder import CONFIG, MOE, MeshRules, decoder
+from support.parallel_decoder import BLOCK, CONFIG, MOE, MeshRules, decoder
 from support.parallel_decoder import batch as token_ids
 from support.run_ranks import run_cases, run_ranks
 from support.sampling import by_default
 
 SIZES: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 4, "num_experts": 4, "top_k": 2}
-BLOCK = replace(CONFIG, num_layers=1, num_dense_layers=0)
 BALANCE = {"load_balance_loss_weight": 0.3}
 OPTIONS: dict[str, dict[str, Any]] = {
     "none": {},

@@ -19,11 +19,10 @@ from maxmoe.optim import Muon, parameter_groups
 from maxmoe.parallel import GradScaler, clip_grad_norm_, parallelize
 from maxmoe.parallel.grad_scaler import refuse_wrong_scalers
 from maxmoe.sharding import LogicalRules, Mesh
-from support.parallel_decoder import CONFIG, LocalSGD, MeshRules, batch, decoder, layouts, loss, token_spec
+from support.parallel_decoder import BLOCK, CONFIG, LocalSGD, MeshRules, batch, decoder, layouts, loss, token_spec
 from support.parts import assert_same, part_by_definition
 from support.run_ranks import run_cases, run_ranks
 
-BLOCK = replace(CONFIG, num_layers=1, num_dense_layers=0)
 SCALE = 2.0**10
 OPTIONS = {"init_scale": SCALE, "growth_interval": 2}  # the scale grows after two steps
 

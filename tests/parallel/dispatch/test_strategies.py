@@ -204,34 +204,32 @@ def test_capacity_of_whole_sequences() -> None:
 
 
 NUMBERS = [(4, 0, 0, 1), (0, 0, 0, 0), (0, 1, 2, 3)]
-MESHES = [MeshRules("ep-as-dp", {"expert": 4}), MeshRules("ep-as-dp", {"fsdp": 2, "expert": 2})]
 
 
 @pytest.mark.parametrize(
-    ("dispatch", "sizes", "layout"),
-    by_default(
-        itertools.product(SENDING, NUMBERS, MESHES), lambda case: case in zip(SENDING, NUMBERS, MESHES, strict=False)
-    ),
-    ids=str,
+    "layout", [MeshRules("ep-as-dp", {"expert": 4}), MeshRules("ep-as-dp", {"fsdp": 2, "expert": 2})], ids=str
 )
-def test_ranks_with_other_numbers_of_sequences(
-    dispatch: Dispatch, sizes: tuple[int, ...], layout: MeshRules
-) -> None:
+@pytest.mark.parametrize("turn", by_default(range(len(NUMBERS) * len(SENDING)), lambda turn: turn == 0))
+def test_ranks_with_other_numbers_of_sequences(turn: int, layout: MeshRules) -> None:
+    """Each family with other numbers and another strategy in each turn."""
     cases = []
-    for (family, config), num_chunks in zip(FAMILIES.items(), (1, 2, 2, 1, 2, 3, 1, 2), strict=True):
+    for index, ((family, config), num_chunks) in enumerate(
+        zip(FAMILIES.items(), (1, 2, 2, 1, 2, 3, 1, 2), strict=True), start=turn
+    ):
+        sizes, dispatch = NUMBERS[index % len(NUMBERS)], SENDING[(index + turn // len(NUMBERS)) % len(SENDING)]
         batch = make_batch(config, "of the router", (sum(sizes), 3))
-        cases.append((family, config, num_chunks, batch, take_step(make_layer(config), batch)))
+        cases.append((family, config, num_chunks, sizes, dispatch, batch, take_step(make_layer(config), batch)))
 
     def check() -> None:
         mesh, rules = Mesh(layout.sizes), LogicalRules.load(layout.rules)
-        first = sum(sizes[: dist.get_rank()])
-        part = (slice(first, first + sizes[dist.get_rank()]),)
-        for family, config, num_chunks, batch, expected in cases:
+        for family, config, num_chunks, sizes, dispatch, batch, expected in cases:
+            first = sum(sizes[: dist.get_rank()])
+            part = (slice(first, first + sizes[dist.get_rank()]),)
             layer = make_layer(config)
             shardings = parameter_shardings(layer, mesh, rules)
             parallelize(layer, mesh, rules, dispatch=dispatch, num_chunks=num_chunks)
             counts = spy(layer)
-            with named(family, num_chunks):
+            with named(dispatch, family, sizes, num_chunks):
                 check_part(take_step(layer, batch.part(part)), expected, part, shardings)
                 assert counts == [NUM_EXPERTS // mesh.size("expert")] * num_chunks
 
