@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch.optim.swa_utils import (
 from maxmoe.models import Decoder
 from maxmoe.parallel import parallelize
 from maxmoe.sharding import LogicalRules, Mesh
-from support.parallel_decoder import BLOCK, CONFIG, LocalSGD, MeshRules, batch, decoder, layouts, loss, token_spec
+from support.parallel_decoder import BLOCK, LocalSGD, MeshRules, batch, decoder, layouts, loss, token_spec
 from support.parts import assert_same, part_by_definition
 from support.run_ranks import run_cases
 from support.sampling import by_default
@@ -70,9 +69,7 @@ def test_averages_of_parameters_and_buffers(turn: int) -> None:
     for how, options in AVERAGES.items():
         model = decoder(BLOCK)
         expected[how] = averaged(AveragedModel(model, use_buffers=True, **options), model, lambda tokens: tokens)
-    cases = [
-        (layout, "fsdp" in layout.sizes or number % 2 == turn) for number, layout in enumerate(layouts(2))
-    ]
+    cases = [(layout, "fsdp" in layout.sizes or number % 2 == turn) for number, layout in enumerate(layouts(2))]
     # Another kind of average in each case.
     averages = itertools.cycle(expected.items())
     run_cases(check_layout, 2, [(*case, *average) for case, average in zip(cases, averages, strict=False)])

@@ -22,7 +22,7 @@ from maxmoe.parallel.dispatch.partial_sums import PartialSums
 from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.sharding import Mesh
 from support.counted_collectives import CountedCollectives
-from support.parallel_decoder import BLOCK, CONFIG, MOE, MeshRules, decoder
+from support.parallel_decoder import BLOCK, MOE, MeshRules, decoder
 from support.parallel_decoder import batch as token_ids
 from support.run_ranks import run_cases, run_ranks
 from support.sampling import by_default

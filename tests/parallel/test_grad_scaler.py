@@ -1,7 +1,6 @@
 """Scales, skipped steps and weights on meshes, against one process whose gradients overflow in the same steps."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from maxmoe.optim import Muon, parameter_groups
 from maxmoe.parallel import GradScaler, clip_grad_norm_, parallelize
 from maxmoe.parallel.grad_scaler import refuse_wrong_scalers
 from maxmoe.sharding import LogicalRules, Mesh
-from support.parallel_decoder import BLOCK, CONFIG, LocalSGD, MeshRules, batch, decoder, layouts, loss, token_spec
+from support.parallel_decoder import BLOCK, LocalSGD, MeshRules, batch, decoder, layouts, loss, token_spec
 from support.parts import assert_same, part_by_definition
 from support.run_ranks import run_cases, run_ranks
 

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from maxmoe.parallel import RankError, clip_grad_norm_, parallelize, token_sharding
 from maxmoe.sharding import Mesh
-from support.parallel_decoder import CONFIG, LocalSGD, MeshRules, batch, decoder, layouts, loss
 from support.pairwise import pairwise
+from support.parallel_decoder import CONFIG, LocalSGD, MeshRules, batch, decoder, layouts, loss
 from support.parts import assert_same
 from support.run_ranks import check_at_once, run_cases, run_ranks
 

@@ -1,7 +1,6 @@
 """An optimizer that steps between a forward and its backward: an error on every mesh, as in one process."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from maxmoe.optim import Muon, parameter_groups
 from maxmoe.parallel import parallelize, token_sharding
 from maxmoe.sharding import Mesh
 from support.named import named
-from support.parallel_decoder import BLOCK, CONFIG, MeshRules, batch, decoder, loss
+from support.parallel_decoder import BLOCK, MeshRules, batch, decoder, loss
 from support.parts import assert_same
 from support.run_ranks import run_ranks
 

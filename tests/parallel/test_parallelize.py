@@ -16,7 +16,8 @@ from maxmoe.parallel import ParameterSharding, parallelize, parameter_shardings
 from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.sharding import LogicalRules, Mesh, PartitionSpec
 from support.named import named
-from support.parallel_decoder import (BLOCK, 
+from support.parallel_decoder import (
+    BLOCK,
     CONFIG,
     MOE,
     VARIANTS,

@@ -3,7 +3,6 @@
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from maxmoe.models import Decoder
 from maxmoe.models.decoder import DecoderOutput
 from maxmoe.parallel import Declaration, parallelize
 from maxmoe.sharding import LogicalRules, Mesh
-from support.parallel_decoder import BLOCK, CONFIG, MeshRules, batch, decoder, loss, token_spec
+from support.parallel_decoder import BLOCK, MeshRules, batch, decoder, loss, token_spec
 from support.parts import assert_same, part_by_definition
 from support.run_ranks import run_ranks
 

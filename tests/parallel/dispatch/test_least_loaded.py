@@ -1,6 +1,5 @@
 """Experts that move to ranks with few rows: the numbers of one process, bounds on rows and memory, errors."""
 
-import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace

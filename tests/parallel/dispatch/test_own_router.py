@@ -1,6 +1,5 @@
 """Custom routers on four ranks, with every strategy: the routers of docs/how_to/router.md."""
 
-import itertools
 from typing import Any
 
 import pytest

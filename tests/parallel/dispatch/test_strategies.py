@@ -26,8 +26,8 @@ from support.dispatched_layer import (
     take_step,
 )
 from support.named import named
-from support.parallel_decoder import MeshRules
 from support.pairwise import pairwise
+from support.parallel_decoder import MeshRules
 from support.run_ranks import run_ranks
 from support.sampling import by_default
 
