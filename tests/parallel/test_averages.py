@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 from torch import Tensor
 from torch.optim.swa_utils import (
     AveragedModel,
@@ -16,9 +17,10 @@ from torch.optim.swa_utils import (
 from maxmoe.models import Decoder
 from maxmoe.parallel import parallelize
 from maxmoe.sharding import LogicalRules, Mesh
-from support.parallel_decoder import LocalSGD, MeshRules, batch, decoder, layouts, loss, token_spec
+from support.parallel_decoder import BLOCK, LocalSGD, MeshRules, batch, decoder, layouts, loss, token_spec
 from support.parts import assert_same, part_by_definition
 from support.run_ranks import run_cases
+from support.sampling import by_default
 
 AVERAGES: dict[str, dict[str, Any]] = {
     "each tensor": {"avg_fn": get_ema_avg_fn(0.75)},
@@ -47,7 +49,7 @@ def averaged(averages: AveragedModel, model: Decoder, part: Callable[[Tensor], T
 def check_layout(layout: MeshRules, is_first: bool, how: str, expected: dict[str, Tensor]) -> None:
     mesh, rules = Mesh(layout.sizes), LogicalRules.load(layout.rules)
     part = partial(part_by_definition, spec=token_spec(mesh, rules), mesh=mesh)
-    model = decoder()
+    model = decoder(BLOCK)
     if is_first:
         averages = AveragedModel(model, use_buffers=True, **AVERAGES[how])
         parallelize(averages.module, mesh, rules)
@@ -60,14 +62,14 @@ def check_layout(layout: MeshRules, is_first: bool, how: str, expected: dict[str
         assert_same(tensor, expected[name], name)
 
 
-def test_averages_of_parameters_and_buffers() -> None:
-    """Every preset; averages made before `parallelize`, and after it unless FSDP2 refuses the copy."""
+@pytest.mark.parametrize("turn", by_default(range(2), lambda turn: turn == 0))
+def test_averages_of_parameters_and_buffers(turn: int) -> None:
+    """Every preset; averages made before `parallelize` or after it in turn, before it if FSDP2 refuses the copy."""
     expected = {}
     for how, options in AVERAGES.items():
-        model = decoder()
+        model = decoder(BLOCK)
         expected[how] = averaged(AveragedModel(model, use_buffers=True, **options), model, lambda tokens: tokens)
-    cases = [(layout, True) for layout in layouts(2)]
-    cases += [(layout, False) for layout in layouts(2) if "fsdp" not in layout.sizes]
+    cases = [(layout, "fsdp" in layout.sizes or number % 2 == turn) for number, layout in enumerate(layouts(2))]
     # Another kind of average in each case.
     averages = itertools.cycle(expected.items())
     run_cases(check_layout, 2, [(*case, *average) for case, average in zip(cases, averages, strict=False)])

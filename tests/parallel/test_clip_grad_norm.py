@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from maxmoe.parallel import clip_grad_norm_, parallelize
 from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.sharding import LogicalRules, Mesh, NamedSharding, P, redistribute
-from support.parallel_decoder import batch, decoder, loss, token_spec
+from support.parallel_decoder import BLOCK, batch, decoder, loss, token_spec
 from support.parts import assert_same, part_by_definition
 from support.run_ranks import run_ranks
 
@@ -103,14 +103,14 @@ def test_gradients_on_some_ranks_only_are_an_error_on_all(is_partial: bool) -> N
 @pytest.mark.parametrize("dispatch", ["ring_of_experts", "ragged_all_to_all"])
 def test_a_model_whose_tokens_travel(dispatch: Dispatch) -> None:
     """Experts are sharded over other axes than the rest: every rank has the norm of all gradients."""
-    whole = decoder()
+    whole = decoder(BLOCK)
     tokens, targets = batch()
     loss(whole(tokens), targets).backward()
     expected_norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.3)
 
     def check() -> None:
         mesh, rules = Mesh({"fsdp": 2, "expert": 2}), LogicalRules.load("ep-as-dp")
-        model, spec = parallelize(decoder(), mesh, rules, dispatch=dispatch), token_spec(mesh, rules)
+        model, spec = parallelize(decoder(BLOCK), mesh, rules, dispatch=dispatch), token_spec(mesh, rules)
         part, part_targets = (part_by_definition(tensor, spec, mesh) for tensor in (tokens, targets))
         loss(model(part), part_targets).backward()
         assert_same(clip_grad_norm_(model.parameters(), 0.3), expected_norm)

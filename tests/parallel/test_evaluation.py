@@ -22,9 +22,10 @@ from maxmoe.parallel.dispatch.partial_sums import PartialSums
 from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.sharding import Mesh
 from support.counted_collectives import CountedCollectives
-from support.parallel_decoder import CONFIG, MOE, MeshRules, decoder
+from support.parallel_decoder import BLOCK, MOE, MeshRules, decoder
 from support.parallel_decoder import batch as token_ids
 from support.run_ranks import run_cases, run_ranks
+from support.sampling import by_default
 
 SIZES: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 4, "num_experts": 4, "top_k": 2}
 BALANCE = {"load_balance_loss_weight": 0.3}
@@ -81,12 +82,14 @@ def refused(options: dict[str, Any], layout: MeshRules, dispatch: Dispatch) -> b
     return "buffer_factor" in options and dispatch == "least_loaded"
 
 
+KINDS = itertools.cycle((MoE, MoEFeedForward))
 CASES = [
-    (name, layout, dispatch)
+    (next(KINDS), name, layout, dispatch)
     for layout, dispatch in LAYOUTS
     for name, options in OPTIONS.items()
     if not refused(options, layout, dispatch)
 ]
+STRIDE = 5  # between the cases of a turn: every kind, option and layout occurs in each
 
 
 class NoLosses:
@@ -113,7 +116,8 @@ def counted(mesh: Mesh, call: Callable[[], Any]) -> dict[tuple[str, str], list[i
     return dict(collectives.counts)
 
 
-def test_a_layer_communicates_for_its_hidden_states_alone() -> None:
+@pytest.mark.parametrize("turn", by_default(range(STRIDE), lambda turn: turn == 0))
+def test_a_layer_communicates_for_its_hidden_states_alone(turn: int) -> None:
     """Both kinds of layers with every layout and every option, not with all pairs of them."""
     x, mask = batch()
 
@@ -140,13 +144,12 @@ def test_a_layer_communicates_for_its_hidden_states_alone() -> None:
             times for times, _ in needed.values()
         )
 
-    kinds = itertools.cycle((MoE, MoEFeedForward))
-    run_cases(check, 2, [(kind, *case) for kind, case in zip(kinds, CASES, strict=False)])
+    run_cases(check, 2, CASES[turn::STRIDE])
 
 
 def test_generation_communicates_for_its_tokens_alone() -> None:
     prompt = token_ids()[0][:2, :3]
-    config = replace(CONFIG, moe=replace(MOE, load_balance_scope="batch", buffer_factor=0.75))
+    config = replace(BLOCK, moe=replace(MOE, load_balance_scope="batch", buffer_factor=0.75))
 
     def check(layout: MeshRules, dispatch: Dispatch) -> None:
         mesh = Mesh(layout.sizes)
@@ -166,7 +169,7 @@ def test_one_rank_evaluates_alone_where_ranks_share_no_work() -> None:
 
     def check(name: str) -> None:
         mesh, rules = Mesh(DATA[0].sizes), DATA[0].rules
-        config = replace(CONFIG, moe=MoEConfig(**{**SIZES, "hidden_size": 16, **OPTIONS[name]}))
+        config = replace(BLOCK, moe=MoEConfig(**{**SIZES, "hidden_size": 16, **OPTIONS[name]}))
         tokens = token_ids()[0][token_sharding(mesh, rules).slices(token_ids()[0].shape)]
         results = []
         for evaluates in (False, True):

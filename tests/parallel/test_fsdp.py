@@ -58,9 +58,8 @@ def test_blocks_are_the_children_of_outermost_lists() -> None:
     assert list(blocks(model)) == list(model.blocks)
 
 
-def gradients(rules: str, sizes: dict[str, int]) -> dict[str, Tensor]:
-    """The gradients of one step on the tokens of this rank."""
-    model = decoder()
+def gradients(model: Decoder, rules: str, sizes: dict[str, int]) -> dict[str, Tensor]:
+    """Parallelize a model, and return the gradients of one step on the tokens of this rank."""
     mesh = Mesh(sizes)
     parallelize(model, mesh, rules)
     torch.manual_seed(mesh.rank or 0)
@@ -84,11 +83,11 @@ def test_gradients_are_those_without_fsdp(
     rules: str, sizes: dict[str, int], units: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def compare() -> list[str]:
-        with_fsdp = gradients(rules, sizes)
-        model = parallelize(decoder(), Mesh(sizes), rules)
+        model = decoder()
+        with_fsdp = gradients(model, rules, sizes)
         found = [name for name, child in model.named_modules() if isinstance(child, FSDPModule)]
         monkeypatch.setattr(sys.modules["maxmoe.parallel.plan.planner"], "fsdp_axes", lambda *_: ())
-        for name, expected in gradients(rules, sizes).items():
+        for name, expected in gradients(decoder(), rules, sizes).items():
             torch.testing.assert_close(with_fsdp[name], expected, rtol=1e-12, atol=1e-14, msg=f"{name}: {{}}".format)
         return found
 

@@ -18,7 +18,7 @@ from maxmoe.optim import Muon, parameter_groups
 from maxmoe.parallel import GradScaler, clip_grad_norm_, parallelize
 from maxmoe.parallel.grad_scaler import refuse_wrong_scalers
 from maxmoe.sharding import LogicalRules, Mesh
-from support.parallel_decoder import LocalSGD, MeshRules, batch, decoder, layouts, loss, token_spec
+from support.parallel_decoder import BLOCK, LocalSGD, MeshRules, batch, decoder, layouts, loss, token_spec
 from support.parts import assert_same, part_by_definition
 from support.run_ranks import run_cases, run_ranks
 
@@ -77,7 +77,7 @@ def check(found: Training, expected: Training) -> None:
 
 
 def decoder_in_one_process(num_overflows: int) -> Training:
-    model, (tokens, targets) = decoder(), batch()
+    model, (tokens, targets) = decoder(BLOCK), batch()
     return trained(
         model,
         [LocalSGD(model)],
@@ -92,7 +92,7 @@ def check_layout(layout: MeshRules, expected: Training) -> None:
     mesh, rules = Mesh(layout.sizes), LogicalRules.load(layout.rules)
     spec = token_spec(mesh, rules)
     tokens, targets = (part_by_definition(tensor, spec, mesh) for tensor in batch())
-    model = parallelize(decoder(), mesh, rules)
+    model = parallelize(decoder(BLOCK), mesh, rules)
     first, *_ = model.parameters()
     experts = next(each for name, each in model.named_parameters() if name.endswith("experts.up_proj"))
     found = trained(

@@ -1,7 +1,6 @@
 """After an exception in a forward or backward the model is unchanged, or the error of its next call names the fix."""
 
 import functools
-import itertools
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -15,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from maxmoe.parallel import RankError, clip_grad_norm_, parallelize, token_sharding
 from maxmoe.sharding import Mesh
+from support.pairwise import pairwise
 from support.parallel_decoder import CONFIG, LocalSGD, MeshRules, batch, decoder, layouts, loss
 from support.parts import assert_same
 from support.run_ranks import check_at_once, run_cases, run_ranks
@@ -121,7 +121,7 @@ def test_recomputed_blocks_and_gathered_experts(options: dict[str, Any]) -> None
     without_interruption()
     layouts = [MeshRules("ep-as-dp", {"expert": 2}), MeshRules("pure-fsdp", {"fsdp": 2})]
     interrupts, errors = [interrupt_forward, interrupt_backward], [StopError, KeyboardInterrupt]
-    cases = itertools.product(layouts, interrupts, PLACES[2:3], errors)
+    cases = pairwise([layouts, interrupts, PLACES[2:3], errors])
     run_cases(functools.partial(check_interruption, **options), 2, cases)
 
 

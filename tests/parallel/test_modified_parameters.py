@@ -10,7 +10,7 @@ from maxmoe.optim import Muon, parameter_groups
 from maxmoe.parallel import parallelize, token_sharding
 from maxmoe.sharding import Mesh
 from support.named import named
-from support.parallel_decoder import MeshRules, batch, decoder, loss
+from support.parallel_decoder import BLOCK, MeshRules, batch, decoder, loss
 from support.parts import assert_same
 from support.run_ranks import run_ranks
 
@@ -51,7 +51,7 @@ def on_mesh(model: nn.Module, layout: MeshRules) -> tuple[Tensor, Tensor]:
 def test_a_step_before_the_backward_is_an_error_on_every_rank(layout: MeshRules) -> None:
     def check() -> None:
         for optimizer in OPTIMIZERS.values():
-            model = decoder()
+            model = decoder(BLOCK)
             tokens, targets = on_mesh(model, layout)
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 step_between(model, optimizer(model), tokens, targets)
@@ -76,7 +76,7 @@ def test_parameters_that_the_backward_does_not_need_may_be_modified(num_ranks: i
         return gradient
 
     def embedding_model() -> nn.Module:
-        model = decoder().requires_grad_(False)
+        model = decoder(BLOCK).requires_grad_(False)
         model.embedding.requires_grad_(True)
         return model
 

@@ -11,7 +11,7 @@ from maxmoe.models import Decoder
 from maxmoe.nn import LocalTokens
 from maxmoe.parallel import TokenGroup, token_group
 from maxmoe.sharding import LogicalRules, Mesh
-from support.parallel_decoder import CONFIG, MeshRules, batch, decoder, layouts, token_spec
+from support.parallel_decoder import BLOCK, MeshRules, batch, decoder, layouts, token_spec
 from support.parts import assert_same, part_by_definition
 from support.run_ranks import run_ranks
 
@@ -34,13 +34,13 @@ def loss_of(model: Decoder, group: TokenGroup, tokens: Tensor, targets: Tensor, 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", [layout for layout in layouts(4) if "fsdp_transpose" not in layout.sizes], ids=str)
 def test_loss_and_gradients_are_those_of_one_process(layout: MeshRules) -> None:
-    whole, data = decoder(CONFIG), (*batch(), *padding())
+    whole, data = decoder(BLOCK), (*batch(), *padding())
     expected = loss_of(whole, LocalTokens(), *data)
     expected.backward()
 
     def check() -> None:
         mesh, rules = Mesh(layout.sizes), LogicalRules.load(layout.rules)
-        ours = parallelize(decoder(CONFIG), mesh, rules)
+        ours = parallelize(decoder(BLOCK), mesh, rules)
         spec = token_spec(mesh, rules)
         parts = (part_by_definition(part, spec, mesh) for part in data)
         loss = loss_of(ours, token_group(mesh, rules), *parts)

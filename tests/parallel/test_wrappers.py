@@ -16,7 +16,7 @@ from maxmoe.models import Decoder
 from maxmoe.models.decoder import DecoderOutput
 from maxmoe.parallel import Declaration, parallelize
 from maxmoe.sharding import LogicalRules, Mesh
-from support.parallel_decoder import MeshRules, batch, decoder, loss, token_spec
+from support.parallel_decoder import BLOCK, MeshRules, batch, decoder, loss, token_spec
 from support.parts import assert_same, part_by_definition
 from support.run_ranks import run_ranks
 
@@ -101,18 +101,18 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
 def test_the_model_in_a_wrapper_generates(wrap: Callable[[Decoder], Any], layout: MeshRules) -> None:
     """Before and between steps of training, whose gradients equal one process's, also after an interruption."""
-    whole = wrap(decoder())
+    whole = wrap(decoder(BLOCK))
     tokens, targets = batch()
     loss(whole(tokens), targets).backward()
     expected, tokens_alone = gradients(whole), generated(whole)
 
     def check() -> None:
         mesh, rules = Mesh(layout.sizes), LogicalRules.load(layout.rules)
-        model = parallelize(wrap(decoder()), mesh, rules)
+        model = parallelize(wrap(decoder(BLOCK)), mesh, rules)
         parts = [part_by_definition(tensor, token_spec(mesh, rules), mesh) for tensor in batch()]
         for _ in range(2):
             stored = list(model.parameters())
-            with pytest.raises(KeyboardInterrupt), interrupted(inner(model).blocks[1]):
+            with pytest.raises(KeyboardInterrupt), interrupted(inner(model).blocks[0]):
                 generated(model)
             assert all(map(operator.is_, model.parameters(), stored))
             assert torch.equal(generated(model), tokens_alone)

@@ -39,6 +39,7 @@ CONFIG = DecoderConfig(
     num_dense_layers=1,
     max_sequence_length=16,
 )
+BLOCK = replace(CONFIG, num_layers=1, num_dense_layers=0)  # for claims that do not depend on the number of blocks
 BATCH, LENGTH = 8, 8
 
 

@@ -26,8 +26,10 @@ from support.dispatched_layer import (
     take_step,
 )
 from support.named import named
+from support.pairwise import pairwise
 from support.parallel_decoder import MeshRules
 from support.run_ranks import run_ranks
+from support.sampling import by_default
 
 STRATEGIES = tuple(dispatch_plan.STRATEGIES)
 # Strategies that send tokens to experts on fixed ranks. test_least_loaded.py tests experts that move.
@@ -107,7 +109,7 @@ def num_local_experts(dispatch: Dispatch, num_parts: int) -> int:
     return NUM_EXPERTS if dispatch == "gather_weights" else NUM_EXPERTS // num_parts
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4, pytest.param(8, marks=pytest.mark.sampled(0))])
+@pytest.mark.parametrize("num_ranks", by_default([2, 4, 8], lambda number: number == 2))
 def test_every_strategy_family_and_load(num_ranks: int) -> None:
     layout, cases = MeshRules("ep-as-dp", {"expert": num_ranks}), cases_of_families(lambda _: LOADS)
 
@@ -201,30 +203,35 @@ def test_capacity_of_whole_sequences() -> None:
     run_ranks(check, 4)
 
 
-@pytest.mark.sampled(2)
+NUMBERS = [(4, 0, 0, 1), (0, 0, 0, 0), (0, 1, 2, 3)]
+
+
 @pytest.mark.parametrize(
     "layout", [MeshRules("ep-as-dp", {"expert": 4}), MeshRules("ep-as-dp", {"fsdp": 2, "expert": 2})], ids=str
 )
-@pytest.mark.parametrize("sizes", [(0, 1, 2, 3), (4, 0, 0, 1), (0, 0, 0, 0)], ids=str)
-def test_ranks_with_other_numbers_of_sequences(layout: MeshRules, sizes: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("turn", by_default(range(len(NUMBERS) * len(SENDING)), lambda turn: turn == 0))
+def test_ranks_with_other_numbers_of_sequences(turn: int, layout: MeshRules) -> None:
+    """Each family with other numbers and another strategy in each turn."""
     cases = []
-    for (family, config), num_chunks in zip(FAMILIES.items(), (1, 2, 2, 1, 2, 3, 1, 2), strict=True):
+    for index, ((family, config), num_chunks) in enumerate(
+        zip(FAMILIES.items(), (1, 2, 2, 1, 2, 3, 1, 2), strict=True), start=turn
+    ):
+        sizes, dispatch = NUMBERS[index % len(NUMBERS)], SENDING[(index + turn // len(NUMBERS)) % len(SENDING)]
         batch = make_batch(config, "of the router", (sum(sizes), 3))
-        cases.append((family, config, num_chunks, batch, take_step(make_layer(config), batch)))
+        cases.append((family, config, num_chunks, sizes, dispatch, batch, take_step(make_layer(config), batch)))
 
     def check() -> None:
         mesh, rules = Mesh(layout.sizes), LogicalRules.load(layout.rules)
-        first = sum(sizes[: dist.get_rank()])
-        part = (slice(first, first + sizes[dist.get_rank()]),)
-        for dispatch in SENDING:
-            for family, config, num_chunks, batch, expected in cases:
-                layer = make_layer(config)
-                shardings = parameter_shardings(layer, mesh, rules)
-                parallelize(layer, mesh, rules, dispatch=dispatch, num_chunks=num_chunks)
-                counts = spy(layer)
-                with named(dispatch, family, num_chunks):
-                    check_part(take_step(layer, batch.part(part)), expected, part, shardings)
-                    assert counts == [NUM_EXPERTS // mesh.size("expert")] * num_chunks
+        for family, config, num_chunks, sizes, dispatch, batch, expected in cases:
+            first = sum(sizes[: dist.get_rank()])
+            part = (slice(first, first + sizes[dist.get_rank()]),)
+            layer = make_layer(config)
+            shardings = parameter_shardings(layer, mesh, rules)
+            parallelize(layer, mesh, rules, dispatch=dispatch, num_chunks=num_chunks)
+            counts = spy(layer)
+            with named(dispatch, family, sizes, num_chunks):
+                check_part(take_step(layer, batch.part(part)), expected, part, shardings)
+                assert counts == [NUM_EXPERTS // mesh.size("expert")] * num_chunks
 
     run_ranks(check, 4)
 
@@ -251,11 +258,12 @@ def test_bfloat16_within_its_rounding() -> None:
     families = {family: FAMILIES[family] for family in ("deepseek_v3", "gpt_oss")}
     cases = {family: cases_of(config, LOADS[:1], torch.bfloat16) for family, config in families.items()}
 
+    choices = pairwise([layouts, SENDING, list(families)])
+
     def check() -> None:
-        for (layout, num_parts), dispatch in itertools.product(layouts, SENDING):
-            for family, config in families.items():
-                with named(layout, dispatch, family):
-                    num_experts = num_local_experts(dispatch, num_parts)
-                    check_steps(layout, num_experts, config, dispatch, cases[family], tolerance=tolerance)
+        for (layout, num_parts), dispatch, family in choices:
+            with named(layout, dispatch, family):
+                num_experts = num_local_experts(dispatch, num_parts)
+                check_steps(layout, num_experts, families[family], dispatch, cases[family], tolerance=tolerance)
 
     run_ranks(check, 4)
