@@ -228,6 +228,7 @@ def test_ranks_add_up_to_one_process() -> None:
         ({"expert": 2}, "ragged_all_to_all"),
         ({"expert": 2}, "gather_weights"),
     ]
+
     def check(run: Callable[..., Any], *arguments: Any) -> None:
         gradients, aux_loss, counts, bias = run(*arguments)
         torch.testing.assert_close(aux_loss, expected.aux_loss, rtol=1e-13, atol=0)

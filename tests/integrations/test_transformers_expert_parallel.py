@@ -90,7 +90,6 @@ def test_other_tokens_on_every_rank(preset: str, implementation: str) -> None:
 
 def test_the_same_tokens_on_every_rank() -> None:
     """Experts of other ranks are masked: id num_local_experts, weight 0. maxmoe needs different tokens per rank."""
-
     whole = model("mixtral")
     expected = step(whole, IDS)
 
@@ -126,7 +125,6 @@ def with_our_layers(preset: str) -> nn.Module:
 )
 def test_our_layers_in_their_models(preset: str, sizes: dict[str, int]) -> None:
     """Modules that declare no names are replicated; losses and all gradients equal one process's."""
-
     whole = with_our_layers(preset)
     expected = step(whole, IDS)
 

@@ -87,9 +87,7 @@ def test_activations_are_what_autograd_saves(variant: str, dtype: torch.dtype) -
     assert activations(model, 2, 40) == (kept, 0)
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.sampled(1))], ids=str
-)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.sampled(1))], ids=str)
 @pytest.mark.parametrize("variant", ["z-loss, shared gate", "weights on the input", "no gate, biases"])
 def test_what_each_policy_keeps(variant: str, dtype: torch.dtype) -> None:
     moe, tokens = VARIANTS[variant], torch.randint(101, (2, 40))
