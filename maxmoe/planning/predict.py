@@ -141,7 +141,7 @@ class MeshCosts:
         self._memory = {
             name: part_memory(plan, states[name], has_stages=has_stages) for name, plan in self._plans.items()
         }
-        self._parameters, self.cost = cache(self._parameter_costs), cache(self._cost)
+        self._parameters = cache(self._parameter_costs)
 
     @property
     def least_memory(self) -> float:
@@ -176,7 +176,7 @@ class MeshCosts:
         uncounted: str | None = None,
     ) -> PredictedPlan:
         """Return the plan with its costs; `recompute` names the parts that are recomputed now."""
-        cost = self.cost(recompute, num_micro_batches, num_chunks)
+        cost = self.cost(num_micro_batches, num_chunks)
         sent_bytes = {"intra_bytes": int(cost.intra_bytes), "inter_bytes": int(cost.inter_bytes)}
         return PredictedPlan(
             rules=rules,
@@ -191,10 +191,8 @@ class MeshCosts:
             **cost._asdict() | sent_bytes,
         )
 
-    def _cost(self, _recompute: tuple[str, ...], num_micro_batches: int, num_chunks: int) -> Cost:
-        """Return the cost of a step on the rank that takes most time, with the parts recomputed that are set now.
-
-        Their names only tell apart the costs that `self.cost` keeps.
+    def cost(self, num_micro_batches: int, num_chunks: int) -> Cost:
+        """Return the cost of a step on the rank that takes most time.
 
         With stages, the schedule is 1F1B with one stage per rank:
 

@@ -183,7 +183,7 @@ class Search:
         numbers = {min(times, costs.rows // stages) * stages for times in micro_batches} if stages > 1 else {1}
         for many in sorted(numbers):
             set_recompute(self.parts.reduced, ())
-            if min(costs.cost((), many, number).seconds for number in chunks) < bound:
+            if min(costs.cost(many, number).seconds for number in chunks) < bound:
                 plans.append(self._fastest(costs, candidate.rules, dispatch, many, chunks))
         fitting = [plan for plan in plans if plan.memory <= limit]
         for plan in fitting:
