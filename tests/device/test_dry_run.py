@@ -50,6 +50,7 @@ def test_contenders_compute_the_same() -> None:
         torch.testing.assert_close(gate_up, torch.cat([expected["gate"], expected["up"]], 2))
 
 
+@pytest.mark.sampled(0)
 def test_the_script_runs_the_steps(tmp_path: Path) -> None:
     """Run the last step here; the others are files that the script names."""
     assert f"STEPS:={' '.join(STEPS)}" in SCRIPT.read_text()

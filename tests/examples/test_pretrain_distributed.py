@@ -19,7 +19,6 @@ import torch.distributed.checkpoint as dcp
 from support.pretrain_run import EXAMPLES, TINY, after_step, assert_close, messages, pretrain, run, saved
 from support.programs import Program
 from support.run_ranks import run_ranks as run_ranks_in_time
-from support.sampling import by_default
 
 SHORT = ("--batch-size", "4", "--sequence-length", "32", "--steps", "5", "--eval-every", "5")
 STRIDED = ("--mesh", "fsdp=2,expert=-1", "--rules", "shard-exp-on-fsdp")
@@ -43,10 +42,9 @@ def printed(text: Path, out: Path, *arguments: str) -> str:
 # The same numbers
 
 
+@pytest.mark.sampled(0)  # the next test has the meshes of three of them by default
 @pytest.mark.parametrize(
-    "arguments",  # the next test has the meshes of three of them by default
-    by_default([STRIDED, TENSOR_PARALLEL, CUT_SEQUENCES, CHUNKED, MUON], TENSOR_PARALLEL.__eq__),
-    ids=lambda words: words[-1],
+    "arguments", [STRIDED, TENSOR_PARALLEL, CUT_SEQUENCES, CHUNKED, MUON], ids=lambda words: words[-1]
 )
 def test_ranks_compute_what_one_process_computes(text: Path, tmp_path: Path, arguments: tuple[str, ...]) -> None:
     optimizer = arguments[arguments.index("--optimizer") :] if "--optimizer" in arguments else ()

@@ -8,11 +8,13 @@ import pytest
 from fuzz import fuzz_checkpoints
 from fuzz.child import Child
 from fuzz.loop import fuzz
+from support.sampling import by_default
 
 
-def test_damaged_checkpoints_are_refused_or_load() -> None:
+@pytest.mark.parametrize("cases", by_default([range(100), range(100, 300)], range(100).__eq__), ids=str)
+def test_damaged_checkpoints_are_refused_or_load(cases: range) -> None:
     with Child(fuzz_checkpoints.one_case) as child:
-        outcomes = fuzz(child, seed=0, cases=range(300), seconds=60)
+        outcomes = fuzz(child, seed=0, cases=cases, seconds=60)
     assert outcomes["refused"] > 0 and outcomes["loaded"] > 0
 
 

@@ -132,6 +132,7 @@ def test_recomputed_layers_and_adapters() -> None:
         assert torch.equal(ids, paths[path][0])
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_model_that_was_compiled_before() -> None:
     model = ours("mixtral", num_hidden_layers=1)

@@ -67,6 +67,7 @@ def graphs_since(counted: list[int]) -> int:
 
 # A warning of torch that is hidden unless warnings are errors.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("is_whole", [True, False], ids=["model", "blocks"])
 def test_a_compiled_model_trains_with_compiled_code_afterwards(is_whole: bool) -> None:
     """torch.compile compiles a module for at most eight kinds of arguments."""

@@ -1,28 +1,29 @@
 """`maxmoe.testing` needs no compiled operators: tests of `compare_ranks` run without them."""
 
 import os
+import sys
 from pathlib import Path
+
+import pytest
 
 from support import programs
 
 ROOT = Path(__file__).parents[2]
 
 
-# Processes with equal gradients and with a mistake; then what works without operators, and what does not.
-PROGRAM = """
-import pytest
-test = "tests/testing/test_compare_ranks.py::test_it_starts_processes"
-assert pytest.main(["-q", "-p", "no:cacheprovider", test]) == 0
-import maxmoe
-maxmoe.presets.mixtral()
-maxmoe.sharding.LogicalRules.load("ep-tp")
-maxmoe.MoE
-"""
+@pytest.mark.sampled(0)
+def test_the_comparison_of_ranks() -> None:
+    files = [f"tests/testing/test_{name}.py" for name in ("compare_ranks", "comparison", "batches")]
+    # Processes with equal gradients and with a mistake, batches.
+    tests = "starts_processes or batches_of_any_form"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", tests, *files]
+    text = programs.printed(programs.run(command, cwd=ROOT, env=os.environ | {"MAXMOE_CORE": "off"}))
+    assert " passed" in text
 
 
-def test_ranks_are_compared_and_a_layer_says_what_is_missing() -> None:
-    done = programs.python(PROGRAM, cwd=ROOT, env=os.environ | {"MAXMOE_CORE": "off"})
-    assert "1 passed" in done.stdout, done.stdout + done.stderr
+def test_a_layer_says_what_is_missing() -> None:
+    code = "import maxmoe; maxmoe.presets.mixtral(); maxmoe.sharding.LogicalRules.load('ep-tp'); maxmoe.MoE"
+    done = programs.python(code, env=os.environ | {"MAXMOE_CORE": "off"})
     assert done.stderr.splitlines()[-1] == (
         "ImportError: layers and operators of maxmoe need its C++ core, got MAXMOE_CORE=off in the environment"
     )

@@ -104,7 +104,7 @@ def check_interruption(
         assert_same(parameter.grad.full_tensor(), gradients[name], name)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("interrupt", [interrupt_forward, interrupt_backward])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_an_interruption_leaves_nothing_behind(layout: MeshRules, interrupt: Interrupt) -> None:

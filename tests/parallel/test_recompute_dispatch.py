@@ -126,7 +126,7 @@ def layer(config: MoEConfig, num_chunks: int, case: Case, recompute: tuple[str, 
     )
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sizes", [(0, 2), (1, 0, 2)], ids=str)
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("half", range(2))

@@ -95,7 +95,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:no rule for the logical name")
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)

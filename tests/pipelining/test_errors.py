@@ -1,6 +1,5 @@
 """Bad input is an error on every rank before anything is sent; a rank that fails in a stage is named by all others."""
 
-import itertools
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -201,7 +200,13 @@ def test_checked_schedules_are_those_that_torch_makes(name: str) -> None:
     run_ranks(check, 2)
 
 
-def test_the_others_name_a_rank_that_fails_in_a_stage(tmp_path: Path) -> None:
+PLACED_FAILURES = [
+    (place, *failure) for place, failure in zip(("forward", "backward", "forward"), FAILURES, strict=True)
+]
+
+
+@pytest.mark.parametrize("cases", by_default([PLACED_FAILURES[:1], PLACED_FAILURES[1:]], lambda cases: len(cases) == 1))
+def test_the_others_name_a_rank_that_fails_in_a_stage(cases: list[tuple[Any, ...]], tmp_path: Path) -> None:
     def check(place: str, fail: Callable[[], None], delay: float, message: str) -> None:
         def train() -> None:
             mesh = Mesh({"stage": 2, "expert": 2}, timeout=timedelta(seconds=TIMEOUT))
@@ -216,8 +221,7 @@ def test_the_others_name_a_rank_that_fails_in_a_stage(tmp_path: Path) -> None:
         folder.mkdir()
         check_rank_2_is_named(outcomes(folder, train, patience=patience_with(fail)), fail, delay, message)
 
-    places = itertools.cycle(("forward", "backward"))
-    check_at_once(check, [(place, *failure) for place, failure in zip(places, FAILURES, strict=False)])
+    check_at_once(check, cases)
 
 
 def when_backward_reaches(run: Pipeline) -> Callable[[Callable[..., None]], Any]:

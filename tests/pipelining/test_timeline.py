@@ -65,7 +65,7 @@ def real_steps(
     return run_ranks(run, num_ranks)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("schedule", "num_ranks"), CASES)
 def test_the_plan_is_what_ranks_run_and_keep(schedule: str, num_ranks: int) -> None:
     """The actions on the timelines of all ranks, and the micro-batches of which autograd keeps tensors."""

@@ -41,7 +41,7 @@ LATENT = replace(DEEPSEEK.moe, num_groups=1, top_k_groups=1, latent_size=6, num_
 CONFIGS = {"deepseek_v3": DEEPSEEK, "latent, copy and constant experts": replace(DEEPSEEK, moe=LATENT)}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("name", optimizers())
 def test_training_steps_with_clipping_and_correction_biases(name: str, config: DecoderConfig) -> None:

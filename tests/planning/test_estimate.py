@@ -211,13 +211,13 @@ REPLICAS = MeshRules("ep-as-dp", {"data": 2, "fsdp": 2})
 CASES = [(layout, dispatch) for layout in [*PRESET_LAYOUTS, REPLICAS] for dispatch in strategies(layout)]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("layout", "dispatch"), CASES, ids=str)
 def test_a_step_is_what_torch_runs_and_autograd_saves(layout: MeshRules, dispatch: Dispatch) -> None:
     assert_as_planned(layout, dispatch)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("number", "dispatch"), [(2, "ring_of_experts"), (2, "ragged_all_to_all"), (7, "ring_of_experts")]
 )
@@ -233,7 +233,7 @@ PRESET_CASES = [(layout, dispatch) for layout in PRESET_LAYOUTS for dispatch in 
 each_strategy = pytest.mark.parametrize(("layout", "dispatch"), PRESET_CASES, ids=str)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @each_strategy
 def test_experts_that_compute_nothing_send_nothing(layout: MeshRules, dispatch: Dispatch) -> None:
     assert_as_planned(layout, dispatch, config=replace(CONFIG, moe=NOTHING))
@@ -273,7 +273,7 @@ RECOMPUTED_CASES: list[tuple[int, Dispatch]] = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("number", "dispatch"), RECOMPUTED_CASES)
 def test_collectives_of_recomputed_blocks(number: int, dispatch: Dispatch) -> None:
     layout = PRESET_LAYOUTS[number]

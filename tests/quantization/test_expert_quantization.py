@@ -218,6 +218,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB on Linux")
+@pytest.mark.sampled(0)
 def test_peak_memory_is_the_model_and_one_quantized_stack() -> None:
     more = int(programs.printed(programs.python(PEAK))) * 1024
     stack = 24 * 1024 * 1024 * 2
