@@ -18,7 +18,6 @@ from support.pretrain_run import EXAMPLES
 from support.sampling import by_default
 
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-WITHOUT_TRANSFORMERS = [path for path in NOTEBOOKS if path.stem != "transformers_models"]
 MAX_BYTES = 500_000
 # Numbers of training steps, and smaller ones for the test, which checks the kinds of outputs, not the losses.
 SHORTER = {
@@ -77,12 +76,10 @@ def test_runs_from_top_to_bottom(path: Path, executed: dict[Path, Future[nbforma
         assert kinds(new) == kinds(old), new.source  # the stored outputs belong to this code
 
 
-@pytest.mark.parametrize(
-    "paths", by_default([WITHOUT_TRANSFORMERS, NOTEBOOKS], lambda paths: paths is not NOTEBOOKS), ids=["some", "all"]
-)
-def test_the_first_cells_can_be_copied(tmp_path: Path, paths: list[Path]) -> None:
+@pytest.mark.sampled(0)
+def test_the_first_cells_can_be_copied(tmp_path: Path) -> None:
     """The first cells need the package, but no other file."""
-    cells = {path.name: code_cells(nbformat.read(path, as_version=4))[0].source for path in paths}
+    cells = {path.name: code_cells(nbformat.read(path, as_version=4))[0].source for path in NOTEBOOKS}
     done = programs.python(f"for name, cell in {cells}.items(): exec(compile(cell, name, 'exec'), {{}})", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 

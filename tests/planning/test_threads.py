@@ -39,6 +39,7 @@ PLANS: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_a_plan_beside_forwards(plan: Callable[[nn.Module], object]) -> None:
     whole = model()

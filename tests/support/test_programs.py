@@ -57,6 +57,7 @@ def notebook(folder: Path) -> list[str]:
     return [sys.executable, "-c", NOTEBOOK, str(folder), CHILD]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("command", "functions"),
     [
