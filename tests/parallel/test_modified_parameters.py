@@ -46,7 +46,7 @@ def on_mesh(model: nn.Module, layout: MeshRules) -> tuple[Tensor, Tensor]:
     return tokens[part], targets[part]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", MESHES, ids=str)
 def test_a_step_before_the_backward_is_an_error_on_every_rank(layout: MeshRules) -> None:
     def check() -> None:
