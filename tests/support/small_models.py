@@ -282,7 +282,7 @@ def model_of(preset: str, **overrides: Any) -> nn.Module:
             for name, factor in (("fc1", 8), ("fc2", 4), ("out_proj", 2)):
                 getattr(block.gate.router_mlp, name).weight.data.mul_(factor)
             block.gate.router_mlp.norm.weight.data.add_(1)
-            block.gate.balancing_biases.mul_(0.1).sub_(1.3)[-1] = -1.0  # as from_pretrained sets it, whatever it reads
+            block.gate.balancing_biases.mul_(0.1).sub_(1.8)[-1] = -1.0  # as from_pretrained sets it, whatever it reads
     return model
 
 
