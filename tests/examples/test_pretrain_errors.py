@@ -140,8 +140,7 @@ def test_files_of_the_system_that_say_they_are_empty_are_not_read() -> None:
     assert corpus.read_texts([("kmsg", Path("/proc/kmsg"))]) == []
 
 
-def test_the_command_prints_one_line_and_fails(tmp_path: Path) -> None:
-    """Names that are no text are printed."""
+def test_names_that_are_no_text_are_printed(tmp_path: Path) -> None:
     folder = words(Path(os.fsdecode(os.fsencode(tmp_path) + b"/na\xffme")))
     command = [sys.executable, str(EXAMPLES / "pretrain.py"), *TINY, "--top-k", "5", "--data", str(folder)]
     result = programs.run(command)
@@ -280,3 +279,11 @@ def test_an_output_that_nobody_reads_ends_in_one_line(stdout: str) -> None:
     os.close(write)
     assert result.returncode == 1
     assert result.stderr in ("x: [Errno 32] Broken pipe\n", "x: [Errno 28] No space left on device\n")
+
+
+@pytest.mark.sampled(0)
+def test_the_command_prints_one_line_and_fails(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "pretrain.py"), "--data", str(tmp_path / "missing")]
+    result = programs.run(command)
+    assert result.returncode == 1 and result.stdout == ""
+    assert result.stderr.startswith("pretrain: --data") and result.stderr.count("\n") == 1

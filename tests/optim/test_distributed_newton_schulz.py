@@ -28,6 +28,7 @@ from support.counted_collectives import CountedCollectives
 from support.parallel_decoder import BATCH, CONFIG, LENGTH, MOE, MeshRules, batch, decoder, layouts, loss, token_spec
 from support.parts import assert_same, part_by_definition
 from support.run_ranks import run_ranks
+from support.sampling import by_default
 
 
 def muon(model: nn.Module) -> Muon:
@@ -84,7 +85,7 @@ def parts(mesh: Mesh, rules: LogicalRules) -> Iterator[Tensor]:
     return (whole[part].clone() for whole in batch())
 
 
-@pytest.mark.parametrize("world_size", [2, *(pytest.param(number, marks=pytest.mark.sampled(0)) for number in (4, 8))])
+@pytest.mark.parametrize("world_size", by_default([2, 4, 8], [2]))
 def test_every_preset_is_one_process(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters and states after some steps; matrices that an axis shards are exchanged, and no others."""
     monkeypatch.setattr("maxmoe.optim.distributed_newton_schulz.BUCKET_SIZE", 200)

@@ -62,7 +62,7 @@ def check_layout(layout: MeshRules, is_first: bool, how: str, expected: dict[str
         assert_same(tensor, expected[name], name)
 
 
-@pytest.mark.parametrize("turn", by_default(range(2), lambda turn: turn == 0))
+@pytest.mark.parametrize("turn", by_default(range(2), [0]))
 def test_averages_of_parameters_and_buffers(turn: int) -> None:
     """Every preset; averages made before `parallelize` or after it in turn, before it if FSDP2 refuses the copy."""
     expected = {}

@@ -21,6 +21,7 @@ from maxmoe.sharding import LogicalRules, Mesh
 from support.parallel_decoder import BLOCK, LocalSGD, MeshRules, batch, decoder, layouts, loss, token_spec
 from support.parts import assert_same, part_by_definition
 from support.run_ranks import run_cases, run_ranks
+from support.sampling import by_default
 
 SCALE = 2.0**10
 OPTIONS = {"init_scale": SCALE, "growth_interval": 2}  # the scale grows after two steps
@@ -111,7 +112,7 @@ def check_layout(layout: MeshRules, expected: Training) -> None:
     check(found, expected)
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.sampled(0))])
+@pytest.mark.parametrize("world_size", by_default([2, 4], [2]))
 def test_every_preset(world_size: int) -> None:
     """An overflow on one rank skips the step on all."""
     expected = decoder_in_one_process(world_size + 1)

@@ -184,7 +184,7 @@ CASES += [
 ]
 CASES_OF_FSDP: list[tuple[Any, ...]] = [(FSDP, "default", schedule, "auto") for schedule in SCHEDULES]
 CASES_OF_FSDP += [(FSDP, "default", "interleaved_1f1b", "auto", ("blocks",))]
-# One stage of each rank, two in a round, and two in the form of a V.
+# One stage of each rank, two in a round, and two in the form of a V. Their steps run once for all tests.
 BY_DEFAULT = [
     (STAGES, "default", "gpipe", "auto"),
     ((*STAGES, ("expert", 2)), "ep-tp", "interleaved_1f1b", "auto"),
@@ -192,12 +192,12 @@ BY_DEFAULT = [
 ]
 
 
-@pytest.mark.parametrize("case", by_default(CASES, BY_DEFAULT.__contains__), ids=str)
+@pytest.mark.parametrize("case", by_default(CASES, BY_DEFAULT[:2]), ids=str)
 def test_memory_and_messages_are_those_of_a_step(case: tuple[Any, ...]) -> None:
     assert_as_planned(case)
 
 
-@pytest.mark.parametrize("case", by_default(CASES_OF_FSDP, BY_DEFAULT.__contains__), ids=str)
+@pytest.mark.parametrize("case", by_default(CASES_OF_FSDP, BY_DEFAULT[2:]), ids=str)
 def test_memory_and_collectives_of_fsdp(case: tuple[Any, ...]) -> None:
     assert_as_planned(case)
     pipeline = staged_plan(*case)
@@ -226,7 +226,9 @@ def assert_as_planned(case: tuple[Any, ...]) -> None:
     assert sum(result.memory.values()) == max(rank.total for rank in ranks)
 
 
-@pytest.mark.parametrize("case", BY_DEFAULT, ids=str)  # their steps run once for all tests
+@pytest.mark.parametrize(
+    "case", by_default([*BY_DEFAULT, (STAGES, "default", "dual_pipe_v", "auto")], BY_DEFAULT), ids=str
+)
 def test_stages_have_the_parameters_of_their_parts(case: tuple[Any, ...]) -> None:
     pipeline = staged_plan(*case)
     whole = dict(model().named_parameters())

@@ -65,9 +65,7 @@ EVERY_CHOICE = [
 OTHERS = [case for case in pairwise(CHOICES) if case not in EVERY_CHOICE]
 
 
-@pytest.mark.parametrize(
-    "cases", by_default([EVERY_CHOICE, OTHERS], lambda cases: cases is EVERY_CHOICE), ids=["every choice", "others"]
-)
+@pytest.mark.parametrize("cases", by_default([EVERY_CHOICE, OTHERS], [EVERY_CHOICE]), ids=["every choice", "others"])
 def test_the_others_name_the_rank(cases: list[tuple[Any, ...]], tmp_path: Path) -> None:
     def check(strategy: str, place: Callable[..., None], fail: Callable[[], None], delay: float, message: str) -> None:
         sizes, rules, dispatch = STRATEGIES[strategy]

@@ -2,15 +2,18 @@
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
 
-def by_default(values: Iterable[Any], is_chosen: Callable[[Any], bool]) -> list[Any]:
+def by_default(values: Iterable[Any], chosen: Iterable[Any]) -> list[Any]:
     """Return values for `parametrize`. Those that are not chosen run with `--exhaustive` alone."""
-    return [value if is_chosen(value) else pytest.param(value, marks=pytest.mark.sampled(0)) for value in values]
+    values, chosen = list(values), list(chosen)
+    if unknown := [value for value in chosen if value not in values]:
+        raise ValueError(f"chosen must be among the values, got {unknown}")
+    return [value if value in chosen else pytest.param(value, marks=pytest.mark.sampled(0)) for value in values]
 
 
 def left_out(items: list[pytest.Item]) -> set[pytest.Item]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from support.sampling import left_out
+from support.sampling import by_default, left_out
 
 
 @dataclass(frozen=True)
@@ -39,3 +39,9 @@ def test_cases_that_are_marked_alone_are_counted_alone() -> None:
 
 def test_a_case_that_runs_is_not_always_the_first_one() -> None:
     assert set(CASES[:4]) & left_out(CASES)
+
+
+def test_a_value_that_is_not_there_cannot_be_chosen() -> None:
+    assert by_default([1, 2], [2])[1] == 2
+    with pytest.raises(ValueError, match=r"^chosen must be among the values, got \[3\]$"):
+        by_default([1, 2], [2, 3])

@@ -62,7 +62,7 @@ RIGHT_BY_DEFAULT = {
 }
 
 
-@pytest.mark.parametrize("name", by_default(RIGHT, RIGHT_BY_DEFAULT.__contains__))
+@pytest.mark.parametrize("name", by_default(RIGHT, RIGHT_BY_DEFAULT))
 def test_right_training_is_equal(name: str) -> None:
     comparison = compare(RIGHT[name])
     comparison.raise_if_different()
@@ -91,7 +91,7 @@ EXPLAINED_ELSEWHERE = {
 }
 
 
-@pytest.mark.parametrize("name", by_default(WRONG, lambda name: name not in EXPLAINED_ELSEWHERE))
+@pytest.mark.parametrize("name", by_default(WRONG, [name for name in WRONG if name not in EXPLAINED_ELSEWHERE]))
 def test_mistakes_are_found_by_name_and_factor(name: str) -> None:
     comparison = explained(WRONG[name])
     first = comparison.first_wrong

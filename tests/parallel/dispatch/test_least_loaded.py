@@ -80,8 +80,8 @@ def hot_batch(config: MoEConfig, load: str) -> Batch:
     return replace(batch, experts=batch.experts.masked_fill(is_hot, 0))
 
 
-@pytest.mark.parametrize("num_ranks", by_default([2, 4, 8], lambda number: number == 4))
-@pytest.mark.parametrize("turn", by_default(range(2), lambda turn: turn == 0))
+@pytest.mark.parametrize("num_ranks", by_default([2, 4, 8], [4]))
+@pytest.mark.parametrize("turn", by_default(range(2), [0]))
 def test_families_and_loads(turn: int, num_ranks: int) -> None:
     """Loads from even to all tokens on one expert; no rank computes more than 1.15 times the mean.
 
@@ -152,7 +152,7 @@ FORWARDS: dict[str, Callable[[MoE], Callable[..., Any]]] = {
 
 
 @pytest.mark.filterwarnings("ignore:no rule for the logical name")
-@pytest.mark.parametrize("turn", by_default(range(len(OPTIONS)), lambda turn: turn == 0))
+@pytest.mark.parametrize("turn", by_default(range(len(OPTIONS)), [0]))
 def test_meshes_recomputation_chunks_and_padding(turn: int) -> None:
     """Each layout with another family in each turn. Two steps, since foreign weights are freed and refilled."""
     names, forwards, cases = list(OPTIONS), list(FORWARDS), {}
