@@ -36,7 +36,7 @@ def words(folder: Path) -> Path:
     folder.mkdir()
     generator = torch.Generator().manual_seed(1)
     for index in range(12):
-        numbers = torch.randint(0, 50, (60,), generator=generator).tolist()
+        numbers = torch.randint(0, 50, (80,), generator=generator).tolist()
         (folder / f"{index}.txt").write_text(" ".join(f"word{number}" for number in numbers))
     return folder
 
