@@ -14,9 +14,8 @@ from maxmoe.parallel import token_sharding
 from maxmoe.sharding import Mesh
 from support.parts import assert_same
 from support.run_ranks import run_ranks
-from support.staged_decoder import DEEPSEEK, batch, decoder, loss, micro_batches
+from support.staged_decoder import DEEPSEEK, NUM_MICRO_BATCHES, batch, decoder, loss, micro_batches
 
-NUM_MICRO_BATCHES = 2
 TARGETS = ["experts.gate_proj", "experts.up_proj", "experts.down_proj"]
 
 
@@ -33,7 +32,7 @@ def adapted(format: str | None = None) -> nn.Module:
 
 def gradients_of_one_process(format: str | None = None) -> dict[str, Tensor]:
     model = adapted(format)
-    for tokens, targets in micro_batches(*batch(), count=NUM_MICRO_BATCHES):
+    for tokens, targets in micro_batches(*batch()):
         output = model(tokens)
         (loss(output, targets) + output.aux_loss).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

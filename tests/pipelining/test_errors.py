@@ -210,7 +210,7 @@ def test_the_others_name_a_rank_that_fails_in_a_stage(cases: list[tuple[Any, ...
     def check(place: str, fail: Callable[[], None], delay: float, message: str) -> None:
         def train() -> None:
             mesh = Mesh({"stage": 2, "expert": 2}, timeout=timedelta(seconds=TIMEOUT))
-            run = staged(SMALL, mesh, "default", "1f1b", num_micro_batches=2)
+            run = staged(SMALL, mesh, "default", "1f1b")
             run.step(*batch())
             if mesh.rank == 2:
                 add = run.model.norm.register_forward_pre_hook if place == "forward" else when_backward_reaches(run)

@@ -16,9 +16,9 @@ from maxmoe.pipelining import pipeline
 from maxmoe.sharding import Mesh
 from support.parts import assert_same
 from support.run_ranks import run_cases, run_ranks
-from support.staged_decoder import batch, config, decoder, loss, micro_batches, part_of_micro_batches
+from support.staged_decoder import NUM_MICRO_BATCHES, batch, config, decoder, loss, micro_batches, part_of_micro_batches
 
-CONFIG, NUM_MICRO_BATCHES = config("mixtral"), 2
+CONFIG = config("mixtral")
 FROZEN = ("embedding", "blocks.0.")  # the first of two stages, without experts
 
 
@@ -51,7 +51,7 @@ def in_one_process(is_frozen: bool, num_steps: int) -> tuple[list[Any], dict[str
     model, scaler = model_of(is_frozen), torch.amp.GradScaler("cpu", init_scale=64.0)
 
     def backward() -> None:
-        for tokens, targets in micro_batches(*batch(), count=NUM_MICRO_BATCHES):
+        for tokens, targets in micro_batches(*batch()):
             output = model(tokens)
             scaler.scale(loss(output, targets) + output.aux_loss).backward()
 
@@ -70,9 +70,7 @@ def check_pipeline(expected: dict[bool, Any], sizes: dict[str, int], is_frozen: 
         num_micro_batches=NUM_MICRO_BATCHES,
         blocks_per_stage=[1, 3],
     )
-    tokens, targets = (
-        part_of_micro_batches(tensor, mesh.within_stage(), "ep-as-dp", NUM_MICRO_BATCHES) for tensor in batch()
-    )
+    tokens, targets = (part_of_micro_batches(tensor, mesh.within_stage(), "ep-as-dp") for tensor in batch())
     losses = []
 
     def backward() -> None:

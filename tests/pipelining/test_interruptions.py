@@ -55,13 +55,13 @@ CASES = [(*mesh, *others) for mesh, *others in pairwise(CHOICES)]
 
 
 def test_ranks_with_all_stages_go_on() -> None:
-    expected = step_of_one_process(SMALL, 2)
+    expected = step_of_one_process(SMALL)
     norm = torch.stack([gradient.square().sum() for gradient in expected.gradients.values()]).sum().sqrt()
 
     def check(rules: str, sizes: dict[str, int], schedule: str, stop: Any, error: type[BaseException]) -> None:
         mesh = Mesh(sizes)
-        run = staged(SMALL, mesh, rules, schedule, num_micro_batches=2)
-        parts = tuple(part_of_micro_batches(whole, mesh, rules, 2) for whole in batch())
+        run = staged(SMALL, mesh, rules, schedule)
+        parts = tuple(part_of_micro_batches(whole, mesh, rules) for whole in batch())
         before = dict(run.named_parameters())
         interrupt(run, stop(error), error, parts)  # before FSDP2 has run once
         run.model.zero_grad()
@@ -81,7 +81,7 @@ def test_ranks_with_all_stages_go_on() -> None:
 
 def test_stages_that_have_sent_messages_say_what_to_do() -> None:
     def check() -> None:
-        run = staged(MIXTRAL, Mesh({"stage": 2}), "default", "gpipe")
+        run = staged(MIXTRAL, Mesh({"stage": 2}), "default", "gpipe", num_micro_batches=4)
         run.step(*batch())
         calls = []
 

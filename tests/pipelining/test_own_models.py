@@ -229,7 +229,8 @@ def test_statistics_and_records_of_ranks_without_layers() -> None:
     dense = config("mixtral")
 
     def make(model: nn.Module | None = None) -> Pipeline:
-        return staged(dense, Mesh({"stage": 2}), "default", "1f1b", model=model, blocks_per_stage=[1, 3])
+        options: Any = {"num_micro_batches": 4, "blocks_per_stage": [1, 3]}
+        return staged(dense, Mesh({"stage": 2}), "default", "1f1b", model=model, **options)
 
     def check() -> None:
         run = make()

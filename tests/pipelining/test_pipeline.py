@@ -1,7 +1,6 @@
 """Inputs, results and state of a step of a pipeline, compared with one process."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -41,12 +40,12 @@ def sums(*summands: dict[str, Tensor]) -> dict[str, Tensor]:
 def test_micro_batches_of_different_sizes() -> None:
     """Ten rows make micro-batches of 3, 3, 2 and 2; with three rows, and one, micro-batches are empty, but run."""
     steps = {
-        num_rows: step_of(decoder(DEEPSEEK), micro_batches(*batch(num_rows), count=min(num_rows, NUM_MICRO_BATCHES)))
+        num_rows: step_of(decoder(DEEPSEEK), micro_batches(*batch(num_rows), count=min(num_rows, 4)))
         for num_rows in (10, 3, 1)
     }
 
     def check() -> None:
-        run = staged(DEEPSEEK, Mesh({"stage": 2}), "default", "1f1b")
+        run = staged(DEEPSEEK, Mesh({"stage": 2}), "default", "1f1b", num_micro_batches=4)
         gradients = []
         for num_rows, expected in steps.items():
             found = run.step(*batch(num_rows))
@@ -63,15 +62,15 @@ def test_micro_batches_of_different_sizes() -> None:
 def test_gradients_of_fsdp_are_kept_when_the_shape_changes() -> None:
     """torch drops the gradients of FSDP2 in the first step of a schedule, and a new shape needs a new schedule."""
     whole = batch()
-    first = step_of_one_process(DEEPSEEK, 2)
+    first = step_of_one_process(DEEPSEEK)
     second = step_of(decoder(DEEPSEEK), micro_batches(*(part[:4] for part in whole), count=2))
 
     def check() -> None:
         for schedule in ("1f1b", SPLIT):  # two pipelines on equal meshes
             mesh = Mesh({"stage": 2, "fsdp": 2})
-            run = staged(DEEPSEEK, mesh, "default", schedule, num_micro_batches=2)
-            run.step(*(part_of_micro_batches(part, mesh, "default", 2) for part in whole))
-            run.step(*(part_of_micro_batches(part[:4], mesh, "default", 2) for part in whole))
+            run = staged(DEEPSEEK, mesh, "default", schedule)
+            run.step(*(part_of_micro_batches(part, mesh, "default") for part in whole))
+            run.step(*(part_of_micro_batches(part[:4], mesh, "default") for part in whole))
             check_gradients(run, sums(first.gradients, second.gradients))
 
     run_ranks(check, 4)
@@ -93,8 +92,7 @@ def test_padding_documents_and_a_rank_without_tokens() -> None:
 
     def check(schedule: str) -> None:
         mesh = Mesh({"stage": 2, "expert": 2})
-        options: Any = {"num_micro_batches": len(rows), "dispatch": "ragged_all_to_all"}
-        run = staged(DEEPSEEK, mesh, "default", schedule, **options)
+        run = staged(DEEPSEEK, mesh, "default", schedule, dispatch="ragged_all_to_all")
         here = token_sharding(mesh).slices(tokens.shape)
         found = run.step(tokens[here], targets[here], token_mask=mask[here], document_ids=documents[here])
         check_step(found, run, expected)
@@ -104,12 +102,12 @@ def test_padding_documents_and_a_rank_without_tokens() -> None:
 
 def test_axes_of_data_are_summed_with_a_split_backward() -> None:
     """torch once skipped the reduction over data-parallel ranks (PyTorch issue 144530)."""
-    expected = step_of_one_process(DEEPSEEK, 2)
+    expected = step_of_one_process(DEEPSEEK)
 
     def check() -> None:
         mesh = Mesh({"stage": 2, "data": 2})
-        run = staged(DEEPSEEK, mesh, "default", SPLIT, num_micro_batches=2)
-        tokens, targets = (part_of_micro_batches(whole, mesh, "default", 2) for whole in batch())
+        run = staged(DEEPSEEK, mesh, "default", SPLIT)
+        tokens, targets = (part_of_micro_batches(whole, mesh, "default") for whole in batch())
         check_step(run.step(tokens, targets), run, expected)
 
     run_ranks(check, 4)
@@ -117,12 +115,12 @@ def test_axes_of_data_are_summed_with_a_split_backward() -> None:
 
 @pytest.mark.sampled(0)
 def test_eight_ranks_with_fsdp_and_experts() -> None:
-    expected = step_of_one_process(DEEPSEEK, 2)
+    expected = step_of_one_process(DEEPSEEK)
 
     def check() -> None:
         mesh = Mesh({"stage": 2, "fsdp": 2, "expert": 2})
-        run = staged(DEEPSEEK, mesh, "shard-exp-on-fsdp", "interleaved_1f1b", num_micro_batches=2, num_chunks=2)
-        tokens, targets = (part_of_micro_batches(whole, mesh, "shard-exp-on-fsdp", 2) for whole in batch())
+        run = staged(DEEPSEEK, mesh, "shard-exp-on-fsdp", "interleaved_1f1b", num_chunks=2)
+        tokens, targets = (part_of_micro_batches(whole, mesh, "shard-exp-on-fsdp") for whole in batch())
         check_step(run.step(tokens, targets), run, expected)
 
     run_ranks(check, 8)
@@ -137,12 +135,12 @@ def test_each_block_runs_once_for_each_micro_batch() -> None:
 
     def check() -> None:
         for schedule in ("gpipe", "zbv"):
-            run = staged(DEEPSEEK, Mesh({"stage": 2}), "default", schedule, num_micro_batches=2)
+            run = staged(DEEPSEEK, Mesh({"stage": 2}), "default", schedule)
             blocks = [block for block in run.model.blocks if isinstance(block, Block)]
             for block in blocks:
                 block.register_forward_hook(count)
             run.step(*batch())
-            assert len(calls) == 2 * len(blocks) and all(calls)
+            assert len(calls) == NUM_MICRO_BATCHES * len(blocks) and all(calls)
             calls.clear()
 
     run_ranks(check, 2)
@@ -195,7 +193,7 @@ def test_a_model_of_ones_own() -> None:
     model = classifier()
     for layer in model.encoder["layers"]:
         layer[1].aux_loss_scale = 0.25
-    for inputs, targets in micro_batches(x, labels):
+    for inputs, targets in micro_batches(x, labels, count=4):
         loss(model(inputs, scale=0.5), {"labels": targets}).backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
 
@@ -206,7 +204,7 @@ def test_a_model_of_ones_own() -> None:
                 Mesh({"stage": 2}),
                 loss=loss,
                 schedule=schedule,
-                num_micro_batches=NUM_MICRO_BATCHES,
+                num_micro_batches=4,
                 blocks_per_stage=sizes,
                 aux_loss_scale=0.25,
             )
@@ -219,12 +217,12 @@ def test_a_model_of_ones_own() -> None:
 
 def test_an_evaluation_reports_the_whole_batch() -> None:
     """A layer, unlike a pipeline, communicates without gradients for its hidden states only."""
-    expected = step_of_one_process(DEEPSEEK, 2)
+    expected = step_of_one_process(DEEPSEEK)
 
     def check() -> None:
         mesh = Mesh({"stage": 2, "data": 2})
-        run = staged(DEEPSEEK, mesh, "default", "1f1b", num_micro_batches=2)
-        found = run.evaluate(*(part_of_micro_batches(part, mesh, "default", 2) for part in batch()))
+        run = staged(DEEPSEEK, mesh, "default", "1f1b")
+        found = run.evaluate(*(part_of_micro_batches(part, mesh, "default") for part in batch()))
         assert_same(found.loss, expected.loss)
         assert_same(found.aux_loss, expected.aux_loss)
         for stats, counts in zip(found.stats.values(), expected.tokens_per_expert, strict=True):
@@ -235,7 +233,7 @@ def test_an_evaluation_reports_the_whole_batch() -> None:
 
 def test_modes_reach_every_module() -> None:
     def check() -> None:
-        run = staged(DEEPSEEK, Mesh({"stage": 2}), "default", "looped_bfs", num_micro_batches=2)
+        run = staged(DEEPSEEK, Mesh({"stage": 2}), "default", "looped_bfs")
         modes: list[bool] = []
         run.model.blocks[run._run._stages[0].index].register_forward_hook(
             lambda block, _inputs, _output: modes.append(block.training)
@@ -261,7 +259,7 @@ def test_autocast_and_parameters_in_bfloat16() -> None:
         found = []
         for dtype in (torch.float32, torch.bfloat16):
             model = decoder(DEEPSEEK).to(dtype)
-            run = staged(DEEPSEEK, Mesh({"stage": 2}), "default", "1f1b", model=model, num_micro_batches=2)
+            run = staged(DEEPSEEK, Mesh({"stage": 2}), "default", "1f1b", model=model)
             with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
                 found.append(run.step(*batch()).loss.item())
             assert all(parameter.grad.dtype == dtype for parameter in run.parameters())
@@ -272,13 +270,13 @@ def test_autocast_and_parameters_in_bfloat16() -> None:
 
 
 def test_a_model_without_memory_is_filled_after_it_is_cut() -> None:
-    expected = step_of_one_process(DEEPSEEK, 2)
+    expected = step_of_one_process(DEEPSEEK)
     values = decoder(DEEPSEEK).state_dict()
 
     def check() -> None:
         mesh = Mesh({"stage": 2, "fsdp": 2})
         empty = Decoder(DEEPSEEK, device="meta", dtype=torch.float64)
-        run = staged(DEEPSEEK, mesh, "default", "1f1b", model=empty, num_micro_batches=2)
+        run = staged(DEEPSEEK, mesh, "default", "1f1b", model=empty)
         run.model.to_empty(device="cpu")
         here = run.model.state_dict()
         set_model_state_dict(
@@ -286,7 +284,7 @@ def test_a_model_without_memory_is_filled_after_it_is_cut() -> None:
             {name: values[name] for name in here},
             options=StateDictOptions(full_state_dict=True),
         )
-        tokens, targets = (part_of_micro_batches(whole, mesh, "default", 2) for whole in batch())
+        tokens, targets = (part_of_micro_batches(whole, mesh, "default") for whole in batch())
         check_step(run.step(tokens, targets), run, expected)
 
     run_ranks(check, 4)

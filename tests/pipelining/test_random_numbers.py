@@ -22,10 +22,10 @@ def test_every_layer_and_micro_batch_is_routed_by_itself_and_recomputed_alike() 
         mesh = Mesh({"stage": 2, "expert": 2})
         gradients, records = [], []
         for recompute in ((), ("blocks",)):
-            run = staged(RANDOM, mesh, "ep-tp", SPLIT, recompute=recompute, num_micro_batches=2)
+            run = staged(RANDOM, mesh, "ep-tp", SPLIT, recompute=recompute)
             torch.manual_seed(1)
             with record_routing(run.model) as record:
-                run.step(*(part_of_micro_batches(whole, mesh, "ep-tp", 2) for whole in batch()))
+                run.step(*(part_of_micro_batches(whole, mesh, "ep-tp") for whole in batch()))
             gradients.append({name: parameter.grad for name, parameter in run.model.named_parameters()})
             records.append(record.calls)
         for name, gradient in gradients[1].items():

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -50,7 +49,7 @@ def test_training_steps_with_clipping_and_correction_biases(name: str, config: D
     optimizer = optimizers()[name](model)
     for _ in range(2):
         optimizer.zero_grad()
-        step = step_of(model, micro_batches(tokens, targets, count=2))
+        step = step_of(model, micro_batches(tokens, targets))
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
         optimizer.step()
         model.update_correction_bias(step.tokens_per_expert)
@@ -59,11 +58,11 @@ def test_training_steps_with_clipping_and_correction_biases(name: str, config: D
 
     def check() -> None:
         mesh = Mesh({"stage": 2, "expert": 2})
-        run = staged(config, mesh, "default", "1f1b", num_micro_batches=2)
+        run = staged(config, mesh, "default", "1f1b")
         optimizer = optimizers()[name](run.model)
         for norm in norms:
             optimizer.zero_grad()
-            found = run.step(*(part_of_micro_batches(whole, mesh, "default", 2) for whole in (tokens, targets)))
+            found = run.step(*(part_of_micro_batches(whole, mesh, "default") for whole in (tokens, targets)))
             assert_same(run.clip_grad_norm_(1.0), norm.detach(), "norm")
             optimizer.step()
             run.update_correction_bias(found.stats)
@@ -77,7 +76,7 @@ def test_training_steps_with_clipping_and_correction_biases(name: str, config: D
 def test_clipping_when_a_stage_has_no_gradients_or_only_zeros() -> None:
     def check() -> None:
         mesh = Mesh({"stage": 2})
-        run = staged(DEEPSEEK, mesh, "default", "gpipe", num_micro_batches=2)
+        run = staged(DEEPSEEK, mesh, "default", "gpipe")
         run.step(*batch())
         of_first = torch.zeros((), dtype=torch.float64)
         if mesh.rank == 0:
@@ -95,7 +94,7 @@ def test_clipping_with_a_stage_without_trained_parameters() -> None:
     """The function refuses parameters of a stage, as another stage may have none; the method works on every stage."""
     model = decoder(DEEPSEEK)
     freeze(model, 0)
-    step_of(model, micro_batches(*batch(), count=2))
+    step_of(model, micro_batches(*batch()))
     expected_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     expected = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
 
@@ -103,9 +102,8 @@ def test_clipping_with_a_stage_without_trained_parameters() -> None:
         model = decoder(DEEPSEEK)
         freeze(model, 0)
         mesh = Mesh({"stage": 2, "fsdp": 2})
-        options: Any = {"num_micro_batches": 2, "blocks_per_stage": [2, 2]}
-        run = staged(DEEPSEEK, mesh, "default", "1f1b", model=model, **options)
-        run.step(*(part_of_micro_batches(whole, mesh, "default", 2) for whole in batch()))
+        run = staged(DEEPSEEK, mesh, "default", "1f1b", model=model, blocks_per_stage=[2, 2])
+        run.step(*(part_of_micro_batches(whole, mesh, "default") for whole in batch()))
         trained = [parameter for parameter in run.parameters() if parameter.requires_grad]
         assert bool(trained) == (mesh.coordinates()["stage"] == 1)
         with pytest.raises(ValueError, match=r"^parameters must not belong .*: call clip_grad_norm_ of the pipeline$"):
@@ -134,15 +132,14 @@ def test_frozen_stages() -> None:
     for stage in range(2):
         model = decoder(DEEPSEEK)
         freeze(model, stage)
-        gradients.append(step_of(model, micro_batches(*batch(), count=2)).gradients)
+        gradients.append(step_of(model, micro_batches(*batch())).gradients)
 
     def check() -> None:
         for stage, schedule in ((0, "1f1b"), (1, "1f1b"), (0, SPLIT), (1, SPLIT)):
             model = decoder(DEEPSEEK)
             freeze(model, stage)
             blocks = [2, 2] if schedule == "1f1b" else None
-            options: Any = {"num_micro_batches": 2, "blocks_per_stage": blocks}
-            run = staged(DEEPSEEK, Mesh({"stage": 2}), "default", schedule, model=model, **options)
+            run = staged(DEEPSEEK, Mesh({"stage": 2}), "default", schedule, model=model, blocks_per_stage=blocks)
             run.step(*batch())
             check_gradients(run, gradients[stage])
 
@@ -154,10 +151,10 @@ def test_balance_over_the_step() -> None:
     sizes = replace(DEEPSEEK, moe=replace(DEEPSEEK.moe, load_balance_loss_weight=0.3, load_balance_scope="step"))
     model = decoder(sizes)
     StatsAccumulator(model)
-    gradients = step_of(model, micro_batches(*batch())).gradients
+    gradients = step_of(model, micro_batches(*batch(), count=4)).gradients
 
     def check(schedule: str) -> None:
-        run = staged(sizes, Mesh({"stage": 2}), "default", schedule)
+        run = staged(sizes, Mesh({"stage": 2}), "default", schedule, num_micro_batches=4)
         StatsAccumulator(run.model)
         run.step(*batch())
         check_gradients(run, gradients)
@@ -178,11 +175,11 @@ def test_stats_accumulator_has_the_layers_of_all_stages(schedule: str, sizes: De
     model = decoder(sizes)
     accumulator = StatsAccumulator(model)
     for _ in range(2):
-        step_of(model, micro_batches(*batch(), count=2))
+        step_of(model, micro_batches(*batch()))
     expected, biases = accumulator.update(), {k: v for k, v in model.state_dict().items() if "correction" in k}
 
     def check() -> None:
-        run = staged(sizes, Mesh({"stage": 2}), "default", schedule, num_micro_batches=2)
+        run = staged(sizes, Mesh({"stage": 2}), "default", schedule)
         accumulator = StatsAccumulator(run.model)
         for _ in range(2):
             run.step(*batch())

@@ -18,7 +18,7 @@ from maxmoe.pipelining import Pipeline, PipelineOutput, pipeline
 from maxmoe.sharding import Mesh
 from support.parts import assert_same
 
-BATCH, LENGTH, NUM_MICRO_BATCHES = 8, 6, 4
+BATCH, LENGTH, NUM_MICRO_BATCHES = 8, 6, 2
 MOE: dict[str, MoEConfig] = {
     "mixtral": presets.mixtral(hidden_size=16, intermediate_size=8, num_experts=4, load_balance_loss_weight=0.1),
     "deepseek_v3": presets.deepseek_v3(
