@@ -78,7 +78,7 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(config, moe, **options) for moe in config.moe_per_block)
         self.norm = Norm(D, config.norm_eps, **options)
         self.output = None if config.tie_embeddings else nn.Linear(D, V, bias=False, **options)
-        if not self.embedding.weight.is_meta:  # it takes as long as all before, also without values
+        if not self.embedding.weight.is_meta:  # it would take half of the time, without values
             self.reset_parameters()
         set_recompute(self, config.recompute)
 

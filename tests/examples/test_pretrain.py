@@ -104,7 +104,7 @@ def test_a_second_signal_acts_as_usual() -> None:
 
 
 def test_a_killed_process_resumes_bit_for_bit(text: Path, tmp_path: Path) -> None:
-    """Its folder is locked until it is killed."""
+    """No other run writes to its folder before it is killed."""
     arguments, out = ("--steps", "50", "--save-every", "7"), tmp_path / "killed"
     command = [sys.executable, str(EXAMPLES / "pretrain.py"), *TINY, "--data", str(text), *arguments]
     with Program([*command, "--out", str(out)]) as program:

@@ -33,7 +33,7 @@ print(json.dumps({{"loaded": [*loaded], "names": names, "loaded with packages": 
 def first_import() -> dict[str, Any]:
     """Modules and names after the first import in a process with torch; every package is an attribute.
 
-    It has what torch 2.11 has, because machines with a GPU may have no other torch.
+    The process has only what torch 2.11 has, because machines with a GPU may have no other torch.
     """
     found: dict[str, Any] = json.loads(programs.printed(programs.python(FIRST_IMPORT)))
     return found
