@@ -81,7 +81,8 @@ def check_step(config: DecoderConfig, layout: MeshRules) -> None:
 STEPS = [
     (variant, layout) for layout in layouts(4, 8) for variant in list(VARIANTS)[: None if layout.world_size == 4 else 1]
 ]
-BY_DEFAULT = list(zip(reversed(VARIANTS), layouts(4)[1::2], strict=True))  # every variant, latent experts with tensors in parts
+# Every variant; latent experts with tensor parallelism.
+BY_DEFAULT = list(zip(reversed(VARIANTS), layouts(4)[1::2], strict=True))
 
 
 @pytest.mark.filterwarnings("ignore:no rule for the logical name")
