@@ -33,17 +33,6 @@ from support.right_training import RIGHT, build_equal
 from support.sampling import by_default
 from support.wrong_training import WRONG
 
-RIGHT |= stages_of_torch.RIGHT | context_parallelism_of_torch.RIGHT
-WRONG |= stages_of_torch.WRONG
-if os.environ.get("MAXMOE_CORE") != "off":  # as in tests/package/test_without_core.py
-    from support import training_of_maxmoe
-
-    RIGHT |= training_of_maxmoe.RIGHT
-    WRONG |= training_of_maxmoe.WRONG
-
-pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")
-
-
 # One of each kind of parallelism; the other tests of this folder compare more of them.
 RIGHT_BY_DEFAULT = {
     "DDP, sequences dealt in turn",
@@ -57,9 +46,18 @@ RIGHT_BY_DEFAULT = {
     "ScheduleDualPipeV",
     "Schedule1F1B with DDP",
     "ring attention of torch, balanced",
-    "expert and tensor parallel",
-    "stages of maxmoe",
 }
+
+RIGHT |= stages_of_torch.RIGHT | context_parallelism_of_torch.RIGHT
+WRONG |= stages_of_torch.WRONG
+if os.environ.get("MAXMOE_CORE") != "off":  # as in tests/package/test_without_core.py
+    from support import training_of_maxmoe
+
+    RIGHT |= training_of_maxmoe.RIGHT
+    RIGHT_BY_DEFAULT |= {"expert and tensor parallel", "stages of maxmoe"}
+    WRONG |= training_of_maxmoe.WRONG
+
+pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")
 
 
 @pytest.mark.parametrize("name", by_default(RIGHT, RIGHT_BY_DEFAULT))
