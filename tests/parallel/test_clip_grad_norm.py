@@ -100,6 +100,7 @@ def test_gradients_on_some_ranks_only_are_an_error_on_all(is_partial: bool) -> N
     run_ranks(check, 4)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dispatch", ["ring_of_experts", "ragged_all_to_all"])
 def test_a_model_whose_tokens_travel(dispatch: Dispatch) -> None:
     """Experts are sharded over other axes than the rest: every rank has the norm of all gradients."""

@@ -1,6 +1,5 @@
 """Evaluation communicates for the hidden states only, not for losses and statistics."""
 
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -60,6 +59,7 @@ LAYOUTS: list[tuple[MeshRules, Dispatch]] = [
     (MeshRules("default", {"context": 2}), "auto"),
     (MeshRules("pure-fsdp", {"fsdp": 2}), "auto"),
 ]
+SCOPES = ("sequence", "batch", "step")
 MODES: dict[str, Callable[[], Any]] = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
 
 
@@ -82,14 +82,12 @@ def refused(options: dict[str, Any], layout: MeshRules, dispatch: Dispatch) -> b
     return "buffer_factor" in options and dispatch == "least_loaded"
 
 
-KINDS = itertools.cycle((MoE, MoEFeedForward))
-CASES = [
-    (next(KINDS), name, layout, dispatch)
-    for layout, dispatch in LAYOUTS
-    for name, options in OPTIONS.items()
-    if not refused(options, layout, dispatch)
-]
-STRIDE = 5  # between the cases of a turn: every kind, option and layout occurs in each
+def cases_of(turn: int) -> Iterator[tuple[type[MoE], str, MeshRules, Dispatch]]:
+    """Each layout with another option and another kind of layer in each turn."""
+    for number, layout in enumerate(LAYOUTS, start=turn):
+        name = list(OPTIONS)[number % len(OPTIONS)]
+        if not refused(OPTIONS[name], *layout):
+            yield (MoE, MoEFeedForward)[number % 2], name, *layout
 
 
 class NoLosses:
@@ -116,9 +114,9 @@ def counted(mesh: Mesh, call: Callable[[], Any]) -> dict[tuple[str, str], list[i
     return dict(collectives.counts)
 
 
-@pytest.mark.parametrize("turn", by_default(range(STRIDE), [0]))
+@pytest.mark.parametrize("turn", by_default(range(len(OPTIONS)), [1]))
 def test_a_layer_communicates_for_its_hidden_states_alone(turn: int) -> None:
-    """Both kinds of layers with every layout and every option, not with all pairs of them."""
+    """By default every layout, and every option but none."""
     x, mask = batch()
 
     def check(kind: type[MoE], name: str, layout: MeshRules, dispatch: Dispatch) -> None:
@@ -144,10 +142,11 @@ def test_a_layer_communicates_for_its_hidden_states_alone(turn: int) -> None:
             times for times, _ in needed.values()
         )
 
-    run_cases(check, 2, CASES[turn::STRIDE])
+    run_cases(check, 2, cases_of(turn))
 
 
-def test_generation_communicates_for_its_tokens_alone() -> None:
+@pytest.mark.parametrize("turn", by_default(range(2), [1]))
+def test_generation_communicates_for_its_tokens_alone(turn: int) -> None:
     prompt = token_ids()[0][:2, :3]
     config = replace(BLOCK, moe=replace(MOE, load_balance_scope="batch", buffer_factor=0.75))
 
@@ -161,20 +160,24 @@ def test_generation_communicates_for_its_tokens_alone() -> None:
         model = parallelize(decoder(config), mesh, layout.rules, dispatch=dispatch)
         assert counted(mesh, lambda: model.generate(prompt, 2, temperature=0.0)) == needed
 
-    run_cases(check, 2, [layout for layout in LAYOUTS if not refused({"buffer_factor": 0.75}, *layout)])
+    run_cases(check, 2, [layout for layout in LAYOUTS[turn::2] if not refused({"buffer_factor": 0.75}, *layout)])
+
+
+TOGETHER = [("sequence", "z-loss", "without products"), ("batch", "sign", "buffer"), ("step", "quantile")]
 
 
 def test_one_rank_evaluates_alone_where_ranks_share_no_work() -> None:
     """Forwards of a layer and of a model, and generation, on the axis `data`. Afterwards all ranks train as before."""
 
-    def check(name: str) -> None:
+    def check(*names: str) -> None:
         mesh, rules = Mesh(DATA[0].sizes), DATA[0].rules
-        config = replace(BLOCK, moe=MoEConfig(**{**SIZES, "hidden_size": 16, **OPTIONS[name]}))
+        options = {option: value for name in names for option, value in OPTIONS[name].items()}
+        config = replace(BLOCK, moe=MoEConfig(**{**SIZES, "hidden_size": 16, **options}))
         tokens = token_ids()[0][token_sharding(mesh, rules).slices(token_ids()[0].shape)]
         results = []
         for evaluates in (False, True):
             model = parallelize(decoder(config), mesh, rules)
-            layer = parallelize(make(MoEFeedForward, **OPTIONS[name]), mesh, rules)
+            layer = parallelize(make(MoEFeedForward, **options), mesh, rules)
             accumulators = [maxmoe.StatsAccumulator(module) for module in (model, layer)]
             for _ in range(2):
                 if evaluates and dist.get_rank() == 0:
@@ -192,11 +195,20 @@ def test_one_rank_evaluates_alone_where_ranks_share_no_work() -> None:
             results.append([*gradients, *biases, *(each.aux_loss for each in stats), counts])
         torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
 
-    run_cases(check, 2, [(name,) for name in OPTIONS if name not in ("capacity", "shared and latent")])
+    run_cases(check, 2, TOGETHER)
 
 
-@pytest.mark.parametrize("scope", ["sequence", "batch", "step"])
-def test_losses_and_statistics_without_a_backward_are_those_of_the_tokens_of_this_rank(scope: str) -> None:
+@pytest.mark.parametrize(
+    ("scope", "layouts"),
+    [
+        *((scope, LAYOUTS[number::3]) for number, scope in enumerate(SCOPES)),
+        *(pytest.param(scope, LAYOUTS, marks=pytest.mark.sampled(0)) for scope in SCOPES),
+    ],
+    ids=[*SCOPES, *(f"{scope} everywhere" for scope in SCOPES)],
+)
+def test_losses_and_statistics_without_a_backward_are_those_of_the_tokens_of_this_rank(
+    scope: str, layouts: list[tuple[MeshRules, Dispatch]]
+) -> None:
     """With the scope "step" the loss equals the loss of the scope "batch": an evaluation belongs to no step."""
     x, mask = batch()
     options: dict[str, Any] = {**BALANCE, "router_z_loss_weight": 0.2, "score_function": "sigmoid"}
@@ -213,7 +225,7 @@ def test_losses_and_statistics_without_a_backward_are_those_of_the_tokens_of_thi
         for found, expected in zip((output.aux_loss, *output.stats), (of_one.aux_loss, *of_one.stats), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
 
-    run_cases(check, 2, LAYOUTS)
+    run_cases(check, 2, layouts)
 
 
 def test_the_slots_that_the_ranks_drop_add_up() -> None:
@@ -236,7 +248,7 @@ def test_the_slots_that_the_ranks_drop_add_up() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")  # a warning of torch, under no_grad
-@pytest.mark.parametrize("scope", ["sequence", "batch", "step"])
+@pytest.mark.parametrize("scope", SCOPES)
 def test_a_reentrant_checkpoint_trains_although_its_forward_has_no_gradients(scope: str) -> None:
     """The returned loss is the loss of all ranks; under no_grad a forward is an evaluation as well."""
     x, _ = batch()

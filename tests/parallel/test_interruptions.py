@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 from maxmoe.parallel import RankError, clip_grad_norm_, parallelize, token_sharding
 from maxmoe.sharding import Mesh
-from support.pairwise import pairwise
 from support.parallel_decoder import CONFIG, LocalSGD, MeshRules, batch, decoder, layouts, loss
 from support.parts import assert_same
 from support.run_ranks import check_at_once, run_cases, run_ranks
@@ -78,23 +77,29 @@ def interrupt_backward(model: nn.Module, place: str, error: type[BaseException],
         value.backward()
 
 
-def check_interruption(
-    layout: MeshRules, interrupt: Interrupt, place: str, error: type[BaseException], **options: Any
+def check_interruptions(
+    layout: MeshRules, interrupt: Interrupt, stops: list[tuple[str, type[BaseException]]], **options: Any
 ) -> None:
-    """Gradients of an earlier micro-batch stay; their norm, the optimizer and the next step are right."""
+    """Gradients of an earlier micro-batch stay; their norm, the optimizer and the next step are right.
+
+    Each call after an interruption comes further than the interrupted one, or is a whole forward.
+    """
     norm, gradients = without_interruption()
     model, tokens, targets = parallel(layout, **options)
     before = dict(model.named_parameters())
     loss(model(tokens), targets).backward()
     if interrupt is interrupt_backward:  # it has added to the gradients, as in one process
         LocalSGD(model).step()
-    interrupt(model, place, error, lambda: loss(model(tokens), targets))
-    now = dict(model.named_parameters())
-    assert now.keys() == before.keys()
-    changed = [
-        name for name, parameter in now.items() if parameter is not before[name] or not isinstance(parameter, DTensor)
-    ]
-    assert not changed
+    for place, error in stops:
+        interrupt(model, place, error, lambda: loss(model(tokens), targets))
+        now = dict(model.named_parameters())
+        assert now.keys() == before.keys()
+        changed = [
+            name
+            for name, parameter in now.items()
+            if parameter is not before[name] or not isinstance(parameter, DTensor)
+        ]
+        assert not changed, place
     if interrupt is interrupt_forward:
         assert float(clip_grad_norm_(model.parameters(), LARGE)) == pytest.approx(norm, rel=1e-12)
         LocalSGD(model).step()
@@ -112,17 +117,21 @@ def test_an_interruption_leaves_nothing_behind(layout: MeshRules, interrupt: Int
     places = PLACES if interrupt is interrupt_forward else PLACES[:-1]
     errors = [StopError, KeyboardInterrupt]  # in turn: every place has both, in one layout or the next
     first = LAYOUTS.index(layout)
-    cases = [(layout, interrupt, place, errors[(first + number) % 2]) for number, place in enumerate(places)]
-    run_cases(check_interruption, layout.world_size, cases)
+    stops = [(place, errors[(first + number) % 2]) for number, place in enumerate(places)]
+    run_ranks(check_interruptions, layout.world_size, layout, interrupt, stops)
 
 
 @pytest.mark.parametrize("options", [{"recompute": ("blocks",)}, {"dispatch": "gather_weights"}], ids=str)
 def test_recomputed_blocks_and_gathered_experts(options: dict[str, Any]) -> None:
     without_interruption()
     layouts = [MeshRules("ep-as-dp", {"expert": 2}), MeshRules("pure-fsdp", {"fsdp": 2})]
-    interrupts, errors = [interrupt_forward, interrupt_backward], [StopError, KeyboardInterrupt]
-    cases = pairwise([layouts, interrupts, PLACES[2:3], errors])
-    run_cases(functools.partial(check_interruption, **options), 2, cases)
+    cases = [
+        (layouts[0], interrupt_forward, [(PLACES[2], StopError)]),
+        (layouts[0], interrupt_backward, [(PLACES[2], KeyboardInterrupt)]),
+        (layouts[1], interrupt_backward, [(PLACES[2], StopError)]),
+        (layouts[1], interrupt_forward, [(PLACES[2], KeyboardInterrupt)]),
+    ]
+    run_cases(functools.partial(check_interruptions, **options), 2, cases)
 
 
 def test_a_checkpoint_that_ends_its_recomputation_early_is_no_interruption() -> None:

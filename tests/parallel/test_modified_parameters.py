@@ -1,5 +1,6 @@
 """An optimizer that steps between a forward and its backward: an error on every mesh, as in one process."""
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -13,6 +14,7 @@ from support.named import named
 from support.parallel_decoder import BLOCK, MeshRules, batch, decoder, loss
 from support.parts import assert_same
 from support.run_ranks import run_ranks
+from support.sampling import by_default
 
 MESHES = [
     MeshRules("pure-fsdp", {"fsdp": 2}),
@@ -46,15 +48,23 @@ def on_mesh(model: nn.Module, layout: MeshRules) -> tuple[Tensor, Tensor]:
     return tokens[part], targets[part]
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("layout", MESHES, ids=str)
-def test_a_step_before_the_backward_is_an_error_on_every_rank(layout: MeshRules) -> None:
+BY_DEFAULT = [(MESHES[0], "SGD"), (MESHES[2], "AdamW"), (MESHES[5], "Muon")]
+
+
+@pytest.mark.parametrize(
+    ("layout", "optimizer"),
+    [
+        pytest.param(*case, marks=[] if case in BY_DEFAULT else pytest.mark.sampled(0))
+        for case in itertools.product(MESHES, OPTIMIZERS)
+    ],
+    ids=str,
+)
+def test_a_step_before_the_backward_is_an_error_on_every_rank(layout: MeshRules, optimizer: str) -> None:
     def check() -> None:
-        for optimizer in OPTIMIZERS.values():
-            model = decoder(BLOCK)
-            tokens, targets = on_mesh(model, layout)
-            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                step_between(model, optimizer(model), tokens, targets)
+        model = decoder(BLOCK)
+        tokens, targets = on_mesh(model, layout)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            step_between(model, OPTIMIZERS[optimizer](model), tokens, targets)
 
     run_ranks(check, layout.world_size)
 
@@ -66,7 +76,7 @@ def test_one_process_says_the_same(name: str) -> None:
         step_between(model, OPTIMIZERS[name](model), *batch())
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", by_default([2, 4], [2]))
 def test_parameters_that_the_backward_does_not_need_may_be_modified(num_ranks: int) -> None:
     """The gradient of an embedding does not depend on its values, so that one process computes it, too."""
 

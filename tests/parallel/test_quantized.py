@@ -24,13 +24,13 @@ from maxmoe.planning import estimate
 from maxmoe.quantization import QuantizedStack, QuantizedWeight, quantize
 from maxmoe.sharding import LogicalRules, Mesh
 from support.moved_experts import moving_experts
-from support.parallel_decoder import CONFIG, MOE, MeshRules, batch, decoder, layouts, loss, token_spec
+from support.parallel_decoder import BLOCK, CONFIG, MOE, MeshRules, batch, decoder, layouts, loss, token_spec
 from support.parts import assert_same, part_by_definition
 from support.run_ranks import fake_rank, run_ranks
 from support.sampling import by_default
 
 # Two blocks of "mxfp4" and "int4" in each dim of a matrix, so that tensor parallelism cuts between them.
-WIDE = replace(CONFIG, hidden_size=64, moe=replace(MOE, hidden_size=64, intermediate_size=64))
+WIDE = replace(BLOCK, hidden_size=64, moe=replace(MOE, hidden_size=64, intermediate_size=64))
 FORMATS = ["mxfp4", "int4", "nf4", "int8", "fp8_row", "fp8_block"]
 TARGETS = ["experts.gate_proj", "experts.up_proj", "experts.down_proj"]
 
@@ -197,7 +197,7 @@ def test_the_module_after_parallelize() -> None:
     optimizer = torch.optim.AdamW(whole.popitem()[1].parameters(), lr=0.1)
     with fake_rank(1, 2):
         parallelize(model, Mesh({"expert": 2}), "ep-as-dp")
-        experts = model.blocks[1].feed_forward.experts
+        experts = model.blocks[0].feed_forward.experts
         for name, shape in shapes.items():
             attribute = getattr(experts, name.rpartition(".")[2])
             assert isinstance(attribute, QuantizedStack) and attribute.shape == shape

@@ -41,12 +41,15 @@ def on_meshes(
 ) -> list[list[Any]]:
     """Call `check` with the mesh, a model on it, and which of the tokens are this rank's.
 
-    On each mesh and with each strategy, on every rank. Returns the results of all ranks, for one case after the other.
+    On each mesh with one of the strategies in turn, on a single mesh with both. Returns the results of all ranks, for
+    one case after the other.
     """
+    cases = list(zip(layouts, itertools.cycle(STRATEGIES), strict=False))
+    cases = cases if len(cases) > 1 else [(cases[0][0], dispatch) for dispatch in STRATEGIES]
 
     def run() -> list[Any]:
         results = []
-        for layout, dispatch in itertools.product(layouts, STRATEGIES):
+        for layout, dispatch in cases:
             with named(layout, dispatch):
                 mesh = Mesh(layout.sizes)
                 part = token_sharding(mesh, layout.rules).slices(BATCH.x.shape[:2])
