@@ -17,7 +17,7 @@ from support.counted_collectives import CountedCollectives
 from support.measured_step import measured_steps
 from support.parallel_decoder import CONFIG, MeshRules
 from support.parts import assert_same
-from support.run_ranks import run_ranks
+from support.run_ranks import run_cases, run_ranks
 
 GIB = 2**30
 pytestmark = [
@@ -95,19 +95,14 @@ def recomputed_by_reentering(module: nn.Module, x: Tensor) -> Tensor:
     return checkpoint(module, x, use_reentrant=True)
 
 
-@pytest.mark.parametrize(
-    ("call", "per_block"),
-    [(plainly, 1), (recomputed, 1), (recomputed_by_reentering, 2)],
-    ids=["plainly", "recomputed", "by_reentering"],
-)
-def test_gradients_of_a_block_are_summed_together(call: Callable[..., Tensor], per_block: int) -> None:
+def test_gradients_of_a_block_are_summed_together() -> None:
     """If a part recomputes itself in a nested backward, its gradients are summed there; the numbers are equal."""
     x = torch.randn(4, 4, dtype=torch.float64)
-    one = Model(call).double()
+    one = Model(plainly).double()
     for _ in range(2):
         one(x.clone().requires_grad_()).square().sum().backward()
 
-    def check() -> None:
+    def check(call: Callable[..., Tensor], per_block: int) -> None:
         mesh = Mesh({"fsdp": 2, "expert": 2})
         model = parallelize(Model(call).double(), mesh, "ep-as-dp")
         assert mesh.rank is not None
@@ -122,7 +117,7 @@ def test_gradients_of_a_block_are_summed_together(call: Callable[..., Tensor], p
             else:
                 assert_same(parameter.grad.full_tensor(), expected.grad, name)
 
-    run_ranks(check, 4)
+    run_cases(check, 4, [(plainly, 1), (recomputed, 1), (recomputed_by_reentering, 2)])
 
 
 def test_a_part_of_a_block_can_be_called_alone() -> None:

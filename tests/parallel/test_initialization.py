@@ -19,7 +19,7 @@ def decoder(device: str) -> Decoder:
 
 
 @pytest.mark.parametrize(
-    ("rules", "sizes"), [("shard-exp-on-fsdp", {"fsdp": 2, "expert": 2}), ("ep-tp", {"data": 2, "expert": 2})]
+    ("rules", "sizes"), [("shard-exp-on-fsdp", {"fsdp": 2, "expert": 2}), ("ep-tp", {"expert": 2})]
 )
 def test_the_values_are_those_of_one_process(rules: str, sizes: dict[str, int]) -> None:
     alone = decoder("cpu")
@@ -37,4 +37,4 @@ def test_the_values_are_those_of_one_process(rules: str, sizes: dict[str, int]) 
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter.full_tensor(), expected[name]), name
 
-    run_ranks(draw, 4)
+    run_ranks(draw, Mesh.planned(sizes).num_ranks)

@@ -1,6 +1,7 @@
 """After an exception in a forward or backward the model is unchanged, or the error of its next call names the fix."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -18,6 +19,7 @@ from support.parallel_decoder import CONFIG, LocalSGD, MeshRules, batch, decoder
 from support.parts import assert_same
 from support.run_ranks import check_at_once, run_cases, run_ranks
 
+EXPERT, FSDP = MeshRules("ep-as-dp", {"expert": 2}), MeshRules("pure-fsdp", {"fsdp": 2})
 REPLICAS = MeshRules("ep-as-dp", {"data": 2, "fsdp": 2})
 LAYOUTS = [*layouts(2), *layouts(4), REPLICAS]
 # Where a call is interrupted: the first and the last unit, and between them in attention, router and experts.
@@ -82,7 +84,7 @@ def check_interruptions(
 ) -> None:
     """Gradients of an earlier micro-batch stay; their norm, the optimizer and the next step are right.
 
-    Each call after an interruption comes further than the interrupted one, or is a whole forward.
+    The interruptions of one model follow each other. After the last one there is a whole step.
     """
     norm, gradients = without_interruption()
     model, tokens, targets = parallel(layout, **options)
@@ -121,16 +123,18 @@ def test_an_interruption_leaves_nothing_behind(layout: MeshRules, interrupt: Int
     run_ranks(check_interruptions, layout.world_size, layout, interrupt, stops)
 
 
-@pytest.mark.parametrize("options", [{"recompute": ("blocks",)}, {"dispatch": "gather_weights"}], ids=str)
-def test_recomputed_blocks_and_gathered_experts(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("options", "layouts"),
+    [
+        ({"recompute": ("blocks",)}, [EXPERT, FSDP]),
+        ({"dispatch": "gather_weights"}, [EXPERT]),
+    ],
+    ids=["recomputed", "gathered"],
+)
+def test_recomputed_blocks_and_gathered_experts(options: dict[str, Any], layouts: list[MeshRules]) -> None:
     without_interruption()
-    layouts = [MeshRules("ep-as-dp", {"expert": 2}), MeshRules("pure-fsdp", {"fsdp": 2})]
-    cases = [
-        (layouts[0], interrupt_forward, [(PLACES[2], StopError)]),
-        (layouts[0], interrupt_backward, [(PLACES[2], KeyboardInterrupt)]),
-        (layouts[1], interrupt_backward, [(PLACES[2], StopError)]),
-        (layouts[1], interrupt_forward, [(PLACES[2], KeyboardInterrupt)]),
-    ]
+    stops = [(PLACES[2], StopError), (PLACES[3], KeyboardInterrupt)]
+    cases = itertools.product(layouts, [interrupt_forward, interrupt_backward], [stops])
     run_cases(functools.partial(check_interruptions, **options), 2, cases)
 
 
@@ -147,7 +151,7 @@ def test_a_checkpoint_that_ends_its_recomputation_early_is_no_interruption() -> 
         for name, parameter in model.named_parameters():
             assert_same(parameter.grad.full_tensor(), expected[name], name)
 
-    run_cases(check, 2, [(MeshRules("ep-as-dp", {"expert": 2}),), (MeshRules("pure-fsdp", {"fsdp": 2}),)])
+    run_cases(check, 2, [(EXPERT,), (FSDP,)])
 
 
 def test_one_rank_that_goes_on_alone_is_an_error() -> None:
@@ -169,4 +173,4 @@ def test_one_rank_that_goes_on_alone_is_an_error() -> None:
         with pytest.raises(RankError, match=expected):
             run_ranks(train, 2, layout)
 
-    check_at_once(check, [(MeshRules("ep-as-dp", {"expert": 2}),), (MeshRules("pure-fsdp", {"fsdp": 2}),)])
+    check_at_once(check, [(EXPERT,), (FSDP,)])

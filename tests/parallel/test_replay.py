@@ -35,17 +35,17 @@ def loss_of(model: torch.nn.Module, x: Tensor, **options) -> Tensor:
 
 
 def test_gradients_are_those_of_one_process_with_the_same_record() -> None:
+    x = torch.randn(*SHAPE, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    before, whole = layer(0), layer(1)
+    with maxmoe.record_routing(before) as record:
+        before(x)
+    with maxmoe.replay_routing(whole, record):
+        expected = loss_of(whole, x)
+    expected.backward()
+
     def check(layout: MeshRules, dispatch: Dispatch) -> None:
         mesh = Mesh(layout.sizes)
         part = token_sharding(mesh, layout.rules).slices(SHAPE)
-        x = torch.randn(*SHAPE, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-        before, whole = layer(0), layer(1)
-        with maxmoe.record_routing(before) as record:
-            before(x)
-        with maxmoe.replay_routing(whole, record):
-            expected = loss_of(whole, x)
-        expected.backward()
-
         ours_before = parallelize(layer(0), mesh, layout.rules, dispatch=dispatch)
         with maxmoe.record_routing(ours_before) as own:
             ours_before(x[part])

@@ -167,7 +167,7 @@ def test_an_optimizer_from_before_is_refused() -> None:
     def check() -> None:
         model, rest = Outer(), nn.Linear(2, 2)
         early, other = torch.optim.AdamW(model.parameters()), torch.optim.SGD(rest.parameters())
-        shard_parameters(model, Mesh({"fsdp": 2, "expert": 2}), RULES)
+        shard_parameters(model, Mesh({"fsdp": 2}), RULES)
         late = torch.optim.AdamW(model.parameters())
         for parameter in (*model.parameters(), *rest.parameters()):
             parameter.grad = torch.ones_like(parameter)
@@ -181,4 +181,4 @@ def test_an_optimizer_from_before_is_refused() -> None:
             early.step()
         assert str(caught.value) == message
 
-    run_ranks(check, 4)
+    run_ranks(check, 2)
