@@ -31,7 +31,6 @@ class StopError(Exception):
     """The exception of a script, such as for a batch that it cannot read."""
 
 
-@functools.cache
 def without_interruption() -> tuple[float, dict[str, Tensor]]:
     """One process: the norm of the first gradients, and the gradients after a step."""
     model, (tokens, targets) = decoder(), batch()
@@ -80,13 +79,17 @@ def interrupt_backward(model: nn.Module, place: str, error: type[BaseException],
 
 
 def check_interruptions(
-    layout: MeshRules, interrupt: Interrupt, stops: list[tuple[str, type[BaseException]]], **options: Any
+    expected: tuple[float, dict[str, Tensor]],
+    layout: MeshRules,
+    interrupt: Interrupt,
+    stops: list[tuple[str, type[BaseException]]],
+    **options: Any,
 ) -> None:
     """Gradients of an earlier micro-batch stay; their norm, the optimizer and the next step are right.
 
     The interruptions of one model follow each other. After the last one there is a whole step.
     """
-    norm, gradients = without_interruption()
+    norm, gradients = expected
     model, tokens, targets = parallel(layout, **options)
     before = dict(model.named_parameters())
     loss(model(tokens), targets).backward()
@@ -115,12 +118,11 @@ def check_interruptions(
 @pytest.mark.parametrize("interrupt", [interrupt_forward, interrupt_backward])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_an_interruption_leaves_nothing_behind(layout: MeshRules, interrupt: Interrupt) -> None:
-    without_interruption()
     places = PLACES if interrupt is interrupt_forward else PLACES[:-1]
     errors = [StopError, KeyboardInterrupt]  # in turn: every place has both, in one layout or the next
     first = LAYOUTS.index(layout)
     stops = [(place, errors[(first + number) % 2]) for number, place in enumerate(places)]
-    run_ranks(check_interruptions, layout.world_size, layout, interrupt, stops)
+    run_ranks(check_interruptions, layout.world_size, without_interruption(), layout, interrupt, stops)
 
 
 @pytest.mark.parametrize(
@@ -132,10 +134,9 @@ def test_an_interruption_leaves_nothing_behind(layout: MeshRules, interrupt: Int
     ids=["recomputed", "gathered"],
 )
 def test_recomputed_blocks_and_gathered_experts(options: dict[str, Any], layouts: list[MeshRules]) -> None:
-    without_interruption()
     stops = [(PLACES[2], StopError), (PLACES[3], KeyboardInterrupt)]
     cases = itertools.product(layouts, [interrupt_forward, interrupt_backward], [stops])
-    run_cases(functools.partial(check_interruptions, **options), 2, cases)
+    run_cases(functools.partial(check_interruptions, without_interruption(), **options), 2, cases)
 
 
 def test_a_checkpoint_that_ends_its_recomputation_early_is_no_interruption() -> None:

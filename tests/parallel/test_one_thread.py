@@ -81,7 +81,6 @@ BY_DEFAULT = list(zip(OTHERS, LAYOUTS, strict=True))
 )
 def test_calls_of_two_threads(other: str, layout: MeshRules) -> None:
     """One call begins during the forward or the backward of the other. Afterwards one thread can continue."""
-    step_of_one_process(CONFIG)
 
     def check() -> None:
         model, step = training(layout)

@@ -127,11 +127,20 @@ def layer(config: MoEConfig, num_chunks: int, case: Case, recompute: tuple[str, 
     )
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("sizes", [(0, 2), (1, 0, 2)], ids=str)
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("half", range(2))
-def test_the_same_bits(half: int, name: str, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+NUM_PARTS = 3  # of the cases of a configuration
+# Together they have every value of every option.
+BY_DEFAULT = [("sparse", (1, 0, 2), 2), ("dense, weights on the input", (0, 2), 0)]
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "part"),
+    [
+        pytest.param(*chosen, marks=[] if chosen in BY_DEFAULT else pytest.mark.sampled(0))
+        for chosen in itertools.product(CONFIGS, [(0, 2), (1, 0, 2)], range(NUM_PARTS))
+    ],
+    ids=str,
+)
+def test_the_same_bits(name: str, sizes: tuple[int, ...], part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each configuration has other cases. Ranks without tokens take part in the same collectives."""
     make_moves_free(monkeypatch)
     config = CONFIGS[name]
@@ -140,7 +149,7 @@ def test_the_same_bits(half: int, name: str, sizes: tuple[int, ...], monkeypatch
 
     def check() -> None:
         x = tokens(sizes[dist.get_rank()])
-        for case in CASES[turn::STRIDE][half::2]:
+        for case in CASES[turn::STRIDE][part::NUM_PARTS]:
             if config.capacity_factor:
                 case = case._replace(dispatch="ring_of_experts")
             elif config.implementation == "dense" and case.dispatch == "least_loaded":
