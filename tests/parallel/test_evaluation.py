@@ -116,7 +116,7 @@ def counted(mesh: Mesh, call: Callable[[], Any]) -> dict[tuple[str, str], list[i
 
 @pytest.mark.parametrize("turn", by_default(range(len(OPTIONS)), [1]))
 def test_a_layer_communicates_for_its_hidden_states_alone(turn: int) -> None:
-    """By default every layout, and every option but none."""
+    """By default every layout, and every option except "none"."""
     x, mask = batch()
 
     def check(kind: type[MoE], name: str, layout: MeshRules, dispatch: Dispatch) -> None:

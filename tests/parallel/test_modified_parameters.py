@@ -48,7 +48,8 @@ def on_mesh(model: nn.Module, layout: MeshRules) -> tuple[Tensor, Tensor]:
     return tokens[part], targets[part]
 
 
-BY_DEFAULT = [(MESHES[0], "SGD"), (MESHES[2], "AdamW"), (MESHES[5], "Muon")]
+# Muon modifies the shards of FSDP2, not the DTensors.
+BY_DEFAULT = [(MESHES[0], "Muon"), (MESHES[2], "AdamW"), (MESHES[5], "SGD")]
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from support.sampling import by_default
 ALL = {**ROUTERS, "NoisyTopK": (lambda num_experts: 2, noisy)}
 LAYOUTS = [
     MeshRules("ep-as-dp", {"expert": 2}),
+    MeshRules("ep-as-dp", {"expert": 4}),
     MeshRules("ep-tp", {"data": 2, "expert": 2}),
     MeshRules("default", {"expert": 2, "tensor": 2}),
     MeshRules("cp-as-ep", {"context": 2, "expert": 2}),
