@@ -18,7 +18,7 @@ from maxmoe.sharding import Mesh
 from support.moved_experts import moving_experts
 from support.operator_calls import assert_near
 from support.replaced_models import TOLERANCE, replaced, small_model
-from support.run_ranks import run_ranks
+from support.run_ranks import run_cases, run_ranks
 from support.small_models import import_models
 
 PRESETS = [
@@ -44,18 +44,21 @@ MESHES: list[tuple[dict[str, int], str, Any]] = [
     ({"tensor": 2}, "default", "auto"),
     ({"fsdp": 2}, "default", "auto"),
 ]
-# Two of the meshes for each preset, so that each has experts on several ranks.
-THIRDS = [slice(number, None, 3) for number in range(3)]
-CASES = [(preset, THIRDS[number % 3]) for number, preset in enumerate(PRESETS)]
+# By default two of the meshes for each preset, so that each has experts on several ranks.
+CASES = [(first, first) for first in range(3)]
 CASES += [
-    pytest.param(preset, THIRDS[(number + more) % 3], marks=pytest.mark.sampled(0))
-    for number, preset in enumerate(PRESETS)
-    for more in (1, 2)
+    pytest.param(first, (first + more) % 3, marks=pytest.mark.sampled(0)) for first in range(3) for more in (1, 2)
 ]
+# One layer, and two of the family whose layers give the next ones a state.
+NUM_LAYERS = {preset: 2 if preset == "zaya" else 1 for preset in PRESETS + REPLICATED}
 IDS = torch.randint(3, 32, (4, 6), generator=torch.Generator().manual_seed(1))
 MASK = torch.ones(4, 6, dtype=torch.int64)
 MASK[0, :2], MASK[3, 3:] = 0, 0
 TRAINING = {"load_balance_loss_weight": 0.5, "load_balance_scope": "batch"}
+
+
+def model(preset: str, training: Any = {}) -> Any:  # noqa: B006
+    return replaced(preset, training, num_hidden_layers=NUM_LAYERS[preset])
 
 
 def step(module: nn.Module, part: Any = ...) -> Tensor:
@@ -82,93 +85,93 @@ def check_gradients(module: nn.Module, whole: nn.Module, relative: float = TOLER
 
 @pytest.mark.filterwarnings("ignore:the rules shard")
 @pytest.mark.filterwarnings("ignore:.* of the parameters are whole")
-@pytest.mark.parametrize(("preset", "meshes"), CASES)
-def test_equals_one_process(preset: str, meshes: slice) -> None:
-    whole = replaced(preset, training=TRAINING)
-    counted = StatsAccumulator(whole)
-    expected, stats = step(whole), counted.update()
+@pytest.mark.parametrize(("first_preset", "first_mesh"), CASES)
+def test_equals_one_process(first_preset: int, first_mesh: int) -> None:
+    """A third of the presets on a third of the meshes."""
+    presets = PRESETS[first_preset::3]
+    wholes = {preset: model(preset, TRAINING) for preset in presets}
+    accumulators = {preset: StatsAccumulator(whole) for preset, whole in wholes.items()}
+    losses = {preset: step(whole) for preset, whole in wholes.items()}
+    layers = {preset: accumulator.update().layers for preset, accumulator in accumulators.items()}
 
-    def check() -> None:
-        for sizes, rules, dispatch in MESHES[meshes]:
+    def check(preset: str) -> None:
+        for sizes, rules, dispatch in MESHES[first_mesh::3]:
             mesh = Mesh(sizes)
-            ours = parallelize(replaced(preset, training=TRAINING), mesh, rules, dispatch=dispatch, allow_unused=True)
+            ours = parallelize(model(preset, TRAINING), mesh, rules, dispatch=dispatch, allow_unused=True)
             accumulator = StatsAccumulator(ours)
             sharding = token_sharding(mesh, rules)
             loss = step(ours, sharding.slices(IDS.shape))
             if any(sharding.spec):
                 dist.all_reduce(loss)
             relative = 1e-12 if preset == "dbrx" else TOLERANCE  # all of DBRX is in float64
-            assert_near(loss, expected, relative, "loss")
-            check_gradients(ours, whole, relative)
+            assert_near(loss, losses[preset], relative, "loss")
+            check_gradients(ours, wholes[preset], relative)
             for path, layer in accumulator.update().layers.items():
-                assert torch.equal(layer.tokens_per_expert, stats.layers[path].tokens_per_expert)
+                assert torch.equal(layer.tokens_per_expert, layers[preset][path].tokens_per_expert)
 
-    run_ranks(check, 2)
+    run_cases(check, 2, [(preset,) for preset in presets])
 
 
 @pytest.mark.filterwarnings("ignore:.* of the parameters are whole")
-@pytest.mark.parametrize("preset", ["dbrx", "llama4"])
-def test_experts_without_an_interface_are_lent(preset: str) -> None:
+def test_experts_without_an_interface_are_lent() -> None:
     """All tokens go to the first experts, which are on one rank."""
 
-    def one_sided() -> Any:
-        model = replaced(preset)
-        for layer in model.modules():
+    def one_sided(preset: str) -> Any:
+        built = model(preset)
+        for layer in built.modules():
             if isinstance(layer, TransformersMoE):
                 for parameter in layer.router.parameters():
                     parameter.data.zero_()
-        return model
+        return built
 
-    whole = one_sided()
-    expected = step(whole)
+    wholes = {preset: one_sided(preset) for preset in ("dbrx", "llama4")}
+    losses = {preset: step(whole) for preset, whole in wholes.items()}
 
-    def check() -> None:
+    def check(preset: str) -> None:
         mesh = Mesh({"expert": 2})
-        ours = parallelize(one_sided(), mesh, "ep-as-dp", dispatch="least_loaded", allow_unused=True)
+        ours = parallelize(one_sided(preset), mesh, "ep-as-dp", dispatch="least_loaded", allow_unused=True)
         with moving_experts(expected=True):
             loss = step(ours, token_sharding(mesh, "ep-as-dp").slices(IDS.shape))
         dist.all_reduce(loss)
-        assert_near(loss, expected, TOLERANCE, "loss")
-        check_gradients(ours, whole)
+        assert_near(loss, losses[preset], TOLERANCE, "loss")
+        check_gradients(ours, wholes[preset])
 
-    run_ranks(check, 2)
+    run_cases(check, 2, [(preset,) for preset in wholes])
 
 
 @pytest.mark.filterwarnings("ignore:.* of the parameters are whole")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # router of Switch
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .FSDPSwitchTransformersBlock. returned a view")
-@pytest.mark.parametrize("preset", REPLICATED)
-def test_experts_that_cannot_be_sharded_are_replicated(preset: str) -> None:
+def test_experts_that_cannot_be_sharded_are_replicated() -> None:
     """LongCat-Flash's stack has unused matrices after the experts, other families have two modules or no stack."""
-    whole = replaced(preset)
-    expected = step(whole)
+    wholes = {preset: model(preset) for preset in REPLICATED}
+    losses = {preset: step(whole) for preset, whole in wholes.items()}
 
-    def check() -> None:
+    def check(preset: str) -> None:
         for sizes, rules in (({"expert": 2}, "ep-as-dp"), ({"fsdp": 2}, "default")):
             mesh = Mesh(sizes)
-            ours = parallelize(replaced(preset), mesh, rules, allow_unused=True)
+            ours = parallelize(model(preset), mesh, rules, allow_unused=True)
             loss = step(ours, token_sharding(mesh, rules).slices(IDS.shape))
             dist.all_reduce(loss)
-            assert_near(loss, expected, TOLERANCE, "loss")
-            check_gradients(ours, whole)
+            assert_near(loss, losses[preset], TOLERANCE, "loss")
+            check_gradients(ours, wholes[preset])
 
-    run_ranks(check, 2)
+    run_cases(check, 2, [(preset,) for preset in REPLICATED])
 
 
 def test_experts_that_the_ranks_do_not_divide_are_refused() -> None:
     """Also for experts in one matrix whose number of rows is divisible by the ranks."""
 
     def check() -> None:
-        model = small_model("dbrx", ffn_config={"moe_num_experts": 5})
-        replace_moe_blocks(model)
+        built = small_model("dbrx", ffn_config={"moe_num_experts": 5})
+        replace_moe_blocks(built)
         with pytest.raises(ValueError, match=r"num_experts \(5\) must be divisible by the axes \('expert',\)"):
-            parallelize(model, Mesh({"expert": 2}), "ep-as-dp", dispatch="ring_of_experts", allow_unused=True)
+            parallelize(built, Mesh({"expert": 2}), "ep-as-dp", dispatch="ring_of_experts", allow_unused=True)
 
     run_ranks(check, 2)
 
 
 def test_muon_takes_gate_and_up_as_two_matrices() -> None:
     for preset, layout in (("mixtral", "concatenated"), ("gpt_oss", "interleaved")):
-        model = replaced(preset)
-        groups = optim.parameter_groups(model)
+        groups = optim.parameter_groups(replaced(preset))
         assert layout in str(groups), groups
