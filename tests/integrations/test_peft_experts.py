@@ -227,6 +227,7 @@ def test_activation_checkpointing(model_and_inputs: tuple[PeftModel, tuple[Any, 
         assert_near(parameter.grad, gradient, 1e-12, "gradient")
 
 
+@pytest.mark.sampled(2)
 def test_compiled(model_and_inputs: tuple[PeftModel, tuple[Any, ...]]) -> None:
     model, inputs = model_and_inputs
     torch._dynamo.reset()
@@ -236,6 +237,7 @@ def test_compiled(model_and_inputs: tuple[PeftModel, tuple[Any, ...]]) -> None:
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
 
+@pytest.mark.sampled(2)
 def test_two_threads(model_and_inputs: tuple[PeftModel, tuple[Any, ...]]) -> None:
     model, inputs = model_and_inputs
     trained = [p for p in model.parameters() if p.requires_grad]

@@ -118,7 +118,8 @@ def with_our_layers(preset: str) -> nn.Module:
     ("preset", "sizes"),
     [
         ("mixtral", {"fsdp": 2, "expert": 2}),
-        ("qwen3_moe", {"expert": 2}),
+        # As test_replaced_meshes.py.
+        pytest.param("qwen3_moe", {"expert": 2}, marks=pytest.mark.sampled(0)),
         pytest.param("mixtral", {"expert": 2}, marks=pytest.mark.sampled(0)),
         pytest.param("qwen3_moe", {"fsdp": 2, "expert": 2}, marks=pytest.mark.sampled(0)),
     ],
