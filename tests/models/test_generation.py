@@ -35,9 +35,16 @@ UNCACHED: dict[str, tuple[dict[str, Any], list[int]]] = {
 }
 
 
-@pytest.mark.parametrize(("changes", "lengths"), UNCACHED.values(), ids=UNCACHED)
-@pytest.mark.parametrize("batch", [1, 3])
-def test_logits_are_those_of_all_tokens_of_the_window(batch: int, changes: dict[str, Any], lengths: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("batch", "name"),
+    [
+        pytest.param(batch, name, marks=[pytest.mark.sampled(0)] * ((number + shift) % 2))
+        for number, name in enumerate(UNCACHED)
+        for shift, batch in enumerate([1, 3])
+    ],
+)
+def test_logits_are_those_of_all_tokens_of_the_window(batch: int, name: str) -> None:
+    changes, lengths = UNCACHED[name]
     model = make(**changes)
     window, calls = model.config.max_sequence_length, []
     hook = model.register_forward_hook(lambda _, arguments, output: calls.append((arguments[0], output.logits[:, -1])))
@@ -72,7 +79,7 @@ def graphs_since(counted: list[int]) -> int:
 def test_a_compiled_model_trains_with_compiled_code_afterwards(is_whole: bool) -> None:
     """torch.compile compiles a module for at most eight kinds of arguments."""
     torch._dynamo.reset()
-    model, counted = make(num_layers=2), list[int]()
+    model, counted = make(num_layers=1, num_dense_layers=0), list[int]()
 
     def backend(graph: Any, _inputs: Any) -> Any:
         def run(*inputs: Any) -> Any:

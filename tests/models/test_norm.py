@@ -33,6 +33,7 @@ def test_equals_torch(dtype: torch.dtype) -> None:
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 def test_gradients_of_every_kind() -> None:
     norm, _, x = norms(torch.float64)
+    x = x[:2, :1].clone()
 
     def compute(x: Tensor, weight: Tensor) -> Tensor:
         return torch.func.functional_call(norm, {"weight": weight}, (x,))

@@ -13,13 +13,13 @@ from maxmoe.nn import RoutingRecord
 from support.small_decoder import make
 from support.threads import in_threads
 
-CALLS = 5
+CALLS = 3
 
 
 def generation(model: Decoder, seed: int) -> Callable[[], list[Tensor]]:
     """Generate from prompts of several lengths, up to and beyond the window."""
     generator = torch.Generator().manual_seed(seed)
-    prompts = [torch.randint(0, 11, (1 + seed, 2 + number % 5), generator=generator) for number in range(CALLS)]
+    prompts = [torch.randint(0, 11, (1 + seed, 2 + 2 * number), generator=generator) for number in range(CALLS)]
     return lambda: [model.generate(prompt, 12, temperature=0) for prompt in prompts]
 
 
@@ -46,7 +46,7 @@ def recording(model: Decoder, seed: int) -> Callable[[], list[Tensor]]:
 
 def replay(model: Decoder, seed: int) -> Callable[[], list[Tensor]]:
     """Route the calls of the training to the experts of another seed's model."""
-    step, other = training(model, seed), make()
+    step, other = training(model, seed), make(num_layers=2)
     with maxmoe.record_routing(other) as record:
         training(other, seed)()
     calls: RoutingRecord = record
@@ -73,7 +73,7 @@ PAIRS: dict[str, tuple[Any, Any]] = {
 @pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
 @pytest.mark.parametrize("recompute", [(), ("blocks",)], ids=["saved", "recomputed"])
 def test_two_threads(pair: tuple[Any, Any], recompute: tuple[str, ...]) -> None:
-    model = make(recompute=recompute)
+    model = make(num_layers=2, recompute=recompute)
     functions = [make_function(model, seed) for seed, make_function in enumerate(pair)]
     expected = [function() for function in functions]
     for got, wanted in zip(in_threads(*functions), expected, strict=True):
@@ -83,7 +83,7 @@ def test_two_threads(pair: tuple[Any, Any], recompute: tuple[str, ...]) -> None:
 
 
 def test_a_compiled_model_trains_beside_generation() -> None:
-    model = make(num_layers=2)
+    model = make(num_layers=1, num_dense_layers=0)
     functions = [training(model, 0, num_lengths=1), generation(model, 1)]
     expected = functions[1]()
     model.compile(backend="eager")

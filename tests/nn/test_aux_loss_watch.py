@@ -19,9 +19,9 @@ STEPS = 2 * PATIENCE
 
 
 class Model(nn.Module):
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, num_layers: int = 2, **options: Any) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(MoE(MoEConfig(**SIZES, **options)) for _ in range(2))
+        self.layers = nn.ModuleList(MoE(MoEConfig(**SIZES, **options)) for _ in range(num_layers))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         aux_loss = x.new_zeros(())
@@ -97,12 +97,12 @@ def evaluated() -> Callable[[Tensor], Tensor]:
 
 
 def many_forwards_before_a_backward() -> Callable[[Tensor], Tensor]:
-    model = Model(**LOSSES[0])
+    model = Model(num_layers=1, **LOSSES[0])
     return lambda x: torch.stack([sum(model(x), torch.zeros(())).sum() for _ in range(STEPS)]).sum()
 
 
 def compiled() -> Callable[[Tensor], Tensor]:
-    model = Model(**LOSSES[0])
+    model = Model(num_layers=1, **LOSSES[0])
     whole = torch.compile(model, backend="aot_eager", fullgraph=True)
     return lambda x: whole(x)[0].sum()
 

@@ -271,7 +271,7 @@ def test_compiles_under_autocast() -> None:
         assert_same(outcome(layer, x, compiled), outcome(layer, x), tolerance(torch.bfloat16, 4))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dynamic", [None, True])
 @each_compute
 def test_does_not_compile_again_for_other_numbers_of_tokens(compute: Options, dynamic: bool | None) -> None:
@@ -290,7 +290,7 @@ def test_does_not_compile_again_for_other_numbers_of_tokens(compute: Options, dy
     assert len(compilations) == (1 if dynamic else 2)  # the second compilation has a dynamic size
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @each_compute
 def test_has_no_graph_break_in_a_model_that_has_some(compute: Options) -> None:
     torch._dynamo.reset()

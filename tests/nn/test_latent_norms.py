@@ -34,7 +34,7 @@ VARIANTS: dict[str, Options] = {
 }
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 @each_compute
 def test_meets_the_specification(path: str, compute: Options, variant: Options) -> None:

@@ -132,10 +132,9 @@ def test_all_to_the_same_experts(every_path: str, compute: Options, top_k: int) 
     x = tokens(layer, 2, 5)
     assert layer(x).stats.tokens_per_expert.tolist() == [0, 0, *[10] * top_k, *[0] * (4 - top_k)]
     assert_meets_specification(layer, x)
-    assert_gradcheck(layer, x[:, :2])
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("score_function", get_args(ScoreFunction))
 @pytest.mark.parametrize("normalization", get_args(Normalization))
 @pytest.mark.parametrize("weights_to", ["output", "input"])
@@ -155,7 +154,7 @@ def test_gradcheck_of_routing(weights_to: str, normalization: str, score_functio
         assert_gradcheck(layer, tokens(layer, 2, 2))
 
 
-@pytest.mark.sampled(25)
+@pytest.mark.sampled(13)
 @each_compute
 @pytest.mark.parametrize("shape", [(0,), (1,), (2, 3)], ids=str)
 @each_family

@@ -10,7 +10,7 @@ from support.threads import in_threads
 
 def test_backwards_of_two_threads_are_all_counted() -> None:
     """An addition to many counts takes long enough to overlap with another one."""
-    num_experts, num_backwards = 200_000, 200
+    num_experts, num_backwards = 200_000, 80
     counts = StepCounts(num_experts, torch.device("cpu"))
     probabilities = torch.ones(1, num_experts, requires_grad=True)
     own, one, tokens = torch.ones(num_experts, dtype=torch.int64), torch.tensor(1), LocalTokens()

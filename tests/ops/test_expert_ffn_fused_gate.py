@@ -70,7 +70,7 @@ def test_is_the_loop(every_path: str, shape: Shape, layout: str) -> None:
     assert_same(result(call), result(call, reference), tolerance(torch.float64, 1))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", ["concatenated", "interleaved"])
 def test_opcheck_gate_within_up(path: str, layout: str) -> None:
     call = ffn_call(SKEWED)

@@ -83,7 +83,7 @@ def test_second_derivatives(path: str) -> None:
     assert torch.autograd.gradgradcheck(function, values, fast_mode=True)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
 def test_opcheck(path: str, gated: bool) -> None:
     check_registrations(recomputed(ffn_call(SKEWED, gated=gated, activation="silu")))

@@ -126,6 +126,7 @@ def test_autocast(path: str, dtype: torch.dtype) -> None:
     assert_same(got, expected)
 
 
+@pytest.mark.sampled(1)
 def test_compiles_with_inductor(path: str) -> None:
     check_compile(gmm_call(SKEWED), "inductor")
 

@@ -1,6 +1,6 @@
 """Calls every registered operator with one or two arguments that are wrong, on both paths.
 
-Run as a program, since a mistake may crash the process. A call must either raise an error that names the operator, or
+In a process of its own, since a mistake may crash it. A call must either raise an error that names the operator, or
 give the same results on both paths.
 """
 
@@ -312,7 +312,3 @@ def main() -> None:
                 check(operator, arguments, change, way)
         if not operator.endswith(("_forward", "_backward", "_plan", "dequantize")):
             check_saved_tensors(operator, arguments)
-
-
-if __name__ == "__main__":
-    main()
