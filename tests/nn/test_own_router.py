@@ -193,11 +193,11 @@ def test_the_penalty_of_relu_routing_leads_to_the_mean() -> None:
     layer.router.mean_experts = 1
     layer.router.penalty.fill_(1e-3)
     optimizer, counts = torch.optim.Adam(layer.parameters(), lr=0.01), []
-    for _ in range(250):
+    for _ in range(400):
         output = layer(x)
         optimizer.zero_grad()
         ((output.hidden_states - x.flip(2)).square().mean() + output.aux_loss).backward()
         optimizer.step()
         layer.router.adapt_penalty(output.stats.tokens_per_expert, num_tokens=128)
         counts.append(output.stats.tokens_per_expert.sum() / 128)
-    assert counts[0] > 1.5 and abs(torch.stack(counts[-100:]).mean() - 1) < 0.2
+    assert counts[0] > 1.5 and abs(torch.stack(counts[-200:]).mean() - 1) < 0.2

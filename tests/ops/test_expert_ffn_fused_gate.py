@@ -91,7 +91,7 @@ def test_opcheck_gate_within_up(path: str, layout: str) -> None:
 )
 def test_derivatives_of_each_activation(path: str, activation: dict[str, Any], layout: str) -> None:
     """Tangents, and second derivatives in reverse and forward mode, for one vector and for a batch of them."""
-    call = ffn_call(TINY, bias=False, **activation)
+    call = ffn_call(TINY, bias=False, weights=None, **activation)
     both = fused(layout, call.arguments["gate"], call.arguments["up"])
     call = call.replace(gate=None, up=both, fused_gate=layout)
     function, values = function_of(call.trainable())

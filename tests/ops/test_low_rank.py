@@ -30,7 +30,7 @@ class TestExpertFfn(OperatorTests):
     shared_in_backward = frozenset({"expert_ffn_backward"})
 
     def call(self, shape: Shape) -> Call:
-        return with_factors(ffn_call(shape))
+        return with_factors(ffn_call(shape, bias=False))  # test_variants has biases
 
 
 @pytest.mark.sampled(12)
@@ -76,7 +76,7 @@ def test_factors_beside_some_matrices(path: str, names: tuple[str, ...], variant
     assert_same(result(call), result(without_recompute(call), reference), tolerance(torch.float64, 1))
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("rank", [1, 7, 16, 33])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [ODD_WIDTHS, SEVERAL_BLOCKS], ids=str)

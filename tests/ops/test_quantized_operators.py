@@ -28,7 +28,7 @@ class TestGmm(OperatorTests):
         return quantized(Call("gmm", {name: value for name, value in call.arguments.items() if "factors" not in name}))
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 class TestGmmWithFactors(OperatorTests):
     roundings = 3
     shared_in_backward = frozenset({"gmm"})  # the gradients of lhs and of a share a product
@@ -37,10 +37,10 @@ class TestGmmWithFactors(OperatorTests):
         return quantized(low_rank_calls.gmm_call(shape))
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(6)
 class TestExpertFfn(OperatorTests):
     roundings = 8
     shared_in_backward = frozenset({"expert_ffn_backward"})
 
     def call(self, shape: Shape) -> Call:
-        return quantized(low_rank_calls.with_factors(ffn_call(shape)))
+        return quantized(low_rank_calls.with_factors(ffn_call(shape, bias=False)))  # test_quantized.py has biases

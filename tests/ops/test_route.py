@@ -38,6 +38,7 @@ class TestRoute(OperatorTests):
         return route_call(shape.num_tokens, shape.num_experts, shape.top_k, normalization="none")
 
 
+@pytest.mark.sampled(12)
 @each_score_function
 @each_normalization
 def test_every_combination(path: str, normalization: Normalization, score_function: ScoreFunction) -> None:
