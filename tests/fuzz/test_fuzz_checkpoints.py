@@ -11,7 +11,7 @@ from fuzz.loop import fuzz
 from support.sampling import by_default
 
 
-@pytest.mark.parametrize("cases", by_default([range(100), range(100, 300)], [range(100)]), ids=str)
+@pytest.mark.parametrize("cases", by_default([range(50), range(50, 300)], [range(50)]), ids=str)
 def test_damaged_checkpoints_are_refused_or_load(cases: range) -> None:
     with Child(fuzz_checkpoints.one_case) as child:
         outcomes = fuzz(child, seed=0, cases=cases, seconds=60)

@@ -16,7 +16,7 @@ from support.sampling import by_default
 pytestmark = pytest.mark.filterwarnings("ignore:top_k=1 with normalization:UserWarning")
 
 
-@pytest.mark.parametrize("cases", by_default([range(40), range(40, 80)], [range(40)]), ids=str)
+@pytest.mark.parametrize("cases", by_default([range(20), range(20, 80)], [range(20)]), ids=str)
 def test_layers_are_the_specification(cases: range) -> None:
     outcomes = fuzz(fuzz_layers.one_case, seed=0, cases=cases, seconds=30)
     assert all(outcomes[str(dtype)] > 0 for dtype in fuzz_layers.DTYPES), outcomes

@@ -7,12 +7,16 @@ import pytest
 from fuzz import fuzz_sequences
 from fuzz.loop import fuzz
 from maxmoe.parallel.apply import interruptions
-from support.sampling import by_default
 
 
-@pytest.mark.parametrize("case", by_default(range(3), [0]))
-def test_sequences(case: int) -> None:
-    outcomes = fuzz(fuzz_sequences.one_case, 0, range(case, case + 1), 60.0)
+# The first four sequences of a case on two ranks have all operations.
+CASES = [(0, 4), *(pytest.param(case, 8, marks=pytest.mark.sampled(0)) for case in range(3))]
+
+
+@pytest.mark.parametrize(("case", "num_sequences"), CASES)
+def test_sequences(case: int, num_sequences: int) -> None:
+    one_case = partial(fuzz_sequences.one_case, cases=num_sequences)
+    outcomes = fuzz(one_case, 0, range(case, case + 1), 60.0)
     assert outcomes.keys() == {*fuzz_sequences.NAMES}
 
 

@@ -14,6 +14,7 @@ from maxmoe.parallel import token_sharding
 from maxmoe.sharding import Mesh
 from support.parts import assert_same
 from support.run_ranks import run_ranks
+from support.sampling import by_default
 from support.staged_decoder import DEEPSEEK, NUM_MICRO_BATCHES, batch, decoder, loss, micro_batches
 
 TARGETS = ["experts.gate_proj", "experts.up_proj", "experts.down_proj"]
@@ -45,8 +46,7 @@ def test_a_step_equals_that_of_one_process(sizes: dict[str, int], schedule: str)
     check_step(sizes, schedule)
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("sizes", [{"stage": 2}, {"stage": 2, "fsdp": 2}], ids=str)
+@pytest.mark.parametrize("sizes", by_default([{"stage": 2}, {"stage": 2, "fsdp": 2}], [{"stage": 2}]), ids=str)
 def test_quantized_experts(sizes: dict[str, int]) -> None:
     check_step(sizes, "1f1b", "nf4")
 

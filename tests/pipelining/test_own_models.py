@@ -13,6 +13,7 @@ from maxmoe.pipelining import Pipeline, pipeline
 from maxmoe.planning import estimate
 from maxmoe.sharding import Mesh
 from support.run_ranks import run_cases, run_ranks
+from support.sampling import by_default
 from support.staged_decoder import batch, check_gradients, config, decoder, staged
 
 X = torch.randn(4, 3, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -123,11 +124,14 @@ MODELS: dict[str, Callable[[], Model]] = {
 }
 
 
-def test_equals_one_process() -> None:
+@pytest.mark.parametrize("schedule", by_default(["zbv", "interleaved_1f1b"], ["zbv"]))
+def test_equals_one_process(schedule: str) -> None:
+    """With one stage of each rank, and with two."""
+
     def check(name: str) -> None:
         whole = wholes[name]
         # The last two blocks, which are on one stage with these schedules, share the norm.
-        schedules = {"1f1b": [1, 3], "zbv": None, "interleaved_1f1b": None}
+        schedules = {"1f1b": [1, 3], schedule: None}
         if name == "a norm of two blocks":
             schedules = {"1f1b": [1, 3], "gpipe": [2, 2]}
         for schedule, blocks in schedules.items():

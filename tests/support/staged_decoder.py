@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed.pipelining  # once, in the process that forks, and not in every rank
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -52,6 +53,7 @@ def config(family: str, **changes: Any) -> DecoderConfig:
 
 
 DEEPSEEK = config("deepseek_v3")
+TWO_BLOCKS = config("deepseek_v3", num_layers=2)  # one for each of two stages, without and with experts
 SPLIT = "interleaved_zero_bubble"  # a schedule with a split backward
 
 
