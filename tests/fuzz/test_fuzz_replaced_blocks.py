@@ -10,4 +10,4 @@ from fuzz.loop import fuzz
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing` is deprecated:FutureWarning")
 def test_random_models_with_replaced_blocks() -> None:
-    assert fuzz(one_case, seed=0, cases=range(12), seconds=30).total() > 0
+    assert fuzz(one_case, seed=0, cases=range(8), seconds=30).total() > 0

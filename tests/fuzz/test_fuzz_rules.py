@@ -7,7 +7,7 @@ from fuzz.loop import fuzz
 from support.sampling import by_default
 
 
-@pytest.mark.parametrize("cases", by_default([range(250), range(250, 600)], [range(250)]), ids=str)
+@pytest.mark.parametrize("cases", by_default([range(150), range(150, 600)], [range(150)]), ids=str)
 @pytest.mark.filterwarnings("ignore:no rule for the logical name")
 def test_rules_are_read_as_written_or_refused(cases: range) -> None:
     outcomes = fuzz(fuzz_rules.one_case, seed=0, cases=cases, seconds=30)

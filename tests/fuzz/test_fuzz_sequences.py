@@ -8,7 +8,6 @@ from fuzz import fuzz_sequences
 from fuzz.loop import fuzz
 from maxmoe.parallel.apply import interruptions
 
-
 # The first four sequences of a case on two ranks have all operations.
 CASES = [(0, 4), *(pytest.param(case, 8, marks=pytest.mark.sampled(0)) for case in range(3))]
 

@@ -124,14 +124,14 @@ MODELS: dict[str, Callable[[], Model]] = {
 }
 
 
-@pytest.mark.parametrize("schedule", by_default(["zbv", "interleaved_1f1b"], ["zbv"]))
-def test_equals_one_process(schedule: str) -> None:
+@pytest.mark.parametrize("of_two_stages", by_default(["zbv", "interleaved_1f1b"], ["zbv"]))
+def test_equals_one_process(of_two_stages: str) -> None:
     """With one stage of each rank, and with two."""
 
     def check(name: str) -> None:
         whole = wholes[name]
         # The last two blocks, which are on one stage with these schedules, share the norm.
-        schedules = {"1f1b": [1, 3], schedule: None}
+        schedules = {"1f1b": [1, 3], of_two_stages: None}
         if name == "a norm of two blocks":
             schedules = {"1f1b": [1, 3], "gpipe": [2, 2]}
         for schedule, blocks in schedules.items():

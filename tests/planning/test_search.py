@@ -287,21 +287,21 @@ def test_an_interrupted_search_has_what_it_found(monkeypatch: pytest.MonkeyPatch
 
         return costs
 
-    whole = search(model(), 4, DEVICE, rules=["ep-as-dp"], **STEP)
+    whole = search(model(), 2, DEVICE, rules=["ep-as-dp"], **STEP)
     number = whole.num_considered
     assert whole.is_refined and "Interrupted" not in str(whole)
     for limit, text in (
-        (3, f"Interrupted: {number - 3} of {number} meshes"),
+        (1, f"Interrupted: {number - 1} of {number} meshes"),
         (number, "Interrupted: not all strategies"),
     ):
         num_calls = 0
         monkeypatch.setattr(SEARCH, "MeshCosts", interrupted_after(limit))
-        found = search(model(), 4, DEVICE, rules=["ep-as-dp"], **STEP)
+        found = search(model(), 2, DEVICE, rules=["ep-as-dp"], **STEP)
         assert len(found.plans) == limit and found.num_left == number - limit and text in str(found)
     num_calls = 0
     monkeypatch.setattr(SEARCH, "MeshCosts", interrupted_after(0))
     with pytest.raises(KeyboardInterrupt):
-        search(model(), 4, DEVICE, rules=["ep-as-dp"], **STEP)
+        search(model(), 2, DEVICE, rules=["ep-as-dp"], **STEP)
 
 
 def test_more_ranks_or_other_dtypes_are_named_where_they_would_do() -> None:
