@@ -275,12 +275,13 @@ def test_autocast_and_parameters_in_bfloat16() -> None:
     run_ranks(check, 2)
 
 
-def test_a_model_without_memory_is_filled_after_it_is_cut() -> None:
+@pytest.mark.parametrize("sizes", by_default([{"stage": 2}, {"stage": 2, "fsdp": 2}], [{"stage": 2}]), ids=str)
+def test_a_model_without_memory_is_filled_after_it_is_cut(sizes: dict[str, int]) -> None:
     expected = step_of_one_process(TWO_BLOCKS)
     values = decoder(TWO_BLOCKS).state_dict()
 
     def check() -> None:
-        mesh = Mesh({"stage": 2, "fsdp": 2})
+        mesh = Mesh(sizes)
         empty = Decoder(TWO_BLOCKS, device="meta", dtype=torch.float64)
         run = staged(TWO_BLOCKS, mesh, "default", "1f1b", model=empty)
         run.model.to_empty(device="cpu")
@@ -293,4 +294,4 @@ def test_a_model_without_memory_is_filled_after_it_is_cut() -> None:
         tokens, targets = (part_of_micro_batches(whole, mesh, "default") for whole in batch())
         check_step(run.step(tokens, targets), run, expected)
 
-    run_ranks(check, 4)
+    run_ranks(check, Mesh.planned(sizes).num_ranks)

@@ -14,6 +14,7 @@ from maxmoe.parallel import clip_grad_norm_
 from maxmoe.sharding import Mesh
 from support.parts import assert_same
 from support.run_ranks import run_cases, run_ranks
+from support.sampling import by_default
 from support.staged_decoder import (
     DEEPSEEK,
     MOE,
@@ -149,7 +150,8 @@ def test_frozen_stages() -> None:
     run_ranks(check, 2)
 
 
-def test_balance_over_the_step() -> None:
+@pytest.mark.parametrize("schedules", by_default([("1f1b", SPLIT), ("zbv",)], [("1f1b", SPLIT)]), ids=str)
+def test_balance_over_the_step(schedules: tuple[str, ...]) -> None:
     """Each micro-batch is counted once, in the order of the backwards, also where a backward runs in two parts."""
     sizes = replace(DEEPSEEK, moe=replace(DEEPSEEK.moe, load_balance_loss_weight=0.3, load_balance_scope="step"))
     model = decoder(sizes)
@@ -162,7 +164,7 @@ def test_balance_over_the_step() -> None:
         run.step(*batch())
         check_gradients(run, gradients)
 
-    run_cases(check, 2, [("1f1b",), (SPLIT,), ("zbv",)])
+    run_cases(check, 2, [(schedule,) for schedule in schedules])
 
 
 QUANTILE = config(

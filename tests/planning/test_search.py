@@ -43,15 +43,15 @@ def test_factorisations_are_those_of_brute_force(number: int, count: int) -> Non
     assert sorted(factorisations(number, count)) == expected
 
 
-AXES = {"ep-as-dp": ("data", "fsdp", "expert"), "pipeline-large-moe": ("stage", "expert", "tensor")}
-PLANS = [(rules, dict(zip(axes, sizes, strict=True))) for rules, axes in AXES.items() for sizes in factorisations(2, 3)]
+AXES = {"ep-as-dp": ("fsdp", "expert"), "pipeline-large-moe": ("stage", "tensor")}
+PLANS = [(rules, dict(zip(axes, sizes, strict=True))) for rules, axes in AXES.items() for sizes in factorisations(2, 2)]
 
 
 def all_plans() -> list[PredictedPlan]:
     """Plans of two ranks with two presets, each planned alone."""
     found = []
     for rules, mesh in PLANS:
-        strategies = ("ragged_all_to_all", "gather_weights") if mesh["expert"] > 1 else ("auto",)
+        strategies = ("ragged_all_to_all", "gather_weights") if mesh.get("expert", 1) > 1 else ("auto",)
         for dispatch, chunks, names in product(strategies, (1, 2), ((), ("experts",), ("blocks",))):
             many = 2 * mesh["stage"] if mesh.get("stage", 1) > 1 else 1
             options: dict[str, Any] = {"dispatch": dispatch, "num_chunks": chunks, "recompute": names}
@@ -153,11 +153,11 @@ def mean_square(output: DecoderOutput, _targets: Tensor) -> Tensor:
 
 def test_the_plans_run_as_they_are_printed() -> None:
     plans = search(model(), 2, DEVICE, rules=["ep-as-dp", "pipeline-large-moe"], num_plans=40, **STEP).plans
-    found = [plan for plan in plans if not plan.has_stages][:3]
+    found = [plan for plan in plans if not plan.has_stages][:2]
     found += [plan for plan in plans if plan.has_stages][:1]
-    assert len(found) == 4
+    assert len(found) == 3
     for losses in run_ranks(run_all, 2, found):
-        assert len(losses) == 4 and all(map(math.isfinite, losses))
+        assert len(losses) == 3 and all(map(math.isfinite, losses))
 
 
 def test_no_plan_fits() -> None:

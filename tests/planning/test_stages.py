@@ -73,6 +73,7 @@ def unsharded_memory(stored: dict[str, int]) -> Iterator[list[tuple[int, int]]]:
 
         return run
 
+    @torch.no_grad()  # for to_local, which would make views for a backward
     def count() -> None:
         named = [item for one in stages for item in one.submod.named_parameters()]
         gathered = [p for name, p in named if local(p).nbytes > stored[name.removeprefix("model.")]]
