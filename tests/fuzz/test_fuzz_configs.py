@@ -5,13 +5,15 @@ import torch
 
 from fuzz import fuzz_configs
 from fuzz.loop import fuzz
+from support.sampling import by_default
 
 # Warnings of settings that train no router, which the fuzzer draws too.
 pytestmark = pytest.mark.filterwarnings("ignore:top_k=1 with normalization:UserWarning")
 
 
-def test_configs_compute_or_are_refused() -> None:
-    outcomes = fuzz(fuzz_configs.one_case, seed=0, cases=range(500), seconds=30)
+@pytest.mark.parametrize("cases", by_default([range(500), range(500, 1000)], [range(500)]), ids=str)
+def test_configs_compute_or_are_refused(cases: range) -> None:
+    outcomes = fuzz(fuzz_configs.one_case, seed=0, cases=cases, seconds=30)
     for subject in ("layer", "decoder", "family"):
         assert outcomes[f"{subject} refused"] > 0 < outcomes[f"{subject} computed"] + outcomes[f"{subject} read"], (
             outcomes

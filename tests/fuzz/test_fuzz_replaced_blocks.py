@@ -6,8 +6,10 @@ pytest.importorskip("transformers")
 
 from fuzz.fuzz_replaced_blocks import one_case
 from fuzz.loop import fuzz
+from support.sampling import by_default
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing` is deprecated:FutureWarning")
-def test_random_models_with_replaced_blocks() -> None:
-    assert fuzz(one_case, seed=0, cases=range(8), seconds=30).total() > 0
+@pytest.mark.parametrize("cases", by_default([range(8), range(8, 12)], [range(8)]), ids=str)
+def test_random_models_with_replaced_blocks(cases: range) -> None:
+    assert fuzz(one_case, seed=0, cases=cases, seconds=30).total() > 0

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from maxmoe import MoEConfig, MoEFeedForward
-from maxmoe.models import Decoder
+from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.models.decoder import Block
 from maxmoe.parallel import Declaration, PipelineParts, token_sharding
 from maxmoe.pipelining import pipeline
@@ -61,24 +61,28 @@ def test_micro_batches_of_different_sizes() -> None:
     run_ranks(check, 2)
 
 
-def test_gradients_of_fsdp_are_kept_when_the_shape_changes() -> None:
-    """torch drops the gradients of FSDP2 in the first step of a schedule, and a new shape needs a new schedule.
+# By default each rank has all stages, for claims that do not depend on messages between stages.
+each_number_of_ranks = pytest.mark.parametrize(
+    ("num_ranks", "blocks"), [(1, TWO_BLOCKS), pytest.param(2, DEEPSEEK, marks=pytest.mark.sampled(0))], ids=["1", "2"]
+)
 
-    Each rank has all stages, because messages between stages are not tested here.
-    """
+
+@each_number_of_ranks
+def test_gradients_of_fsdp_are_kept_when_the_shape_changes(num_ranks: int, blocks: DecoderConfig) -> None:
+    """torch drops the gradients of FSDP2 in the first step of a schedule, and a new shape needs a new schedule."""
     whole = batch()
-    first = step_of_one_process(TWO_BLOCKS)
-    second = step_of(decoder(TWO_BLOCKS), micro_batches(*(part[:4] for part in whole), count=2))
+    first = step_of_one_process(blocks)
+    second = step_of(decoder(blocks), micro_batches(*(part[:4] for part in whole), count=2))
 
     def check() -> None:
         for schedule in ("1f1b", SPLIT):  # two pipelines on equal meshes
-            mesh = Mesh({"stage": 1, "fsdp": 2})
-            run = staged(TWO_BLOCKS, mesh, "default", schedule)
+            mesh = Mesh({"stage": num_ranks, "fsdp": 2})
+            run = staged(blocks, mesh, "default", schedule)
             run.step(*(part_of_micro_batches(part, mesh, "default") for part in whole))
             run.step(*(part_of_micro_batches(part[:4], mesh, "default") for part in whole))
             check_gradients(run, sums(first.gradients, second.gradients))
 
-    run_ranks(check, 2)
+    run_ranks(check, 2 * num_ranks)
 
 
 @pytest.mark.parametrize("schedule", by_default(["gpipe", SPLIT], [SPLIT]))
@@ -106,17 +110,18 @@ def test_padding_documents_and_a_rank_without_tokens(schedule: str) -> None:
     run_ranks(check, 4)
 
 
-def test_axes_of_data_are_summed_with_a_split_backward() -> None:
-    """torch once skipped the reduction over data-parallel ranks (PyTorch issue 144530). Each has both stages here."""
-    expected = step_of_one_process(TWO_BLOCKS)
+@each_number_of_ranks
+def test_axes_of_data_are_summed_with_a_split_backward(num_ranks: int, blocks: DecoderConfig) -> None:
+    """torch once skipped the reduction over data-parallel ranks (PyTorch issue 144530)."""
+    expected = step_of_one_process(blocks)
 
     def check() -> None:
-        mesh = Mesh({"stage": 1, "data": 2})
-        run = staged(TWO_BLOCKS, mesh, "default", SPLIT)
+        mesh = Mesh({"stage": num_ranks, "data": 2})
+        run = staged(blocks, mesh, "default", SPLIT)
         tokens, targets = (part_of_micro_batches(whole, mesh, "default") for whole in batch())
         check_step(run.step(tokens, targets), run, expected)
 
-    run_ranks(check, 2)
+    run_ranks(check, 2 * num_ranks)
 
 
 @pytest.mark.sampled(0)

@@ -16,6 +16,7 @@ from maxmoe.sharding import Mesh, NamedSharding, P, PartitionSpec, redistribute
 from maxmoe.sharding.redistribute import Redistribution, redistribute_local, redistribution_steps
 from support.parts import assert_same, laid, part_by_definition, whole_tensor
 from support.run_ranks import fake_rank, run_cases, run_ranks
+from support.sampling import by_default
 
 SIZES = {"data": 2, "fsdp": 2, "expert": 2}
 
@@ -27,8 +28,9 @@ def random_spec(draw: random.Random, axes: tuple[str, ...] = tuple(SIZES)) -> Pa
     return P(chosen[:cut], chosen[cut:])
 
 
-def test_between_random_specs() -> None:
-    draw = random.Random(0)
+@pytest.mark.parametrize("seed", by_default([0, 1], [0]))
+def test_between_random_specs(seed: int) -> None:
+    draw = random.Random(seed)
     cases = [(random_spec(draw), random_spec(draw)) for _ in range(8)]
     value, gradient = whole_tensor(0), whole_tensor(1)
 
