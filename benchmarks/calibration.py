@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -28,6 +28,7 @@ ROWS = (4, 16, 64, 256, 1024)
 CHANNELS = (8, 16, 32, 64)
 WIDTH, DEPTH, EXPERTS = 512, 512, 4
 BATCH, HEADS, LENGTH = 16, 8, 128  # sizes of attention
+BLOCKS = (2, 6)  # few and many, of small decoders whose difference is the time of a block
 SMALL, LARGE = 2**10, 2**21  # bytes of the messages that show latency and bandwidth
 REPEATS = 7
 
@@ -204,27 +205,33 @@ def _small_decoder(num_layers: int, device: str = "cpu") -> Decoder:
     return Decoder(config, device=device)
 
 
-def _seconds_per_block(seconds_of_layers: Callable[[int], float]) -> float:
+def _seconds_per_block(seconds_of_layers: Callable[[Sequence[int]], list[float]]) -> float:
     """Return the time per block, from the times of a step with few and with many blocks."""
-    few, many = 2, 6
-    return (seconds_of_layers(many) - seconds_of_layers(few)) / (many - few)
+    few, many = seconds_of_layers(BLOCKS)
+    return (many - few) / (BLOCKS[1] - BLOCKS[0])
 
 
-def _predicted_seconds(device: Device, num_layers: int) -> float:
-    """Return the predicted time of a step of a small decoder on two ranks."""
-    model = _small_decoder(num_layers, "meta")
-    return predict(model, Mesh.planned({"fsdp": 2}), "pure-fsdp", device, batch_size=2, sequence_length=4).seconds
+def _predicted_seconds(device: Device, nums_layers: Sequence[int]) -> list[float]:
+    """Return the predicted time of a step of small decoders on two ranks."""
+    step: dict[str, Any] = {"batch_size": 2, "sequence_length": 4}
+    models = [_small_decoder(num_layers, "meta") for num_layers in nums_layers]
+    return [predict(model, Mesh.planned({"fsdp": 2}), "pure-fsdp", device, **step).seconds for model in models]
 
 
-def _measured_seconds(num_layers: int) -> float:
-    """Return the time of a step of a small decoder on two ranks, if each had a core."""
-    slowest: float = max(RankProcesses(deadline=300.0).run(_step_of_two_ranks, 2, num_layers))
-    return slowest / _slowdown(2)
+def _measured_seconds(nums_layers: Sequence[int]) -> list[float]:
+    """Return the time of a step of small decoders on two ranks, if each had a core."""
+    of_ranks = RankProcesses(deadline=300.0).run(_steps_of_two_ranks, 2, nums_layers, 2 * REPEATS)
+    return [max(times) / _slowdown(2) for times in zip(*of_ranks, strict=True)]
 
 
-def _step_of_two_ranks(num_layers: int) -> float:
-    """Return the time of a step of a small decoder, whose parameters are sharded over the ranks."""
+def _steps_of_two_ranks(nums_layers: Sequence[int], repeats: int) -> list[float]:
+    """Return the time of a step of small decoders on this rank."""
     torch.set_num_threads(1)
+    return [_step_of_two_ranks(num_layers, repeats) for num_layers in nums_layers]
+
+
+def _step_of_two_ranks(num_layers: int, repeats: int) -> float:
+    """Return the time of a step of a small decoder, whose parameters are sharded over the ranks."""
     model = parallelize(_small_decoder(num_layers), Mesh({"fsdp": 2}), "pure-fsdp")
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     tokens = torch.zeros(1, 4, dtype=torch.long)
@@ -235,25 +242,25 @@ def _step_of_two_ranks(num_layers: int) -> float:
         optimizer.step()
         optimizer.zero_grad()
 
-    return seconds(step, 2 * REPEATS)
+    return seconds(step, repeats)
 
 
 def _collectives(num_ranks: int) -> tuple[float, float]:
     """Return latency and bandwidth of a step of a ring: the all-gathers of a small and a large tensor."""
-    small, large = RankProcesses(deadline=300.0).run(_all_gathers, num_ranks)[0]
+    small, large = RankProcesses(deadline=300.0).run(_all_gathers, num_ranks, 7 * REPEATS)[0]
     steps, slowdown = num_ranks - 1, _slowdown(num_ranks)
     bandwidth = steps * (LARGE - SMALL) / max(large - small, 1e-9)
     return max(0.0, small / steps / slowdown), bandwidth * slowdown
 
 
-def _all_gathers() -> tuple[float, float]:
+def _all_gathers(repeats: int) -> tuple[float, float]:
     """Return the times by which all-gathers of a small and a large tensor make products longer.
 
     In a step a collective follows computation: its ranks come one after another, and threads have to wake up.
     """
     torch.set_num_threads(1)
     rows, matrix = torch.randn(ROWS[-2], WIDTH), torch.randn(WIDTH, DEPTH)
-    alone = seconds(lambda: torch.matmul(rows, matrix), 7 * REPEATS)
+    alone = seconds(lambda: torch.matmul(rows, matrix), repeats)
     times = []
     for size in (SMALL, LARGE):
         mine = torch.zeros(size // 4)
@@ -263,5 +270,5 @@ def _all_gathers() -> tuple[float, float]:
             all_gather_single(gathered, mine)
             torch.matmul(rows, matrix)
 
-        times.append(seconds(step, 7 * REPEATS) - alone)
+        times.append(seconds(step, repeats) - alone)
     return times[0], times[1]

@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from support.pretrain_run import EXAMPLES, TINY, after_step, assert_close, messages, pretrain, run, saved
 from support.programs import Program
 from support.run_ranks import run_ranks as run_ranks_in_time
+from support.sampling import by_default
 
 SHORT = ("--batch-size", "4", "--sequence-length", "32", "--steps", "5", "--eval-every", "5")
 STRIDED = ("--mesh", "fsdp=2,expert=-1", "--rules", "shard-exp-on-fsdp")
@@ -153,8 +154,10 @@ def test_a_killed_rank_ends_the_others(text: Path, tmp_path: Path, monkeypatch: 
     assert str(error.value).startswith(message)  # no rank hung
 
 
-def torchrun(text: Path, out: Path, *arguments: str, script: Path = EXAMPLES / "pretrain.py") -> Program:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def torchrun(
+    text: Path, out: Path, *arguments: str, num_ranks: int = 2, script: Path = EXAMPLES / "pretrain.py"
+) -> Program:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     return Program([*command, str(script), *TINY, "--data", str(text), "--out", str(out), *arguments])
 
 
@@ -223,16 +226,32 @@ def test_one_rank_says_what_is_wrong(text: Path, tmp_path: Path) -> None:
     assert "examples/pretrain" not in "".join(re.findall(r"^.*line \d+, in.*$", done.stderr, re.MULTILINE))
 
 
-def test_an_interrupt_saves(text: Path, tmp_path: Path) -> None:
+def test_one_rank_prints(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    def joined() -> None:
+        """Join the ranks, whose process group exists already."""
+        monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: True)
+        monkeypatch.setattr(dist, "init_process_group", lambda *arguments, **options: None)
+        monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+        with pretrain.ranks.joined():
+            print(f"rank {dist.get_rank()}")
+            print("error", file=sys.stderr)
+
+    run_ranks(joined, 2)
+    assert capfd.readouterr() == ("rank 0\n", "error\n")
+
+
+@pytest.mark.parametrize("num_ranks", by_default([1, 2], [1]))
+def test_an_interrupt_saves(text: Path, tmp_path: Path, num_ranks: int) -> None:
     """One rank prints."""
-    with torchrun(text, tmp_path / "out", "--steps", "5000", "--eval-every", "5000", "--save-every", "2") as program:
+    options = ("--steps", "5000", "--eval-every", "5000", "--save-every", "2")
+    with torchrun(text, tmp_path / "out", *options, num_ranks=num_ranks) as program:
         program.wait_until((tmp_path / "out/checkpoint").exists)
         program.process.send_signal(signal.SIGINT)
         done = program.wait()
     step = len(saved(tmp_path / "out")["training"])
     assert done.stdout.count("\n") == 3 and done.stdout.startswith("Text: ")
     assert re.findall("^Stopped.*--out", done.stdout, re.MULTILINE) == [
-        f"Stopped and saved at step {step}. To continue: torchrun --nproc-per-node 2 {EXAMPLES}/pretrain.py "
+        f"Stopped and saved at step {step}. To continue: torchrun --nproc-per-node {num_ranks} {EXAMPLES}/pretrain.py "
         f"{' '.join(TINY)} --data {text} --out"
     ]
     assert "examples/pretrain" not in "".join(re.findall(r"^.*line \d+, in.*$", done.stderr, re.MULTILINE))

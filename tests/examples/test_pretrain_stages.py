@@ -31,7 +31,7 @@ run_ranks = partial(run_ranks_in_time, timeout=60, deadline=180)
     ("mesh", "optimizer"), [(EXPERTS, "adamw"), (FSDP, "muon")], ids=["adamw, experts", "muon, FSDP2"]
 )
 def test_stages_compute_what_one_process_computes(text: Path, tmp_path: Path, mesh: list[str], optimizer: str) -> None:
-    options = (*SHORT, "--steps", "3", "--optimizer", optimizer)
+    options = (*SHORT, "--steps", "2", "--optimizer", optimizer)
 
     def printed(out: str, *arguments: str) -> str:
         with redirect_stdout(io.StringIO()) as stream:

@@ -1,13 +1,10 @@
 """`examples/strategies.py`: losses and gradients of all strategies equal one process's; sent bytes are printed."""
 
 import multiprocessing
-import os
-import signal
 import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +19,9 @@ from dispatching.training import MIB, Run
 from maxmoe.parallel.dispatch import all_gather_rows, ragged_all_to_all, reduce_scatter_rows
 from pretraining import InputError
 from pretraining.command import exit_status
+from support import run_ranks as ranks_in_time
 from support.pretrain_run import words
+from support.ranks_of_examples import fail, wait_long
 
 
 def rows_of(text: str) -> dict[str, list[str]]:
@@ -79,7 +78,7 @@ def test_runs_are_joined_by_their_worst() -> None:
     assert joined.tokens_per_second(10) == 5
 
 
-def sent(_advance: Any) -> dict[str, int]:
+def sent() -> dict[str, int]:
     rank, rows = dist.get_rank(), torch.ones(3, 5, dtype=torch.float64, requires_grad=True)
     with SentBytes() as counted:
         gathered = all_gather_rows(rows, [3] * 4, dist.group.WORLD)()
@@ -92,19 +91,11 @@ def sent(_advance: Any) -> dict[str, int]:
 
 def test_sent_bytes() -> None:
     """P = 4 ranks with T = 3 tokens of D = 5 numbers of 8 bytes each: 2 (P - 1) T D in a ring of experts."""
-    of_first, *_, of_last = run_ranks(sent, 4, advance=lambda: None)
+    of_first, *_, of_last = ranks_in_time.run_ranks(sent, 4)
     # gloo reduce-scatters rows by an all-to-all.
     ring = {"all-gather": 3 * 3 * 5 * 8, "all-reduce": 2 * 8 * 4 * 3 // 4}
     assert of_first == ring | {"all-to-all": 3 * 3 * 5 * 8 + 2 * 5 * 8}  # one row stays, and none comes back to rank 0
     assert of_last == ring | {"all-to-all": 3 * 3 * 5 * 8}
-
-
-def fail(how: str, advance: Any) -> None:
-    if dist.get_rank() == 1:
-        if how == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        raise KeyError("no such expert")
-    dist.barrier()
 
 
 def test_a_failed_rank_is_named_and_the_others_end() -> None:
@@ -114,11 +105,6 @@ def test_a_failed_rank_is_named_and_the_others_end() -> None:
     with pytest.raises(InputError, match="rank 1 of 2: the process was killed"):
         run_ranks(fail, 2, "killed", advance=lambda: None)
     assert time.monotonic() - begin < 100  # no collective has waited for its timeout
-
-
-def wait_long(advance: Any) -> None:
-    advance()
-    time.sleep(20)
 
 
 def test_ctrl_c_ends_all_ranks() -> None:

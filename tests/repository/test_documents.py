@@ -121,7 +121,8 @@ def test_commands_exist(words: list[str], tmp_path: Path, monkeypatch: pytest.Mo
             assert importlib.util.find_spec(benchmark)
         case ["python", "-m", "maxmoe", *arguments]:
             monkeypatch.chdir(tmp_path)  # some write a file
-            monkeypatch.setattr(calibration, "ROWS", calibration.ROWS[:-1])
+            monkeypatch.setattr(calibration, "ROWS", calibration.ROWS[:-2])
+            monkeypatch.setattr(calibration, "BLOCKS", (1, 2))
             monkeypatch.setattr(calibration, "REPEATS", 3)
             check_command(arguments)
         case [*_, "examples/train_minimal.py"]:  # which takes no options

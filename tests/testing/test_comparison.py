@@ -33,7 +33,7 @@ from support.right_training import RIGHT, build_equal
 from support.sampling import by_default
 from support.wrong_training import WRONG
 
-# One of each kind of parallelism; the other tests of this folder compare more of them.
+# One of each kind of parallelism; the other tests of this folder compare more of them, and experts on two mesh axes.
 RIGHT_BY_DEFAULT = {
     "DDP, sequences dealt in turn",
     "DDP, micro-batches without reduction",
@@ -54,7 +54,7 @@ if os.environ.get("MAXMOE_CORE") != "off":  # as in tests/package/test_without_c
     from support import training_of_maxmoe
 
     RIGHT |= training_of_maxmoe.RIGHT
-    RIGHT_BY_DEFAULT |= {"expert and tensor parallel", "stages of maxmoe"}
+    RIGHT_BY_DEFAULT |= {"stages of maxmoe"}
     WRONG |= training_of_maxmoe.WRONG
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")
@@ -73,8 +73,10 @@ def explained(case: Case) -> RankComparison:
     return compare(case, dtype=torch.float64)
 
 
-# Other tests of this folder have these explanations, or longer ones that contain them.
+# Other tests of this folder, or other cases, have these explanations, or longer ones that contain them.
 EXPLAINED_ELSEWHERE = {
+    "gradients summed instead of averaged",
+    "router not reduced",
     "gradients averaged instead of summed",
     "no reduction",
     "auxiliary loss times ranks",
@@ -82,6 +84,7 @@ EXPLAINED_ELSEWHERE = {
     "frozen experts",
     "norm without a graph",
     "all-reduce before replicated use",
+    "ScheduleInterleavedZeroBubble with DDP",
     "ScheduleZBVZeroBubble with DDP",
     "scale of the auxiliary loss forgotten",
     "auxiliary gradient of each rank summed",
