@@ -14,6 +14,7 @@ import yaml
 import maxmoe
 from benchmarks import calibration
 from fuzz import steps_under_load
+from maxmoe.planning import Device
 from repository.check_packages import TORCH_REQUIREMENT, TORCHES
 from support.docs_module import docs_module
 
@@ -97,6 +98,8 @@ def check_command(arguments: list[str]) -> None:
     options = parse_options([*arguments, *layers, *few_meshes])
     if arguments[0] == "compare_ranks":  # the reader's module
         assert options.module == "my_training"
+    elif arguments[0] == "plan" and options.calibrate:  # see the next test
+        assert options.calibrate.suffix == ".yaml"
     else:
         assert options.report(options)
 
@@ -121,9 +124,6 @@ def test_commands_exist(words: list[str], tmp_path: Path, monkeypatch: pytest.Mo
             assert importlib.util.find_spec(benchmark)
         case ["python", "-m", "maxmoe", *arguments]:
             monkeypatch.chdir(tmp_path)  # some write a file
-            monkeypatch.setattr(calibration, "ROWS", calibration.ROWS[:-2])
-            monkeypatch.setattr(calibration, "BLOCKS", (1, 2))
-            monkeypatch.setattr(calibration, "REPEATS", 3)
             check_command(arguments)
         case [*_, "examples/train_minimal.py"]:  # which takes no options
             assert words[:-1] in (["python"], ["torchrun", "--nproc-per-node", "2"])
@@ -154,6 +154,17 @@ def test_commands_exist(words: list[str], tmp_path: Path, monkeypatch: pytest.Mo
             importlib.import_module(Path(script).stem).parse_options(arguments)
         case _:
             pytest.fail(f"nothing here checks {words}")
+
+
+@pytest.mark.sampled(0)  # it starts processes, which import everything
+def test_a_calibration_writes_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from maxmoe.cli.main import parse_options
+
+    for name, value in {"ROWS": calibration.ROWS[:-2], "BLOCKS": (1, 2), "REPEATS": 3}.items():
+        monkeypatch.setattr(calibration, name, value)
+    options = parse_options(["plan", "--calibrate", str(tmp_path / "my.yaml")])
+    assert options.report(options).startswith(f"Written: {tmp_path / 'my.yaml'}")
+    assert Device.load(tmp_path / "my.yaml").name == "my"
 
 
 REPOSITORY = "git+https://github.com/maxmoe/maxmoe"
