@@ -15,13 +15,12 @@ from support.sampling import by_default
 PAGE = (Path(__file__).parents[2] / "docs/how_to/public_bugs.md").read_text()
 
 
-# Bugs whose explanations the cases of `test_comparison.py`, among them other bugs, do not have.
+# Bugs whose explanations no case of `test_comparison.py` and `test_steps.py`, among them other bugs, has.
 BY_DEFAULT = {
     "sentinel slots",
     "weights of other experts",
     "mean of means",
     "replaced parameters",
-    "scale of each rank",
 }
 
 
