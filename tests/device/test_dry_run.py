@@ -21,6 +21,7 @@ SCRIPT = Path(__file__).parent / "run.sh"
 STEPS = ["operators", "layers", "models", "speed", "kernels", "threads"]
 
 
+@pytest.mark.filterwarnings("default")  # as in a new Python
 @pytest.mark.parametrize("step", by_default(STEPS[:-1], ["operators"]))
 def test_every_case_passes_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     out = tmp_path / "results.json"
