@@ -29,9 +29,11 @@ class TorchForks:
 
     def __init__(self, folder: Path) -> None:
         self.paths = folder / "out", folder / "error"
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.program = Program([sys.executable, "-c", FORKS], **pipes)
-        self.requests, self.statuses = self.program.process.stdin, self.program.process.stdout
+        command = [sys.executable, "-c", FORKS]
+        self.program = Program(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        requests, statuses = self.program.process.stdin, self.program.process.stdout
+        assert requests is not None and statuses is not None
+        self.requests, self.statuses = requests, statuses
 
     def __enter__(self) -> "TorchForks":
         return self
