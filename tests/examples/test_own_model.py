@@ -1,10 +1,8 @@
 """The scripts of docs/how_to/own_model.md: in one process, and the loop on a mesh under torchrun, print the same."""
 
-import io
 import os
 import re
 import sys
-from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -16,11 +14,12 @@ MODEL, ONE_PROCESS, MESH = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL
 
 
 @pytest.fixture(scope="module")
-def losses() -> list[float]:
+def losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The losses that one process prints."""
-    with redirect_stdout(io.StringIO()) as printed:
-        exec(compile(MODEL + ONE_PROCESS, "train.py", "exec"), {"__name__": "__main__"})
-    return [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed.getvalue())]
+    script = tmp_path_factory.mktemp("own_model") / "train.py"
+    script.write_text(MODEL + ONE_PROCESS)
+    printed = programs.printed(programs.run([sys.executable, str(script)]))
+    return [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
 
 
 def test_one_process_learns(losses: list[float]) -> None:

@@ -12,7 +12,6 @@ import torch
 
 import maxmoe
 from support import programs
-from support.torch_forks import TorchForks
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(maxmoe.__file__).parent
@@ -36,17 +35,22 @@ def test_build_info() -> None:
     assert INFO["second_level_cache_bytes"] >= 2**16
 
 
+def python(code: str, isa: str) -> subprocess.CompletedProcess[str]:
+    return programs.python(code, env=os.environ | {"MAXMOE_ISA": isa})
+
+
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("isa", INFO["supported_isas"])
-def test_environment_variable_lowers_the_isa(torch_forks: TorchForks, isa: str) -> None:
-    done = torch_forks.run("import maxmoe; print(maxmoe.build_info()['isa'])", MAXMOE_ISA=isa)
-    assert programs.printed(done).strip() == isa
+def test_environment_variable_lowers_the_isa(isa: str) -> None:
+    assert programs.printed(python("import maxmoe; print(maxmoe.build_info()['isa'])", isa)).strip() == isa
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "isa", ["sse", *sorted({"baseline", "avx2", "avx512", "avx512bf16"} - set(INFO["supported_isas"]))]
 )
-def test_unsupported_isa_says_what_is_possible(torch_forks: TorchForks, isa: str) -> None:
-    message = error_line(torch_forks.run("import maxmoe.ops", MAXMOE_ISA=isa))
+def test_unsupported_isa_says_what_is_possible(isa: str) -> None:
+    message = error_line(python("import maxmoe.ops", isa))
     assert message.startswith("ImportError: MAXMOE_ISA must be one of")
     assert f"({', '.join(INFO['supported_isas'])}), got '{isa}'" in message
 
@@ -94,14 +98,14 @@ def test_another_torch_is_named_before_anything_of_it_is_missing(tmp_path: Path)
     assert "but torch 2.99.0 is running" in error_line(done)
 
 
-def test_the_core_of_the_running_torch_is_loaded(tmp_path: Path, torch_forks: TorchForks) -> None:
+def test_the_core_of_the_running_torch_is_loaded(tmp_path: Path) -> None:
     """Other libraries are not loaded: here they are empty files."""
     path = tmp_path / f"libmaxmoe_torch{MAJOR}_{MINOR}.so"
     shutil.copy(PACKAGE / path.name, path)
     for minor in (f"{MAJOR}_{MINOR - 1}", f"{MAJOR}_{MINOR + 1}"):
         (tmp_path / f"libmaxmoe_torch{minor}.so").touch()
     copy = shutil.copy(PACKAGE / "_library.py", tmp_path)
-    done = torch_forks.run(f"import runpy; print(runpy.run_path({copy!r})['_core']._name)")
+    done = programs.python(f"import runpy; print(runpy.run_path({copy!r})['_core']._name)")
     assert programs.printed(done).strip() == str(path)
 
 

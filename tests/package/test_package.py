@@ -11,7 +11,6 @@ import pytest
 
 import maxmoe
 from support import programs
-from support.torch_forks import TorchForks
 
 PACKAGES = (module.name for module in pkgutil.iter_modules(maxmoe.__path__) if module.ispkg)
 INTERNAL = {"_torch", "adapters", "checks", "cli", "ranks", "recompute"}  # their public names are in other packages
@@ -31,12 +30,12 @@ print(json.dumps({{"loaded": [*loaded], "names": names, "loaded with packages": 
 
 
 @pytest.fixture(scope="module")
-def first_import(torch_forks: TorchForks) -> dict[str, Any]:
+def first_import() -> dict[str, Any]:
     """Modules and names after the first import in a process with torch; every package is an attribute.
 
     The process has only what torch 2.11 has, because machines with a GPU may have no other torch.
     """
-    found: dict[str, Any] = json.loads(programs.printed(torch_forks.run(FIRST_IMPORT)))
+    found: dict[str, Any] = json.loads(programs.printed(programs.python(FIRST_IMPORT)))
     return found
 
 
