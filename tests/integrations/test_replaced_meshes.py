@@ -54,10 +54,10 @@ NUM_LAYERS = {preset: 2 if preset == "zaya" else 1 for preset in PRESETS + REPLI
 IDS = torch.randint(3, 32, (4, 6), generator=torch.Generator().manual_seed(1))
 MASK = torch.ones(4, 6, dtype=torch.int64)
 MASK[0, :2], MASK[3, 3:] = 0, 0
-TRAINING = {"load_balance_loss_weight": 0.5, "load_balance_scope": "batch"}
+TRAINING: dict[str, Any] = {"load_balance_loss_weight": 0.5, "load_balance_scope": "batch"}
 
 
-def model(preset: str, training: Any = {}) -> Any:  # noqa: B006
+def model(preset: str, **training: Any) -> Any:
     return replaced(preset, training, num_hidden_layers=NUM_LAYERS[preset])
 
 
@@ -89,7 +89,7 @@ def check_gradients(module: nn.Module, whole: nn.Module, relative: float = TOLER
 def test_equals_one_process(first_preset: int, first_mesh: int) -> None:
     """A third of the presets on a third of the meshes."""
     presets = PRESETS[first_preset::3]
-    wholes = {preset: model(preset, TRAINING) for preset in presets}
+    wholes = {preset: model(preset, **TRAINING) for preset in presets}
     accumulators = {preset: StatsAccumulator(whole) for preset, whole in wholes.items()}
     losses = {preset: step(whole) for preset, whole in wholes.items()}
     layers = {preset: accumulator.update().layers for preset, accumulator in accumulators.items()}
@@ -97,7 +97,7 @@ def test_equals_one_process(first_preset: int, first_mesh: int) -> None:
     def check(preset: str) -> None:
         for sizes, rules, dispatch in MESHES[first_mesh::3]:
             mesh = Mesh(sizes)
-            ours = parallelize(model(preset, TRAINING), mesh, rules, dispatch=dispatch, allow_unused=True)
+            ours = parallelize(model(preset, **TRAINING), mesh, rules, dispatch=dispatch, allow_unused=True)
             accumulator = StatsAccumulator(ours)
             sharding = token_sharding(mesh, rules)
             loss = step(ours, sharding.slices(IDS.shape))

@@ -1,6 +1,8 @@
 """Large results lie in huge pages that are used again when they are freed."""
 
+import json
 import multiprocessing
+import os
 import random
 import re
 import resource
@@ -17,7 +19,7 @@ from torch.utils import deterministic
 import maxmoe
 from maxmoe import _library, ops
 from maxmoe.ranks.rank_processes import require_one_thread
-from support.call_in_fork import call_in_fork
+from support import programs
 from support.sampling import by_default
 
 MIB = 2**20
@@ -36,6 +38,12 @@ def large_result(num_bytes: int, value: int = 1) -> Tensor:
     """The result of an operator: float32 [num_bytes / 1024, 256]."""
     row = torch.full((1, 256), float(value))
     return ops.ragged_gather(row, torch.zeros(num_bytes // 1024, dtype=torch.int64))
+
+
+def in_new_process(code: str, **environment: str) -> str:
+    tests = Path(__file__).parents[1]
+    done = programs.python(f"from ops import test_memory; {code}", cwd=tests, env=os.environ | environment)
+    return programs.printed(done)
 
 
 def kept() -> int:
@@ -222,13 +230,9 @@ def fork() -> None:
 
 
 def test_a_forked_process_has_memory_of_its_own_and_a_training_step_maps_none_anew() -> None:
-    """The C library would map each huge page anew. In a fork that has one thread: in a used heap other faults occur."""
-
-    def fork_and_train() -> list[int]:
-        fork()
-        return faults_of_steps()
-
-    faults = call_in_fork(fork_and_train, seconds=120)
+    """The C library would map each huge page anew. In a new process: in a used heap other page faults occur."""
+    code = "test_memory.fork(); print(test_memory.faults_of_steps())"
+    faults = json.loads(in_new_process(code, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1"))
     assert min(faults[3:]) < 16, faults
 
 
