@@ -246,8 +246,11 @@ WAYS = (without_gradients, with_gradients, inference, autocast)
 def check(operator: str, arguments: Arguments, change: Arguments, way: Callable[..., Any]) -> None:
     kernel, aten = (outcome(operator, arguments | change, force, way) for force in (False, True))
     if isinstance(kernel, str) or isinstance(aten, str):
-        # On other devices a plan with rows of no expert is valid, because the host does not wait for the sizes.
-        may_differ = re.search("memory|bad_alloc|group_sizes must sum to", f"{kernel} {aten}")
+        # On other devices a plan with rows of no expert is valid, because the host does not wait for the sizes. The
+        # slots of these rows are -1.
+        may_differ = re.search(
+            "memory|bad_alloc|group_sizes must sum to|plan.slots must be in .*, got -1\\b", f"{kernel} {aten}"
+        )
         assert may_differ or isinstance(kernel, str) == isinstance(aten, str), f"{kernel} {aten}"
         return
     if {"slots", "rows", "row_of_slot"} & set(change) and "top_k" in arguments:
