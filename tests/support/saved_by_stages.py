@@ -52,22 +52,15 @@ class SavedByStages:
             return tensor.data_ptr(), tensor.nbytes
         return storage.data_ptr(), storage.nbytes()
 
-    def pack(
-        self, stage: Stage, number: int, modules: list[nn.Module], before: dict[int, int], tensor: Tensor
-    ) -> Saved:
+    @torch.no_grad()  # for to_local
+    def pack(self, stage: Stage, number: int, modules: list[nn.Module], tensor: Tensor) -> Saved:
         saved = Saved(tensor.detach())  # a saved output would hold the graph that holds it
-        # FSDP2 has put gathered parameters in the place of those before.
+        # With FSDP2, the parameters are the gathered ones here.
         parameters = (p for module in modules for p in module._parameters.values() if p is not None)
-        gathered = (address_of(p) for p in parameters if id(p) not in before)
-        if tensor.untyped_storage().data_ptr() not in {*before.values(), *gathered}:
+        local = (p.to_local() if isinstance(p, DTensor) else p for p in parameters)
+        if tensor.untyped_storage().data_ptr() not in {p.untyped_storage().data_ptr() for p in local}:
             self._saved[stage.index, number].add(saved)
         return saved
-
-
-@torch.no_grad()  # for to_local
-def address_of(parameter: Tensor) -> int:
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return local.untyped_storage().data_ptr()
 
 
 @contextmanager
@@ -76,10 +69,9 @@ def saved_by_stages(*batch: Tensor) -> Iterator[SavedByStages]:
     counted, forward = SavedByStages(batch), Stage.forward
 
     def counting(stage: Stage, x: Tensor, micro_batch: Tensor) -> Tensor:
-        number, modules = int(micro_batch), [module for module in stage.modules() if module._parameters]
-        before = {id(parameter): address_of(parameter) for parameter in stage.parameters()}
+        number, modules = int(micro_batch), [*stage.modules()]
         hooks = torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor: counted.pack(stage, number, modules, before, tensor), lambda saved: saved.tensor
+            lambda tensor: counted.pack(stage, number, modules, tensor), lambda saved: saved.tensor
         )
         with hooks:
             output = forward(stage, x, micro_batch)
