@@ -173,7 +173,7 @@ def test_trains_and_saves(name: str, tmp_path: Any) -> None:
 
 def test_memory() -> None:
     """Each conversion takes memory for one more tensor: gate and up of all experts."""
-    block = block_of("qwen3_moe", hidden_size=512, moe_intermediate_size=256, num_experts=36).double()
+    block = block_of("qwen3_moe", hidden_size=512, moe_intermediate_size=256, num_experts=72)
     largest = block.experts.gate_up_proj.nbytes
     assert largest / 2 == block.experts.down_proj.nbytes > memory.SELF_CONTAINED  # gate alone, up alone and down
     with memory.at_most(largest):
