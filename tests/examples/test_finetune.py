@@ -55,7 +55,7 @@ def test_a_run_prints_a_table_and_leaves_a_picture(tmp_path: Path, capsys: pytes
     assert (out / "comparison.png").read_bytes().startswith(b"\x89PNG")
 
 
-# By default the others of the next test.
+# By default the families that the next test does not train.
 @pytest.mark.parametrize(
     "family", by_default(["mixtral", "qwen3_moe", "gpt_oss", "llama4_text"], ["qwen3_moe", "llama4_text"])
 )

@@ -105,7 +105,7 @@ def test_a_second_signal_acts_as_usual() -> None:
 
 
 def test_a_killed_process_resumes_bit_for_bit(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lock on its folder has ended with it."""
+    """Its lock on the folder ends with it."""
     arguments, out = ("--steps", "16", "--save-every", "7"), tmp_path / "killed"
 
     def killed() -> None:

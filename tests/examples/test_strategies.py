@@ -19,9 +19,9 @@ from dispatching.training import MIB, Run
 from maxmoe.parallel.dispatch import all_gather_rows, ragged_all_to_all, reduce_scatter_rows
 from pretraining import InputError
 from pretraining.command import exit_status
-from support import run_ranks as ranks_in_time
 from support.pretrain_run import words
 from support.ranks_of_examples import fail, wait_long
+from support.run_ranks import run_ranks as run_forked_ranks
 
 
 def rows_of(text: str) -> dict[str, list[str]]:
@@ -91,7 +91,7 @@ def sent() -> dict[str, int]:
 
 def test_sent_bytes() -> None:
     """P = 4 ranks with T = 3 tokens of D = 5 numbers of 8 bytes each: 2 (P - 1) T D in a ring of experts."""
-    of_first, *_, of_last = ranks_in_time.run_ranks(sent, 4)
+    of_first, *_, of_last = run_forked_ranks(sent, 4)
     # gloo reduce-scatters rows by an all-to-all.
     ring = {"all-gather": 3 * 3 * 5 * 8, "all-reduce": 2 * 8 * 4 * 3 // 4}
     assert of_first == ring | {"all-to-all": 3 * 3 * 5 * 8 + 2 * 5 * 8}  # one row stays, and none comes back to rank 0

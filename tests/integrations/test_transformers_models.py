@@ -22,7 +22,7 @@ from pretraining import InputError
 from support.operator_calls import assert_near
 from support.operator_checks import compile_whole
 from support.replaced_models import enable_checkpointing
-from support.sampling import by_default
+from support.sampling import by_default, cases_by_default
 from support.transformers_experts import WithoutFloat32
 
 FAMILIES = ["mixtral", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss", "llama4_text"]
@@ -30,11 +30,6 @@ FAMILIES = ["mixtral", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_
 DIFFERENT = {"mixtral", "gpt_oss", "llama4_text"}
 each_family = pytest.mark.parametrize("family", by_default(FAMILIES, DIFFERENT))
 IN_BFLOAT16 = [("mixtral", True), ("gpt_oss", False), ("llama4_text", True)]
-IN_BFLOAT16 += [
-    pytest.param(*case, marks=pytest.mark.sampled(0))
-    for case in product(FAMILIES, [False, True])
-    if case not in IN_BFLOAT16
-]
 # Models whose config needs more than small numbers; test_transformers_families.py tests their experts.
 NOT_SMALL = {"dots3_note", "dots3_note_text", "gemma4", "gemma4_text", "lfm2_moe", "mimo_v2_flash", "qwen4_exp"}
 NOT_SMALL |= {"qwen4_exp_text"}
@@ -162,7 +157,7 @@ def test_gradient_checkpointing(family: str) -> None:
     assert_same(step(model, tokens()), expected, 1e-12)
 
 
-@pytest.mark.parametrize(("family", "is_autocast"), IN_BFLOAT16)
+@pytest.mark.parametrize(("family", "is_autocast"), cases_by_default(product(FAMILIES, [False, True]), IN_BFLOAT16))
 def test_bfloat16(family: str, is_autocast: bool) -> None:
     """The error against the float64 model is at most some times the error of the model's own code."""
     exact = step(build(family), tokens())["logits"]

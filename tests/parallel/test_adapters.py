@@ -25,6 +25,7 @@ from support.moved_experts import moving_experts
 from support.parallel_decoder import BLOCK, CONFIG, MOE, VARIANTS, MeshRules, batch, decoder, layouts, loss, token_spec
 from support.parts import assert_same, part_by_definition
 from support.run_ranks import fake_rank, run_ranks
+from support.sampling import cases_by_default
 
 TARGETS = ["experts.gate_proj", "experts.up_proj", "experts.down_proj"]
 
@@ -104,14 +105,13 @@ BLOCKS = {
 
 DISPATCHES = ("ring_of_experts", "ragged_all_to_all", "least_loaded", "gather_weights")
 REPLICATED = MeshRules("ep-tp", {"data": 2, "expert": 2})
-CASES = list(itertools.product(BLOCKS, DISPATCHES, [EXPERT, REPLICATED]))
 BY_DEFAULT = [("recomputed", "ragged_all_to_all", EXPERT), ("not gated", "gather_weights", REPLICATED)]
 
 
 @pytest.mark.filterwarnings("ignore:no rule for the logical name")
 @pytest.mark.parametrize(
     ("block", "dispatch", "layout"),
-    [pytest.param(*case, marks=[] if case in BY_DEFAULT else pytest.mark.sampled(0)) for case in CASES],
+    cases_by_default(itertools.product(BLOCKS, DISPATCHES, [EXPERT, REPLICATED]), BY_DEFAULT),
     ids=str,
 )
 def test_strategies(block: str, dispatch: Dispatch, layout: MeshRules) -> None:

@@ -14,7 +14,7 @@ from support.named import named
 from support.parallel_decoder import BLOCK, MeshRules, batch, decoder, loss
 from support.parts import assert_same
 from support.run_ranks import run_ranks
-from support.sampling import by_default
+from support.sampling import by_default, cases_by_default
 
 MESHES = [
     MeshRules("pure-fsdp", {"fsdp": 2}),
@@ -54,10 +54,7 @@ BY_DEFAULT = [(MESHES[0], "Muon"), (MESHES[2], "AdamW"), (MESHES[5], "SGD")]
 
 @pytest.mark.parametrize(
     ("layout", "optimizer"),
-    [
-        pytest.param(*case, marks=[] if case in BY_DEFAULT else pytest.mark.sampled(0))
-        for case in itertools.product(MESHES, OPTIMIZERS)
-    ],
+    cases_by_default(itertools.product(MESHES, OPTIMIZERS), BY_DEFAULT),
     ids=str,
 )
 def test_a_step_before_the_backward_is_an_error_on_every_rank(layout: MeshRules, optimizer: str) -> None:

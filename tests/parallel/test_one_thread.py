@@ -15,6 +15,7 @@ from maxmoe.sharding import LogicalRules, Mesh
 from support.parallel_decoder import CONFIG, MeshRules, batch, decoder, loss, step_of_one_process, token_spec
 from support.parts import assert_same, part_by_definition
 from support.run_ranks import run_ranks
+from support.sampling import cases_by_default
 
 MESSAGE = "^models on a mesh must be called by one thread at a time, got calls of two"
 LAYOUTS = [MeshRules("pure-fsdp", {"fsdp": 2}), MeshRules("ep-as-dp", {"expert": 2})]
@@ -73,10 +74,7 @@ BY_DEFAULT = list(zip(OTHERS, LAYOUTS, strict=True))
 
 @pytest.mark.parametrize(
     ("other", "layout"),
-    [
-        pytest.param(*case, marks=[] if case in BY_DEFAULT else pytest.mark.sampled(0))
-        for case in itertools.product(OTHERS, LAYOUTS)
-    ],
+    cases_by_default(itertools.product(OTHERS, LAYOUTS), BY_DEFAULT),
     ids=str,
 )
 def test_calls_of_two_threads(other: str, layout: MeshRules) -> None:

@@ -30,6 +30,7 @@ from support.parallel_decoder import (
 )
 from support.parts import assert_same, part_by_definition
 from support.run_ranks import fake_rank, run_ranks
+from support.sampling import cases_by_default
 
 
 def check_parts(
@@ -88,7 +89,7 @@ BY_DEFAULT = list(zip(reversed(VARIANTS), layouts(4)[1::2], strict=True))
 @pytest.mark.filterwarnings("ignore:no rule for the logical name")
 @pytest.mark.parametrize(
     ("variant", "layout"),
-    [pytest.param(*step, marks=[] if step in BY_DEFAULT else pytest.mark.sampled(0)) for step in STEPS],
+    cases_by_default(STEPS, BY_DEFAULT),
     ids=str,
 )
 def test_a_training_step_equals_that_of_one_process(variant: str, layout: MeshRules) -> None:

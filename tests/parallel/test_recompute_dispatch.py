@@ -21,7 +21,7 @@ from support.dispatched_layer import make_layer
 from support.moved_experts import make_moves_free
 from support.named import named
 from support.run_ranks import run_cases, run_ranks
-from support.sampling import by_default
+from support.sampling import by_default, cases_by_default
 
 SIZES: dict[str, Any] = {"hidden_size": 4, "intermediate_size": 3, "num_experts": 6, "top_k": 2}
 CONFIGS = {
@@ -134,10 +134,7 @@ BY_DEFAULT = [("sparse", (1, 0, 2), 2), ("dense, weights on the input", (0, 2), 
 
 @pytest.mark.parametrize(
     ("name", "sizes", "part"),
-    [
-        pytest.param(*chosen, marks=[] if chosen in BY_DEFAULT else pytest.mark.sampled(0))
-        for chosen in itertools.product(CONFIGS, [(0, 2), (1, 0, 2)], range(NUM_PARTS))
-    ],
+    cases_by_default(itertools.product(CONFIGS, [(0, 2), (1, 0, 2)], range(NUM_PARTS)), BY_DEFAULT),
     ids=str,
 )
 def test_the_same_bits(name: str, sizes: tuple[int, ...], part: int, monkeypatch: pytest.MonkeyPatch) -> None:

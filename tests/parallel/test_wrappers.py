@@ -20,6 +20,7 @@ from maxmoe.sharding import LogicalRules, Mesh
 from support.parallel_decoder import BLOCK, MeshRules, batch, decoder, loss, token_spec
 from support.parts import assert_same, part_by_definition
 from support.run_ranks import run_ranks
+from support.sampling import cases_by_default
 
 
 class Wrapper(nn.Module):
@@ -102,10 +103,7 @@ BY_DEFAULT = [("parameters of its own", LAYOUTS[0]), ("adapters", LAYOUTS[1])]
 @pytest.mark.filterwarnings("ignore:no rule for the logical name")
 @pytest.mark.parametrize(
     ("wrapper", "layout"),
-    [
-        pytest.param(*case, marks=[] if case in BY_DEFAULT else pytest.mark.sampled(0))
-        for case in itertools.product(WRAPPERS, LAYOUTS)
-    ],
+    cases_by_default(itertools.product(WRAPPERS, LAYOUTS), BY_DEFAULT),
     ids=str,
 )
 def test_the_model_in_a_wrapper_generates(wrapper: str, layout: MeshRules) -> None:

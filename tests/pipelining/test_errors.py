@@ -48,7 +48,7 @@ class Undeclared(nn.Module):
 
 
 class Linears(nn.Module):
-    """Four blocks, for two stages of each of two ranks."""
+    """Four blocks: two ranks can have two stages each."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -126,7 +126,7 @@ MODELS: dict[str, Callable[[], Model]] = {
 
 @pytest.mark.parametrize("of_two_stages", by_default(["zbv", "interleaved_1f1b"], ["zbv"]))
 def test_equals_one_process(of_two_stages: str) -> None:
-    """With one stage of each rank, and with two."""
+    """With one stage on each rank, and with two, for which the schedule is given."""
 
     def check(name: str) -> None:
         whole = wholes[name]

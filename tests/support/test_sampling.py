@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from support.sampling import by_default, left_out
+from support.sampling import by_default, cases_by_default, left_out
 
 
 @dataclass(frozen=True)
@@ -45,3 +45,8 @@ def test_a_value_that_is_not_there_cannot_be_chosen() -> None:
     assert by_default([1, 2], [2])[1] == 2
     with pytest.raises(ValueError, match=r"^chosen must be among the values, got \[3\]$"):
         by_default([1, 2], [2, 3])
+
+
+def test_a_case_has_a_value_for_each_parameter() -> None:
+    left, chosen = cases_by_default([(1, "a"), (2, "b")], [(2, "b")])
+    assert chosen == (2, "b") and left.values == (1, "a") and left.marks == (pytest.mark.sampled(0),)

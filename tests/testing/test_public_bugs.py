@@ -15,7 +15,7 @@ from support.sampling import by_default
 PAGE = (Path(__file__).parents[2] / "docs/how_to/public_bugs.md").read_text()
 
 
-# Bugs whose explanations no case of `test_comparison.py` and `test_steps.py`, among them other bugs, has.
+# Bugs with explanations that no case of `test_comparison.py` or `test_steps.py` has.
 BY_DEFAULT = {
     "sentinel slots",
     "weights of other experts",
