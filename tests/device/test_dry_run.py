@@ -2,7 +2,6 @@
 
 import json
 import os
-import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 from benchmarks.shapes import Shape
 from device import experts
 from support import programs
-from support.run_ranks import run_alone
 from support.sampling import by_default
 
 ROOT = Path(__file__).parents[2]
@@ -21,19 +19,13 @@ SCRIPT = Path(__file__).parent / "run.sh"
 STEPS = ["operators", "layers", "models", "speed", "kernels", "threads"]
 
 
-@pytest.mark.filterwarnings("default")  # as in a new Python
 @pytest.mark.parametrize("step", by_default(STEPS[:-1], ["operators"]))
-def test_every_case_passes_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+def test_every_case_passes_on_the_cpu(tmp_path: Path, step: str) -> None:
     out = tmp_path / "results.json"
-    monkeypatch.setattr(sys, "argv", [step, "--device", "cpu", "--tiny", "--out", str(out)])
-    monkeypatch.chdir(ROOT)
-
-    def run() -> object:
-        with pytest.raises(SystemExit) as end:
-            runpy.run_module(f"device.{step}", run_name="__main__")
-        return end.value.code
-
-    assert run_alone(run, deadline=programs.MAX_SECONDS) == 0
+    paths = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    options = ["--device", "cpu", "--tiny", "--out", str(out)]
+    done = programs.run([sys.executable, "-m", f"device.{step}", *options], cwd=ROOT, env=paths)
+    assert done.returncode == 0, done.stdout + done.stderr
     check_results(out, step)
 
 

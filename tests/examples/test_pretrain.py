@@ -1,16 +1,15 @@
 """`examples/pretrain.py`: whole runs, stopping, and resuming bit for bit."""
 
-import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 
-from maxmoe.parallel import RankError
 from pretraining import figures
 from support.png import share
-from support.pretrain_run import after_step, assert_same, pretrain, run, saved
-from support.run_ranks import run_alone
+from support.pretrain_run import EXAMPLES, TINY, InputError, after_step, assert_same, pretrain, run, saved
+from support.programs import Program
 
 # A whole run
 
@@ -104,17 +103,18 @@ def test_a_second_signal_acts_as_usual() -> None:
     signal.signal(signal.SIGINT, usual)
 
 
-def test_a_killed_process_resumes_bit_for_bit(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its lock on the folder ends with it."""
-    arguments, out = ("--steps", "16", "--save-every", "7"), tmp_path / "killed"
-
-    def killed() -> None:
-        after_step(monkeypatch, 9, lambda: os.kill(os.getpid(), signal.SIGKILL))
-        run(text, out, *arguments)
-
-    with pytest.raises(RankError, match="one process failed first:\nit died: exit code -9"):
-        run_alone(killed)
-    assert len(saved(out)["training"]) == 7
+def test_a_killed_process_resumes_bit_for_bit(text: Path, tmp_path: Path) -> None:
+    """No other run writes to its folder before it is killed."""
+    arguments, out = ("--steps", "50", "--save-every", "7"), tmp_path / "killed"
+    command = [sys.executable, str(EXAMPLES / "pretrain.py"), *TINY, "--data", str(text), *arguments]
+    with Program([*command, "--out", str(out)]) as program:
+        program.wait_until((out / "checkpoint").exists)
+        program.process.send_signal(signal.SIGSTOP)
+        with pytest.raises(InputError, match=f"^cannot write to --out {out}: another run is writing there$"):
+            run(text, out, *arguments, "--resume")
+        program.process.kill()
+        assert program.wait().returncode == -signal.SIGKILL
+    assert len(saved(out)["training"]) < 50
     run(text, out, *arguments, "--resume")
     run(text, tmp_path / "whole", *arguments)
     assert_same(saved(tmp_path / "whole"), saved(out))
