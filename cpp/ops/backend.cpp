@@ -51,7 +51,7 @@ class TorchGemm final : public Gemm<T> {
     if (a.rows() == 0) return;
     // The threads of the executor do not inherit the guards of the thread that runs the operator.
     const at::AutoDispatchBelowADInplaceOrView no_autograd;
-    const at::Tensor left = tensor(in_memory(a, kPackedAScratch));
+    const at::Tensor left = tensor(left_in_memory(a));
     for (int64_t i = 0; i < count; ++i) {
       const Product<T>& product = products[i];
       if (product.c.columns == 0) continue;
@@ -59,7 +59,8 @@ class TorchGemm final : public Gemm<T> {
       at::Tensor out = tensor(product.c.as_const());
       // The low-rank term comes first, because `out` is rounded after each product and the term is the smaller one.
       if (product.has_low_rank_term()) {
-        add_product(out, tensor(product.reduced), tensor(product.expand), product.accumulate);
+        add_product(out, tensor(with_zeros_behind_rows(product.reduced, kPackedReducedScratch)), tensor(product.expand),
+                    product.accumulate);
       }
       add_product(out, left, right, product.accumulate || product.has_low_rank_term());
     }
@@ -91,6 +92,28 @@ class TorchGemm final : public Gemm<T> {
     }
     return operand.is_transposed ? matrix.transposed() : matrix;
   }
+
+  static ConstMatrixView<T> left_in_memory(const GemmOperand<T>& a) {
+    if (a.is_transposed || a.memory.columns % kDepthOfTile == 0) return in_memory(a, kPackedAScratch);
+    return with_zeros_behind_rows(a.memory, kPackedAScratch, [&](int64_t r) { return a.memory_row(r); });
+  }
+
+  // On matrix units torch reads rows of the left-hand side up to the next multiple of kDepthOfTile elements, and
+  // multiplies what stands there by zero: a NaN behind a row would become part of the result.
+  template <class RowOf>
+  static ConstMatrixView<T> with_zeros_behind_rows(ConstMatrixView<T> matrix, int scratch_slot, const RowOf& row_of) {
+    const int64_t stride = (matrix.columns + kDepthOfTile - 1) / kDepthOfTile * kDepthOfTile;
+    T* const rows = scratch<T>(scratch_slot, matrix.rows * stride);
+    std::fill_n(rows, matrix.rows * stride, T{});
+    for (int64_t r = 0; r < matrix.rows; ++r) std::copy_n(row_of(r), matrix.columns, rows + r * stride);
+    return {rows, matrix.rows, matrix.columns, stride};
+  }
+  static ConstMatrixView<T> with_zeros_behind_rows(ConstMatrixView<T> matrix, int scratch_slot) {
+    if (matrix.columns % kDepthOfTile == 0) return matrix;
+    return with_zeros_behind_rows(matrix, scratch_slot, [&](int64_t r) { return matrix.row(r); });
+  }
+
+  static constexpr int64_t kDepthOfTile = 32;
 
   static at::Tensor tensor(ConstMatrixView<T> m) {
     return at::from_blob(const_cast<T*>(m.data), {m.rows, m.columns}, {m.row_stride, m.column_stride},

@@ -53,6 +53,22 @@ Tensor at_allocated_address(const Tensor& t) {
   return begins_at_multiple_of(kAlignmentOfAllocations, t) ? t : t.clone();
 }
 
+// A row-major copy whose rows are padded with zeros to a multiple of `elements`.
+Tensor with_zeros_behind_rows(const Tensor& t, int64_t elements) {
+  auto sizes = t.sizes().vec();
+  sizes.back() = (sizes.back() + elements - 1) / elements * elements;
+  const Tensor copy = at::zeros(sizes, t.options()).narrow(-1, 0, t.size(-1));
+  return copy.copy_(t);
+}
+
+// The rows of a left-hand side [R, D]. For products of bfloat16 on AMX, torch reads rows up to the next multiple of 32
+// elements and multiplies what stands behind them by zero: a NaN there would become part of the result.
+Tensor left_rows(const Tensor& rows) {
+  constexpr int64_t kDepthOfTile = 32;
+  const bool may_read_behind = rows.is_cpu() && rows.element_size() == 2 && rows.size(1) % kDepthOfTile != 0;
+  return may_read_behind ? with_zeros_behind_rows(rows, kDepthOfTile) : rows;
+}
+
 // Whether the matrices are row-major and each row begins at a multiple of 16 bytes.
 bool has_aligned_rows(const Tensor& t) {
   const bool is_row_major = t.stride(-1) == 1 && t.stride(-2) >= std::max<int64_t>(1, t.size(-1));
@@ -61,15 +77,10 @@ bool has_aligned_rows(const Tensor& t) {
 }
 
 // The rows, or the stack of matrices, if grouped_mm can read them, otherwise a copy. The matrices of a stack may be
-// transposed. Rows may not, because the first row of a group could then begin at any address. Rows of the copy are
-// padded by their stride; grouped_mm does not read the padding.
+// transposed. Rows may not, because the first row of a group could then begin at any address.
 Tensor aligned(const Tensor& t) {
   if (has_aligned_rows(t) || (t.dim() == 3 && has_aligned_rows(t.transpose(1, 2)))) return t;
-  auto sizes = t.sizes().vec();
-  const int64_t per_alignment = kAlignment / t.element_size();
-  sizes.back() = (sizes.back() + per_alignment - 1) / per_alignment * per_alignment;
-  const Tensor copy = at::empty(sizes, t.options()).narrow(-1, 0, t.size(-1));
-  return copy.copy_(t);
+  return with_zeros_behind_rows(t, kAlignment / t.element_size());
 }
 
 // One of the matrices [in, out]. values: values_of_codes(matrices)
@@ -175,11 +186,11 @@ Tensor multiply_rows(const Tensor& rows, const Projection& matrices, const RowGr
   } else if (!matrices.is_quantized() && is_legal(rows, groups)) {
     // grouped_mm takes only the ends of groups, so that rows before the first group count as its rows. Their results
     // may be undefined.
-    out = grouped_mm(aligned(rows), aligned(*matrices.tensor), groups.bounds().ends).contiguous();
+    out = grouped_mm(aligned(left_rows(rows)), aligned(*matrices.tensor), groups.bounds().ends).contiguous();
   } else {
     out = at::empty({rows.size(0), matrices.out_size()}, rows.options());
     const Tensor values = values_of_codes(matrices);
-    const Tensor left = at_allocated_address(rows);
+    const Tensor left = at_allocated_address(left_rows(rows));
     for_each_group(groups, [&](int64_t group, int64_t row, int64_t count) {
       const Tensor matrix = matrix_of(matrices, group, rows.scalar_type(), values);
       out.narrow(0, row, count).copy_(at::mm(left.narrow(0, row, count), matrix));

@@ -1,12 +1,15 @@
 """The products of groups of rows on devices: which go to at::_grouped_mm, and that it supports their arguments."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from maxmoe import ops, reference
+from maxmoe.quantization import quantize
 from support.device_memory import DeviceMemory, SynchronizationError, to_device, to_host
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -110,3 +113,59 @@ def test_what_is_not_legal_waits_and_is_right(dtype: torch.dtype, num_groups: in
     assert device.calls["_grouped_mm"] == is_grouped
     with ops.force_aten():
         assert_near(ops.gmm(lhs, rhs, sizes), reference.gmm(lhs.double(), rhs.double(), sizes), dtype)
+
+
+class LeftHandSides(TorchDispatchMode):
+    """Sees the left-hand side of every product that operators of maxmoe compute through PyTorch's on the CPU."""
+
+    DEPTH = 32
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "maxmoe":
+            with self:
+                return function._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **(kwargs or {}))
+        if function in (torch.ops.aten._grouped_mm.default, torch.ops.aten.mm.default):
+            self.calls += 1
+            self.check(args[0])
+        return function(*args, **(kwargs or {}))
+
+    def check(self, left: Tensor) -> None:
+        """Rows are followed by zeros up to a multiple of DEPTH elements; transposed ones are not read past their end."""
+        if left.stride(1) != 1 or left.shape[1] % self.DEPTH == 0:
+            return
+        memory = torch.empty(0, dtype=left.dtype).set_(left.untyped_storage())
+        for row in range(left.shape[0]):
+            first = left.storage_offset() + row * left.stride(0)
+            behind = memory[first + left.shape[1] : first + -(-left.shape[1] // self.DEPTH) * self.DEPTH]
+            assert torch.equal(behind, torch.zeros_like(behind)), f"{behind} behind row {row} of {left.shape}"
+
+
+@pytest.mark.parametrize("width", [1, 33, 40, 64, 100])
+@pytest.mark.parametrize("weights", ["given", "quantized", "factors"])
+def test_nothing_but_zeros_stands_behind_rows(width: int, weights: str) -> None:
+    """With AMX, torch's products of bfloat16 read rows past their end, and zero times NaN is NaN.
+
+    NaN stands behind the rows of every argument, and in row 3 of 12: only its result is NaN.
+    """
+
+    def within_nan(tensor: Tensor) -> Tensor:
+        wider = tensor.new_full((*tensor.shape[:-1], tensor.shape[-1] + 40), torch.nan)
+        wider[..., : tensor.shape[-1]] = tensor
+        return wider[..., : tensor.shape[-1]]
+
+    lhs, rhs, grad = (torch.randn(s).bfloat16() for s in [(12, width), (5, width, 48), (12, 48)])
+    lhs[3] = torch.nan
+    projection = ops.Projection(quantize(rhs, "int8") if weights == "quantized" else within_nan(rhs))
+    if weights == "factors":
+        a, b = (within_nan(torch.randn(s).bfloat16()) for s in [(5, width, 3), (5, 3, 48)])
+        projection = ops.Projection(within_nan(rhs), factors=ops.LowRankFactors(a, b))
+    with ops.force_aten(), LeftHandSides() as seen:
+        product = ops.gmm(within_nan(lhs), projection, SIZES)
+        groups = ops.tgmm(within_nan(lhs), within_nan(grad), SIZES, 5)
+    assert seen.calls > 1
+    assert product.isnan().any(1).nonzero().flatten().tolist() == [3]
+    assert groups.isnan().flatten(1).any(1).nonzero().flatten().tolist() == [2]
