@@ -28,8 +28,8 @@ std::string force_path(const std::string& name);
 // Runs tasks on the threads of torch (torch.set_num_threads).
 const Executor& torch_executor();
 
-// The faster product on this processor, ours or torch's. T: double, float, BFloat16, Float16.
+// The matrix product of kernels. T: double, float, BFloat16, Float16.
 template <class T>
-const Gemm<T>& best_gemm();
+const Gemm<T>& kernel_gemm();
 
 }  // namespace maxmoe::ops

@@ -40,7 +40,7 @@ Tensor gmm_kernel(const Tensor& lhs, const Projection& rhs, const Tensor& group_
   for_dtype(lhs.scalar_type(), [&]<class T>() {
     maxmoe::gmm(
         Gmm<T>{Operand(lhs), projection_view<T>(matrices), List(group_sizes), group_sizes.numel(), group_offset,
-               &best_gemm<T>(), view<T>(out), reduced.defined() ? const_view<T>(reduced) : ConstMatrixView<T>{}},
+               &kernel_gemm<T>(), view<T>(out), reduced.defined() ? const_view<T>(reduced) : ConstMatrixView<T>{}},
         torch_executor());
   });
   return out;

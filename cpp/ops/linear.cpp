@@ -64,7 +64,7 @@ Tensor linear_backend(const Tensor& x, const Tensor& weight, const OptionalTenso
   // The kernel converts 16-bit operands in blocks, so that no float32 copy of x or weight is allocated.
   for_accumulator_type(type, [&]<class T>() {
     maxmoe::linear(Linear<T>{any_matrix(left.const_data_ptr(), left), any_matrix(right.const_data_ptr(), right),
-                             offsets, &best_gemm<T>(), any_matrix(out.mutable_data_ptr(), out)},
+                             offsets, &kernel_gemm<T>(), any_matrix(out.mutable_data_ptr(), out)},
                    torch_executor());
   });
   return out;

@@ -27,7 +27,7 @@ Tensor tgmm_backend(const Tensor& lhs, const Tensor& rhs, const Tensor& group_si
   if (out.numel() == 0) return out;
   for_dtype(lhs.scalar_type(), [&]<class T>() {
     maxmoe::tgmm(Tgmm<T>{Operand(lhs), Operand(rhs), List(group_sizes), group_sizes.numel(), group_offset,
-                         &best_gemm<T>(), stack<T>(out)},
+                         &kernel_gemm<T>(), stack<T>(out)},
                  torch_executor());
   });
   return out;

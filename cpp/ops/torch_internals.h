@@ -9,7 +9,6 @@
 #include <ATen/FuncTorchTLS.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/native/CPUBlas.h>
 #include <ATen/ops/_assert_async.h>
 #include <ATen/ops/_grouped_mm.h>
 #include <ATen/ops/_make_dual.h>
@@ -98,12 +97,6 @@ inline Tensor softmax_backward(const Tensor& grad, const Tensor& softmax) {
 // An assertion that the device checks asynchronously. Public: none; torch.Tensor.item waits for the device.
 inline void assert_async(const Tensor& condition, const std::string& message) {
   at::_assert_async(condition, message);
-}
-
-// Whether torch computes products of this dtype on the matrix units (AMX) of this processor. Public:
-// torch.cpu.get_capabilities in Python, since 2.13; it does not say whether torch's BLAS uses them.
-inline bool has_matrix_units(at::ScalarType type) {
-  return at::native::cpublas::could_pack(type);
 }
 
 // The current stream of a device, as a handle of the driver. Public: c10/cuda/CUDAStream.h, which needs headers

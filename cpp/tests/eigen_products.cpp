@@ -13,8 +13,6 @@ using RowMajor = Eigen::Matrix<T, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajo
 template <class T>
 class EigenGemm final : public Gemm<T> {
  public:
-  bool bits_depend_on_tiles() const override { return true; }
-
   using Gemm<T>::multiply;
   void multiply(GemmOperand<T> a, const Product<T>* products, int64_t count) const override {
     for (int64_t i = 0; i < count; ++i) {

@@ -140,8 +140,6 @@ TYPED_TEST(ExpertFfnBackwardTest, GradientsOfLowRankFactorsFollowFromThoseOfMerg
 template <class T>
 class CountingGemm final : public Gemm<T> {
  public:
-  bool bits_depend_on_tiles() const override { return test_gemm<T>().bits_depend_on_tiles(); }
-
   using Gemm<T>::multiply;
   void multiply(GemmOperand<T> a, const Product<T>* products, int64_t count) const override {
     for (int64_t i = 0; i < count; ++i) multiply_adds += a.rows() * a.columns() * products[i].c.columns;

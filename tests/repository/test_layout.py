@@ -30,7 +30,6 @@ PRIVATE_NAMES_OF_TORCH = (
     "AutoFwGradMode",
     "DispatchKeySet",
     "autocast_dispatch_keyset",
-    "could_pack",
     "functorchTLSAccessor",
     "graph_task",
     "key_set()",

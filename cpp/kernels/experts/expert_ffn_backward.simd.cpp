@@ -223,7 +223,7 @@ void expert_ffn_backward_down_factors(const ExpertFfnBackwardDownFactors<T>& a, 
             [&](const GroupTile& tile, int64_t /*next_group*/) { grad_reduced_tile(a, tile); });
   if (a.grad_a.empty()) return;
   const int64_t width = a.grad_a.first.rows;
-  run_groups(a.routed, *a.gemm, width, width * rank, executor,
+  run_groups(a.routed, width, width * rank, executor,
              [&](const GroupTile& rows, int64_t begin, int64_t end) { grad_a_of_down_rows(a, rows, begin, end); });
 }
 
@@ -236,7 +236,7 @@ void expert_ffn_backward_down(const ExpertFfnBackwardDown<T>& a, const Executor&
   run_tiles(a, a.preactivations.rows, hidden_size, multiply_adds, executor,
             [&](const GroupTile& tile, int64_t next_group) { grad_preactivations_tile(a, tile, next_group); });
   if (a.grad_down.empty() && a.grad_b.empty() && a.grad_bias.data == nullptr) return;
-  run_groups(a.routed, *a.gemm, hidden_size, multiply_adds, executor,
+  run_groups(a.routed, hidden_size, multiply_adds, executor,
              [&](const GroupTile& rows, int64_t begin, int64_t end) { grad_down_columns(a, rows, begin, end); });
 }
 
@@ -255,7 +255,7 @@ void expert_ffn_backward_input(const ExpertFfnBackwardInput<T>& a, const Executo
 template <class T>
 void expert_ffn_backward_up(const ExpertFfnBackwardUp<T>& a, const Executor& executor) {
   const int64_t multiply_adds = a.x.columns * a.grad_preactivations.columns;
-  run_groups(a.routed, *a.gemm, a.x.columns, multiply_adds, executor,
+  run_groups(a.routed, a.x.columns, multiply_adds, executor,
              [&](const GroupTile& rows, int64_t begin, int64_t end) {
                grad_up_rows(a, rows, begin, end);
                // The biases do not depend on the hidden size: the first task of an expert computes them.

@@ -14,11 +14,11 @@ namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 // Calls body(rows, begin, end) for the rows of every group and for ranges [begin, end) of a result of the given size.
 // The sum over the rows of a group is not split, so that its order does not depend on the number of threads. Writing
 // the result counts as one row, of `row_multiply_adds`.
-template <class Groups, class T, class Body>
-void run_groups(const Groups& groups, const Gemm<T>& gemm, int64_t result_size, int64_t row_multiply_adds,
-                const Executor& executor, const Body& body) {
+template <class Groups, class Body>
+void run_groups(const Groups& groups, int64_t result_size, int64_t row_multiply_adds, const Executor& executor,
+                const Body& body) {
   const GroupTiles list = make_whole_groups(groups.group_sizes, groups.num_groups);
-  const int64_t size = rows_per_gradient_task(list, result_size, threads_for_tiling(gemm, executor));
+  const int64_t size = rows_per_gradient_task(list, result_size, executor.num_threads());
   // At least one block: the biases have gradients even if the result has no other numbers.
   const int64_t blocks = result_size == 0 ? 1 : (result_size + size - 1) / size;
   const auto compute = [&](int64_t index) {
@@ -34,7 +34,7 @@ void run_groups(const Groups& groups, const Gemm<T>& gemm, int64_t result_size, 
 template <class Arguments, class Body>
 void run_tiles(const Arguments& a, int64_t num_rows, int64_t depth, int64_t row_multiply_adds, const Executor& executor,
                const Body& body) {
-  const int64_t max_rows = tile_rows(num_rows, depth, threads_for_tiling(*a.gemm, executor));
+  const int64_t max_rows = tile_rows(num_rows, depth, executor.num_threads());
   const GroupTiles list = make_group_tiles(a.routed.group_sizes, a.routed.num_groups, max_rows);
   const int64_t num_threads = executor.num_threads();
   const auto compute = [&](int64_t index) {

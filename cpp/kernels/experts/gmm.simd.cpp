@@ -39,7 +39,7 @@ void multiply_tile(const Gmm<T>& a, const GroupTile& tile, int64_t begin, int64_
 
 template <class T>
 void gmm(const Gmm<T>& a, const Executor& executor) {
-  const int64_t num_threads = threads_for_tiling(*a.gemm, executor);
+  const int64_t num_threads = executor.num_threads();
   const int64_t max_rows = tile_rows(a.out.rows, a.lhs.columns, num_threads);
   // A task is a tile of rows and a range of columns. The columns are divided only if the largest tile is too large for
   // load balance, because each range packs the rows of the tile again.

@@ -24,14 +24,6 @@ struct GroupTiles {
 // Divides every group into tiles of at most `max_rows` rows and of about equal size.
 GroupTiles make_group_tiles(const int64_t* group_sizes, int64_t num_groups, int64_t max_rows);
 
-// Number of threads that the tiling assumes. It is a constant if the bits of a result depend on the tiling, so that
-// they do not depend on the number of threads.
-template <class T>
-MAXMOE_INLINE int64_t threads_for_tiling(const Gemm<T>& gemm, const Executor& executor) {
-  constexpr int64_t kFixedThreads = 16;
-  return gemm.bits_depend_on_tiles() ? kFixedThreads : executor.num_threads();
-}
-
 // Number of tasks of different sizes that keeps all threads busy until about the same time.
 int64_t balanced_tasks(int64_t num_threads);
 

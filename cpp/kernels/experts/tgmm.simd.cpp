@@ -26,7 +26,7 @@ void tgmm(const Tgmm<T>& a, const Executor& executor) {
     product.is_nontemporal = is_nontemporal_gradient(a.out);
     a.gemm->multiply(a.lhs.row_range(rows.begin, rows.end).column_range(begin, end).transposed(), product);
   };
-  run_groups(a, *a.gemm, a.out.first.rows, a.lhs.columns * a.rhs.columns, executor, multiply);
+  run_groups(a, a.out.first.rows, a.lhs.columns * a.rhs.columns, executor, multiply);
 
   // A matrix whose group is not in [0, num_groups) is zero.
   for (int64_t local = 0; local < a.out.count; ++local) {

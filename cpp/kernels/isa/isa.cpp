@@ -5,6 +5,12 @@
 #include <stdexcept>
 #include <string>
 
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace maxmoe {
 
 namespace {
@@ -25,6 +31,28 @@ namespace {
 [[maybe_unused]] bool has_avx512bf16() {
   return has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
 }
+
+// Whether the processor has AMX-TILE and AMX-BF16, and the system lets this process use tiles. __builtin_cpu_supports
+// knows these features in newer compilers alone.
+[[maybe_unused]] bool has_amx() {
+#if defined(__linux__)
+  constexpr unsigned kTile = 1U << 24;
+  constexpr unsigned kBFloat16 = 1U << 22;
+  unsigned eax = 0;
+  unsigned ebx = 0;
+  unsigned ecx = 0;
+  unsigned edx = 0;
+  if (!has_avx512bf16() || __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return false;
+  if ((edx & kTile) == 0 || (edx & kBFloat16) == 0) return false;
+  // Tiles take 8 KiB of a thread's state. Linux saves them for processes that have asked, and refuses where a signal
+  // stack is too small for them or a filter of system calls forbids it. Without permission the first use is SIGILL.
+  constexpr int kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
+  constexpr int kTileData = 18;               // XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
 #endif
 
 std::string supported_names() {
@@ -37,18 +65,19 @@ std::string supported_names() {
   return names;
 }
 
-Isa best_isa() {
+// The best supported instruction set up to `last`.
+Isa best_isa(Isa last) {
   Isa best = Isa::baseline;
   for (const Isa isa : all_isas) {
-    // all_isas is sorted by width, so that the last supported one is the best.
-    best = is_supported(isa) ? isa : best;
+    // all_isas is in ascending order, so that the last supported one is the best.
+    best = isa <= last && is_supported(isa) ? isa : best;
   }
   return best;
 }
 
 Isa chosen_isa() {
   const char* text = std::getenv("MAXMOE_ISA");
-  return text == nullptr || *text == '\0' ? best_isa() : parse_isa(text);
+  return text == nullptr || *text == '\0' ? best_isa(Isa::amx) : parse_isa(text);
 }
 
 }  // namespace
@@ -59,9 +88,20 @@ Isa active_isa() {
   return isa;
 }
 
+Isa vector_isa() {
+  static const Isa isa = active_isa() < Isa::amx ? active_isa() : best_isa(Isa::avx512bf16);
+  return isa;
+}
+
 // An instruction set that this build lacks has no case: it is unsupported on every processor.
 bool is_supported(Isa isa) {
   switch (isa) {
+    case Isa::amx_emulated:
+      return true;
+#if defined(__x86_64__) && !defined(MAXMOE_WITHOUT_amx)
+    case Isa::amx:
+      return has_amx();
+#endif
 #if defined(__x86_64__) && !defined(MAXMOE_WITHOUT_avx512bf16)
     case Isa::avx512bf16:
       return has_avx512bf16();
@@ -92,7 +132,8 @@ Isa parse_isa(const char* text) {
 }
 
 const char* name(Isa isa) {
-  static constexpr const char* kNames[] = {"baseline", "avx2", "avx512", "avx512bf16"};  // in the order of Isa
+  static constexpr const char* kNames[] = {"baseline",   "avx2", "avx512",
+                                             "avx512bf16", "amx",  "amx_emulated"};  // in the order of Isa
   return kNames[static_cast<int>(isa)];
 }
 

@@ -9,7 +9,8 @@
 //     template <class T> struct RaggedGather { ... };
 //     MAXMOE_KERNEL(ragged_gather, RaggedGather)
 //
-// and callers write maxmoe::ragged_gather(arguments, executor), which runs the variant of active_isa().
+// and callers write maxmoe::ragged_gather(arguments, executor), which runs the variant of vector_isa(). Files *.amx.cpp
+// are compiled twice, into maxmoe::amx and maxmoe::amx_emulated.
 #pragma once
 
 // For functions in headers that are outside of those namespaces. A function that is only `inline` becomes a weak
@@ -29,19 +30,26 @@ namespace maxmoe {
 
 class Executor;
 
-// In ascending order: each instruction set includes the previous ones.
-enum class Isa { baseline, avx2, avx512, avx512bf16 };
+// In ascending order: each instruction set includes the previous ones. amx_emulated, for tests, runs on every processor
+// and is never chosen by default: the product of amx, with tiles in memory and their instructions in plain code.
+enum class Isa { baseline, avx2, avx512, avx512bf16, amx, amx_emulated };
 
-inline constexpr Isa all_isas[] = {Isa::baseline, Isa::avx2, Isa::avx512, Isa::avx512bf16};
+inline constexpr Isa all_isas[] = {Isa::baseline,   Isa::avx2, Isa::avx512,
+                                   Isa::avx512bf16, Isa::amx,  Isa::amx_emulated};
 
 // The instruction set that kernels run with: the one that the environment variable MAXMOE_ISA names, otherwise the best
 // one of this processor. The variable is read once. Throws std::invalid_argument, with the supported names, if it names
 // an unknown or unsupported one.
 Isa active_isa();
 
+// The instruction set of the kernels that have no variant for matrix units: avx512bf16 for amx, the best one of this
+// processor for amx_emulated. Only the product of bfloat16 has such a variant (kernels/product/amx).
+Isa vector_isa();
+
 // Whether this processor has the instruction set and this build has kernels for it. avx2 is x86-64-v3, avx512 is
 // x86-64-v4, avx512bf16 is x86-64-v4 with AVX512-BF16 and AVX512-VBMI; of the processors with AVX512-BF16 only Cooper
-// Lake lacks AVX512-VBMI.
+// Lake lacks AVX512-VBMI. amx is avx512bf16 with AMX-TILE and AMX-BF16, if the system grants the process its tiles:
+// Linux is asked for them here.
 bool is_supported(Isa isa);
 
 // The instruction set with the name `text`. Throws std::invalid_argument if it is unknown or unsupported.
@@ -107,7 +115,7 @@ const char* name(Isa isa);
   namespace maxmoe {                                                            \
   template <class T>                                                            \
   inline void kernel(const Arguments<T>& arguments, const Executor& executor) { \
-    switch (active_isa()) { MAXMOE_CASES(kernel) }                              \
+    switch (vector_isa()) { MAXMOE_CASES(kernel) }                              \
   }                                                                             \
   }
 #endif

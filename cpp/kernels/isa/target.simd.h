@@ -22,10 +22,16 @@
 #define MAXMOE_COUNT_PACKED 0
 #endif
 
+// 1 where tiles of AMX are emulated: vectors have 64 bytes, as beside the tiles of a processor, and compilers divide them
+// into the registers of the processor.
+#ifndef MAXMOE_EMULATES_TILES
+#define MAXMOE_EMULATES_TILES 0
+#endif
+
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 
 // Size and number of the vector registers.
-#if defined(__AVX512F__)  // zmm0 to zmm31
+#if defined(__AVX512F__) || MAXMOE_EMULATES_TILES  // zmm0 to zmm31
 constexpr int kVectorBytes = 64;
 constexpr int kVectorRegisters = 32;
 #elif defined(__AVX2__)     // ymm0 to ymm15
@@ -43,7 +49,7 @@ constexpr int kVectorRegisters = 16;
 #if defined(__AVX512BF16__)
 constexpr bool kMultipliesPairs = true;
 #else
-constexpr bool kMultipliesPairs = MAXMOE_BFLOAT16_PAIRS != 0;
+constexpr bool kMultipliesPairs = MAXMOE_BFLOAT16_PAIRS != 0 || MAXMOE_EMULATES_TILES != 0;
 #endif
 
 }  // namespace maxmoe::MAXMOE_ISA_NAMESPACE

@@ -145,7 +145,9 @@ static_assert(kCacheLineBytes % kVectorBytes == 0);
 template <class V>
 MAXMOE_INLINE void store_vector_nontemporal(void* target, V vector) {
   static_assert(sizeof(V) == kVectorBytes);
-#if defined(__AVX512F__)
+#if MAXMOE_EMULATES_TILES
+  std::memcpy(target, &vector, sizeof(vector));
+#elif defined(__AVX512F__)
   _mm512_stream_si512(static_cast<__m512i*>(target), std::bit_cast<__m512i>(vector));
 #elif defined(__AVX2__)
   _mm256_stream_si256(static_cast<__m256i*>(target), std::bit_cast<__m256i>(vector));

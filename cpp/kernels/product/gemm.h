@@ -1,5 +1,5 @@
-// The interface of the matrix product that the kernels are built on. Its implementation is tile_gemm; cpp/ops has
-// another one, for processors with matrix units (AMX).
+// The interface of the matrix product that the kernels are built on. Its implementation is tile_gemm, or for bfloat16 on
+// processors with matrix units product/amx.
 #pragma once
 
 #include "kernels/matrix/matrix_view.h"
@@ -122,10 +122,6 @@ class Gemm {
   Gemm(const Gemm&) = delete;
   Gemm& operator=(const Gemm&) = delete;
   virtual ~Gemm() = default;
-
-  // Whether the bits of a row of c may depend on the rows and columns that are multiplied together with it. If so,
-  // callers must not let the tiling depend on the number of threads.
-  virtual bool bits_depend_on_tiles() const = 0;
 
   // Computes several products with the same a, one after the other. An implementation that packs a packs it once for
   // all of them.

@@ -61,7 +61,7 @@ template <class T>
 ExpertFfnCall<T> kernel_call(const ExpertFfnArguments& a) {
   return {const_view<T>(a.x), const_pointer<Accumulator<T>>(a.weights),
           routed_rows(a),     {projection_view<T>(a.gate), projection_view<T>(a.up), projection_view<T>(a.down)},
-          a.kind(),           &best_gemm<T>()};
+          a.kind(),           &kernel_gemm<T>()};
 }
 
 // Allocates the gradient of `argument`, with no elements if it is not wanted.
@@ -167,7 +167,7 @@ Tensor gradient_of_b(bool is_wanted, ConstMatrixView<T> reduced, ConstMatrixView
   const Tensor result = empty_matrices(is_wanted, factor, a.x.options());
   if (!is_wanted) return result;
   const RoutedRows routed = routed_rows(a);
-  Tgmm<T> arguments{reduced, grad, routed.group_sizes, routed.num_groups, 0, &best_gemm<T>(), {}};
+  Tgmm<T> arguments{reduced, grad, routed.group_sizes, routed.num_groups, 0, &kernel_gemm<T>(), {}};
   if (is_transposed(result)) {
     std::swap(arguments.lhs, arguments.rhs);
     arguments.out = stack<T>(result.transpose(1, 2));

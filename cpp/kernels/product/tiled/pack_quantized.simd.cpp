@@ -15,7 +15,8 @@ constexpr int64_t kWidth = kNR<float>;
 // Depth that is decoded at a time, for quantized values that fit no decoder of pairs: with 64 columns 16 KiB.
 constexpr int64_t kDecodedDepth = 128;
 
-// Parts of B are decoded, and packed from there.
+}  // namespace
+
 void pack_decoded_b(const GemmOperand<BFloat16>& b, Range depth, Range columns, BFloat16Pair* panels) {
   const int64_t panel_size = steps_of_depth<BFloat16Pair>(depth.size()) * kWidth;
   for (int64_t d = depth.begin; d < depth.end; d += kDecodedDepth) {
@@ -27,8 +28,6 @@ void pack_decoded_b(const GemmOperand<BFloat16>& b, Range depth, Range columns, 
     }
   }
 }
-
-}  // namespace
 
 void pack_codes(const GemmOperand<BFloat16>& b, Range depth, Range columns, BFloat16Pair* panels) {
   if (packs_pairs(b) && columns.size() % kWidth == 0) {
@@ -45,26 +44,6 @@ void pack_codes(const GemmOperand<BFloat16>& b, Range depth, Range columns, BFlo
     }
   }
 }
-
-bool micro_kernel_packs_codes(const GemmOperand<BFloat16>& b) {
-  return b.is_transposed || packs_pairs(b);
-}
-
-template <class Out>
-void micro_kernel_packing_codes(const MicroTile<Out, BFloat16Pair>& tile, const GemmOperand<BFloat16>& b, Range depth,
-                                int64_t column, BFloat16Pair* panel) {
-  const QuantizedMatrix& m = b.quantized;
-  const bool is_done = b.is_transposed ? micro_kernel_packing_columns(tile, m, depth, column, panel)
-                                       : micro_kernel_packing_rows(tile, m, depth, column, panel);
-  if (is_done) return count_packed(depth.size() * kWidth);
-  pack_decoded_b(b, depth, {column, column + kWidth}, panel);
-  multiply_packed<kMR>(tile, panel);
-}
-
-template void micro_kernel_packing_codes(const MicroTile<float, BFloat16Pair>&, const GemmOperand<BFloat16>&, Range,
-                                         int64_t, BFloat16Pair*);
-template void micro_kernel_packing_codes(const MicroTile<BFloat16, BFloat16Pair>&, const GemmOperand<BFloat16>&, Range,
-                                         int64_t, BFloat16Pair*);
 #endif
 
 }  // namespace maxmoe::MAXMOE_ISA_NAMESPACE

@@ -16,6 +16,9 @@ constexpr bool kDecodesPairs = std::is_same_v<Element, BFloat16Pair>;
 // pack_b for quantized values. `columns` begins at a multiple of kMinColumnsPerScale.
 void pack_codes(const GemmOperand<BFloat16>& b, Range depth, Range columns, BFloat16Pair* panels);
 
+// pack_codes for quantized values that fit no decoder of pairs: parts of B are decoded, and packed from there.
+void pack_decoded_b(const GemmOperand<BFloat16>& b, Range depth, Range columns, BFloat16Pair* panels);
+
 // Whether micro-kernels pack quantized values: always along the inner dimension, across it if a decoder fits.
 bool micro_kernel_packs_codes(const GemmOperand<BFloat16>& b);
 

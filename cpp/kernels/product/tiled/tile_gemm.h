@@ -23,16 +23,22 @@ MAXMOE_KERNEL(tile_gemm, TileGemm)
 #if !defined(MAXMOE_ISA_NAMESPACE)
 namespace maxmoe {
 
-// tile_gemm behind the interface Gemm. Not for files that are compiled per instruction set: the table of virtual
+// Computes the products on the tile registers of AMX (kernels/product/amx), if active_isa() has them; otherwise returns
+// false.
+bool multiply_with_amx(const TileGemm<BFloat16>& products);
+
+// tile_gemm, on matrix units if there are any, behind the interface Gemm. Not for files that are compiled per instruction set: the table of virtual
 // functions is a weak symbol.
 template <class T>
 class KernelGemm final : public Gemm<T> {
  public:
-  bool bits_depend_on_tiles() const override { return false; }
-
   using Gemm<T>::multiply;
   void multiply(GemmOperand<T> a, const Product<T>* products, int64_t count) const override {
-    tile_gemm(TileGemm<T>{a, products, count}, SerialExecutor());
+    const TileGemm<T> all{a, products, count};
+    if constexpr (std::is_same_v<T, BFloat16>) {
+      if (multiply_with_amx(all)) return;
+    }
+    tile_gemm(all, SerialExecutor());
   }
 };
 
