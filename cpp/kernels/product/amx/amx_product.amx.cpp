@@ -87,7 +87,7 @@ class Multiplication {
       if (at.product != current_) enter_product(at);
       if (at.column == at.columns.begin && at.depth.begin == at.block.begin) enter_block(at);
       const Packing packing = exists ? begin_packing(next, 1 - which) : Packing::at_once;
-      beside_.units_per_tile = (beside_.panel.units + num_row_panels() - 1) / num_row_panels();
+      beside_.units_per_tile = (beside_.panel.units() + num_row_panels() - 1) / num_row_panels();
       multiply_panel(at, panels_ + which * kPanelSize, packing);
       finish_packing(packing);
       at = next;
@@ -198,11 +198,17 @@ class Multiplication {
   // The sums of a product that is added to c begin with c.
   void load_sums(ConstMatrixView<BFloat16> c) {
     for (int64_t column = 0; column < c.columns; column += kPanelColumns) {
+      float* const sums = sums_ + column * rows_.padded_rows();
+      const int64_t width = c.columns - column;
       for (int64_t r = 0; r < c.rows; ++r) {
-        BFloat16 row[kPanelColumns];
-        zero_row(row, kPanelColumns);
-        copy_row(c.row(r) + column, row, at_most(kPanelColumns, c.columns - column));
-        store_narrowed_x2<float>(sums_ + column * rows_.padded_rows() + r * kPanelColumns, load_x2(row));
+        const BFloat16* row = c.row(r) + column;
+        BFloat16 padded[kPanelColumns];
+        if (width < kPanelColumns) {
+          zero_row(padded, kPanelColumns);
+          copy_row(row, padded, width);
+          row = padded;
+        }
+        store_narrowed_x2<float>(sums + r * kPanelColumns, load_x2(row));
       }
     }
   }
@@ -213,22 +219,23 @@ class Multiplication {
     BFloat16Pair* const target = panels_ + which * kPanelSize;
     const Range columns = range_from(at.column, kPanelColumns, at.columns.end);
     beside_.panel = {};
-    if (b.is_quantized() || b.index != nullptr || columns.size() < kPanelColumns ||
-        at.depth.size() % kTileDepth != 0) {
+    const bool is_whole = at.depth.size() % kTileDepth == 0;
+    if (b.is_quantized() || columns.size() < kPanelColumns || (b.is_transposed && !(is_whole && b.index == nullptr))) {
       pack_panel(b, at.depth, columns, target);
       return Packing::at_once;
     }
     if (b.is_transposed) {
-      beside_.panel = {b.memory.row(at.column) + at.depth.begin, b.memory.row_stride, target, at.depth.size() / 16};
+      const ConstMatrixView<BFloat16> memory = b.memory.row_range(columns.begin, columns.end);
+      beside_.panel = {memory.column_range(at.depth.begin, at.depth.end), target};
       return Packing::transposed;
     }
-    beside_.panel = {b.memory.row(at.depth.begin) + at.column, b.memory.row_stride, target, at.depth.size() / 2};
+    beside_.panel = {b, at.depth, at.column, steps_of(at.depth) * kTileDepth, target};
     return Packing::row_major;
   }
 
   void finish_packing(Packing packing) {
-    if (packing == Packing::row_major) beside_.panel.advance<Packing::row_major>(beside_.panel.units);
-    if (packing == Packing::transposed) beside_.panel.advance<Packing::transposed>(beside_.panel.units);
+    if (packing == Packing::row_major) beside_.panel.advance<Packing::row_major>(beside_.panel.units());
+    if (packing == Packing::transposed) beside_.panel.advance<Packing::transposed>(beside_.panel.units());
   }
 
   static void pack_panel(const GemmOperand<BFloat16>& b, Range depth, Range columns, BFloat16Pair* target) {

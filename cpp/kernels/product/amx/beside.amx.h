@@ -65,46 +65,83 @@ struct FinishedTile {
 // How a panel of B is packed: at once, or in units beside the products of the panel before.
 enum class Packing { at_once, row_major, transposed };
 
-// A panel of B that is packed unit by unit. A unit is a step of a row-major B, two rows of 32 columns; or 16 steps of
-// the even or of the odd columns of a transposed one.
-struct PanelToPack {
-  const BFloat16* memory = nullptr;  // what the next unit reads
-  int64_t stride = 0;                // of rows in memory
-  BFloat16Pair* target = nullptr;
-  int64_t units = 0;  // that are left
-  bool is_odd = false;
+// A panel of B that is packed unit by unit. A unit is a step of a row-major B, two rows of 32 columns, which an index may
+// select; or 16 steps of the even or of the odd columns of a transposed one.
+class PanelToPack {
+ public:
+  PanelToPack() = default;
+  // A row-major panel. The last steps, with fewer than two rows, are packed at once.
+  PanelToPack(const GemmOperand<BFloat16>& b, Range depth, int64_t column, int64_t padded_depth, BFloat16Pair* target)
+      : memory_(b.memory.data + column),
+        stride_(b.memory.row_stride),
+        index_(b.index),
+        divisor_(b.divisor),
+        depth_(depth.begin),
+        target_(target),
+        units_(depth.size() / 2) {
+    BFloat16Pair* tail = target + units_ * kPanelColumns;
+    if (depth.size() % 2 == 1) {
+      store_step(load_step<BFloat16Pair>(row(depth.end - 1), static_cast<const BFloat16*>(nullptr)), tail);
+      tail += kPanelColumns;
+    }
+    zero_row(tail, target + padded_depth / 2 * kPanelColumns - tail);
+  }
+  // A transposed panel, whose depth is whole tiles.
+  PanelToPack(ConstMatrixView<BFloat16> columns, BFloat16Pair* target)
+      : memory_(columns.data), stride_(columns.row_stride), target_(target), units_(columns.columns / 16) {}
+
+  int64_t units() const { return units_; }  // that are left
 
   template <Packing kPacking>
   MAXMOE_INLINE void advance(int64_t count) {
-    const int64_t n = at_most(count, units);
-    units -= n;
+    const int64_t n = at_most(count, units_);
+    units_ -= n;
     if constexpr (kPacking == Packing::row_major) {
-      for (int64_t i = 0; i < n; ++i, memory += 2 * stride, target += kPanelColumns) {
-        const StepX2<BFloat16Pair> step = load_step<BFloat16Pair>(memory, memory + stride);
-        store_vector(target, step.first);
-        store_vector(target + kLanes<BFloat16Pair>, step.second);
+      for (int64_t i = 0; i < n; ++i, depth_ += 2, target_ += kPanelColumns) {
+        store_step(load_step<BFloat16Pair>(row(depth_), row(depth_ + 1)), target_);
       }
     } else if constexpr (kPacking == Packing::transposed) {
       for (int64_t i = 0; i < n; ++i) pack_transposed_unit();
     }
   }
 
-  // Cache lines that a unit writes, and for a row-major B reads.
+  // The cache lines that a unit writes.
   template <Packing kPacking>
   static constexpr int64_t kLinesOfUnit = kPacking == Packing::row_major ? 2 : 16;
+  MAXMOE_INLINE const BFloat16Pair* target() const { return target_; }
+  // The next row, `distance` rows ahead; only without an index.
+  MAXMOE_INLINE const BFloat16* row_ahead(int64_t distance) const { return memory_ + (depth_ + distance) * stride_; }
+  MAXMOE_INLINE bool has_index() const { return index_ != nullptr; }
+  MAXMOE_INLINE int64_t stride() const { return stride_; }
 
  private:
+  MAXMOE_INLINE const BFloat16* row(int64_t d) const {
+    return memory_ + (index_ == nullptr ? d : index_[d] / divisor_) * stride_;
+  }
+  static MAXMOE_INLINE void store_step(const StepX2<BFloat16Pair>& step, BFloat16Pair* target) {
+    store_vector(target, step.first);
+    store_vector(target + kLanes<BFloat16Pair>, step.second);
+  }
   MAXMOE_INLINE void pack_transposed_unit() {
     Vector<BFloat16Pair> block[16];
 #pragma GCC unroll 16
-    for (int lane = 0; lane < 16; ++lane) block[lane] = load_along_depth<BFloat16Pair>(memory + 2 * lane * stride);
+    for (int lane = 0; lane < 16; ++lane) block[lane] = load_along_depth<BFloat16Pair>(memory_ + 2 * lane * stride_);
     transpose_square<BFloat16Pair>(block);
 #pragma GCC unroll 16
-    for (int step = 0; step < 16; ++step) store_vector<BFloat16Pair>(target + step * kPanelColumns, block[step]);
-    is_odd = !is_odd;
-    memory += is_odd ? stride : 2 * kLanes<BFloat16Pair> - stride;
-    target += is_odd ? kLanes<BFloat16Pair> : 16 * kPanelColumns - kLanes<BFloat16Pair>;
+    for (int step = 0; step < 16; ++step) store_vector<BFloat16Pair>(target_ + step * kPanelColumns, block[step]);
+    is_odd_ = !is_odd_;
+    memory_ += is_odd_ ? stride_ : 2 * kLanes<BFloat16Pair> - stride_;
+    target_ += is_odd_ ? kLanes<BFloat16Pair> : 16 * kPanelColumns - kLanes<BFloat16Pair>;
   }
+
+  const BFloat16* memory_ = nullptr;
+  int64_t stride_ = 0;  // of rows in memory
+  const int64_t* index_ = nullptr;
+  int64_t divisor_ = 1;
+  int64_t depth_ = 0;  // of a row-major panel: the next row
+  BFloat16Pair* target_ = nullptr;
+  int64_t units_ = 0;
+  bool is_odd_ = false;
 };
 
 struct Beside {

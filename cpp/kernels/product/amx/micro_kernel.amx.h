@@ -47,10 +47,11 @@ void multiply_micro_tile(const PanelOfA& panel_of_a, int64_t height, const BFloa
   const int64_t c_stride = beside.c_stride;
   const int64_t units = beside.units_per_tile;
   const int64_t rows_per_step = num_steps == 0 ? 0 : (kRowTiles * height + num_steps - 1) / num_steps;
-  const int64_t packed_lines = at_most(units, panel.units) * PanelToPack::kLinesOfUnit<kPacking>;
+  const int64_t packed_lines = at_most(units, panel.units()) * PanelToPack::kLinesOfUnit<kPacking>;
   const int64_t packed_lines_per_step = num_steps == 0 ? 0 : (packed_lines + num_steps - 1) / num_steps;
-  const BFloat16Pair* target = panel.target;
-  const BFloat16* source = panel.memory;
+  const BFloat16Pair* target = panel.target();
+  const BFloat16* source = panel.row_ahead(0);
+  const bool reads_ahead = kPacking == Packing::row_major && !panel.has_index();
   const std::byte* a = panel_of_a.data;
   for (int64_t step = 0; step < num_steps; ++step) {
     load_tile<4>(a, panel_of_a.row_bytes);
@@ -74,8 +75,8 @@ void multiply_micro_tile(const PanelOfA& panel_of_a, int64_t height, const BFloa
     if constexpr (kPacking != Packing::at_once) {
       for (int64_t i = 0; i < packed_lines_per_step; ++i, target += 16) __builtin_prefetch(target, 1, 3);
     }
-    if constexpr (kPacking == Packing::row_major) {
-      for (int64_t i = 0; i < packed_lines_per_step; ++i, source += panel.stride) __builtin_prefetch(source, 0, 3);
+    if (reads_ahead) {
+      for (int64_t i = 0; i < packed_lines_per_step; ++i, source += panel.stride()) __builtin_prefetch(source, 0, 3);
     }
   }
   beside.lines = lines;

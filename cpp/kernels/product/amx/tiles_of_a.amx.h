@@ -82,7 +82,7 @@ class TilesOfA {
               kTileRowBytes};
     }
     const Range block = block_at(depth);
-    return {reinterpret_cast<const std::byte*>(row_in_block(block, row) + step_in_block(block, depth, tile)),
+    return {reinterpret_cast<const std::byte*>(tile_in_block(block, tile) + step_in_block(block, depth, tile)),
             kTileRowBytes, tile_size() * kBytes, step_size(tile) * kBytes};
   }
 
@@ -96,26 +96,23 @@ class TilesOfA {
     const int64_t panel_rows = 2 * tiles_.height;
     return tiles_.padded_rows() == tiles_.rows ? tiles_.rows : (tiles_.count - 1) / 2 * panel_rows;
   }
-  // The first step of a row.
-  BFloat16* row_in_block(Range block, int64_t row) const {
-    const int64_t tile = row / tiles_.height;
+  // The first step of a tile.
+  BFloat16* tile_in_block(Range block, int64_t tile) const {
     return blocks_ + block.begin * tiles_.padded_rows() + tile / 2 * 2 * tile_size() * steps_of(block) +
-           tile % 2 * tile_size() + row % tiles_.height * kTileDepth;
+           tile % 2 * tile_size();
   }
 
   // Elements from the first step of a block to the step at `depth`.
   int64_t step_in_block(Range block, int64_t depth, int64_t tile) const {
     return (depth - block.begin) / kTileDepth * step_size(tile);
   }
-  BFloat16* step_of_row(Range block, int64_t depth, int64_t row) const {
-    return row_in_block(block, row) + step_in_block(block, depth, row / tiles_.height);
-  }
 
   void pack_rows(Range block, int64_t first_row) const {
     for (int64_t row = first_row; row < tiles_.padded_rows(); ++row) {
       const BFloat16* source = a_.memory_row(at_most(row, tiles_.rows - 1)) + block.begin;
-      BFloat16* target = row_in_block(block, row);
-      const int64_t step = step_size(row / tiles_.height);
+      const int64_t tile = row / tiles_.height;
+      BFloat16* target = tile_in_block(block, tile) + row % tiles_.height * kTileDepth;
+      const int64_t step = step_size(tile);
       int64_t left = block.size();
       for (; left >= kTileDepth; left -= kTileDepth, source += kTileDepth, target += step) {
         copy_row(source, target, kTileDepth);
@@ -133,21 +130,33 @@ class TilesOfA {
       const int64_t count = at_most(kTileDepth, block.end - d);
       const BFloat16* source[kTileDepth];
       for (int64_t i = 0; i < count; ++i) source[i] = a_.memory_row(d + i);
+      int64_t tile = 0;
+      int64_t row_of_tile = 0;
       for (int64_t row = 0; row < tiles_.rows; row += kTileDepth) {
         const int64_t num_rows = at_most(kTileDepth, tiles_.rows - row);
-        BFloat16 padded[kTileDepth][kTileDepth];
-        const BFloat16* rows[kTileDepth];
-        const bool is_whole = count == kTileDepth && num_rows == kTileDepth;
-        if (!is_whole) zero_row(padded[0], kTileDepth * kTileDepth);
-        for (int64_t i = 0; i < kTileDepth; ++i) {
-          rows[i] = is_whole ? source[i] + row : padded[i];
-          if (!is_whole && i < count) copy_row(source[i] + row, padded[i], num_rows);
+        BFloat16* targets[kTileDepth];
+        for (int64_t i = 0; i < num_rows; ++i) {
+          targets[i] = tile_in_block(block, tile) + step_in_block(block, d, tile) + row_of_tile * kTileDepth;
+          if (++row_of_tile == tiles_.height) {
+            row_of_tile = 0;
+            ++tile;
+          }
         }
-        transpose_half<0>(rows, block, d, row);
-        transpose_half<1>(rows, block, d, row);
+        if (count == kTileDepth && num_rows == kTileDepth) {
+          const BFloat16* rows[kTileDepth];
+          for (int64_t i = 0; i < kTileDepth; ++i) rows[i] = source[i] + row;
+          transpose_half<0>(rows, targets, kTileDepth);
+          transpose_half<1>(rows, targets, kTileDepth);
+        } else {
+          transpose_padded(source, row, count, num_rows, targets);
+        }
       }
-      for (int64_t row = tiles_.rows; row < tiles_.padded_rows(); ++row) {
-        copy_row(step_of_row(block, d, tiles_.rows - 1), step_of_row(block, d, row), kTileDepth);
+      // The rows past the last one repeat it.
+      const int64_t last_tile = tiles_.count - 1;
+      BFloat16* const last = tile_in_block(block, last_tile) + step_in_block(block, d, last_tile);
+      const int64_t filled = tiles_.rows - last_tile * tiles_.height;
+      for (int64_t r = filled; r < tiles_.height; ++r) {
+        copy_row(last + (filled - 1) * kTileDepth, last + r * kTileDepth, kTileDepth);
       }
     }
   }
@@ -158,7 +167,7 @@ class TilesOfA {
   // Packs 16 of 32 rows of a: the ones with r / 4 % 2 == kHigh. Lane i of the shuffled vectors has row
   // 8 * (i / 4) + i % 4 + 4 * kHigh.
   template <int kHigh>
-  void transpose_half(const BFloat16* const* rows, Range block, int64_t d, int64_t first_row) const {
+  static MAXMOE_INLINE void transpose_half(const BFloat16* const* rows, BFloat16* const* targets, int64_t num_rows) {
     using Halves = VectorOf<uint16_t, kVectorBytes>::type;
     Vector<uint32_t> pairs[16];
 #pragma GCC unroll 16
@@ -172,10 +181,23 @@ class TilesOfA {
     transpose_square<uint32_t>(pairs);
 #pragma GCC unroll 16
     for (int i = 0; i < 16; ++i) {
-      const int64_t row = first_row + 8 * (i / 4) + i % 4 + 4 * kHigh;
-      if (row >= tiles_.rows) continue;
-      store_vector(reinterpret_cast<uint32_t*>(step_of_row(block, d, row)), pairs[i]);
+      const int row = 8 * (i / 4) + i % 4 + 4 * kHigh;
+      if (row < num_rows) store_vector(reinterpret_cast<uint32_t*>(targets[row]), pairs[i]);
     }
+  }
+
+  // The same for `count` x `num_rows` numbers: the others are zeros, or not stored.
+  static void transpose_padded(const BFloat16* const* source, int64_t first_row, int64_t count, int64_t num_rows,
+                               BFloat16* const* targets) {
+    BFloat16 padded[kTileDepth][kTileDepth];
+    zero_row(padded[0], kTileDepth * kTileDepth);
+    const BFloat16* rows[kTileDepth];
+    for (int64_t i = 0; i < kTileDepth; ++i) {
+      if (i < count) copy_row(source[i] + first_row, padded[i], num_rows);
+      rows[i] = padded[i];
+    }
+    transpose_half<0>(rows, targets, num_rows);
+    transpose_half<1>(rows, targets, num_rows);
   }
 
   GemmOperand<BFloat16> a_;
