@@ -34,10 +34,13 @@ Tile& tile_at(int tile) {
   return state.tiles.at(static_cast<size_t>(tile));
 }
 
-// The two bfloat16 of a pair, widened; subnormal ones are zeros.
-double element(uint32_t pair, bool is_second) {
-  const uint32_t bits = is_second ? pair & 0xffff0000U : pair << 16;
-  return (bits & 0x7f800000U) == 0 ? 0.0 : std::bit_cast<float>(bits);
+// A bfloat16 of a pair, widened.
+float element(uint32_t pair, bool is_second) {
+  return std::bit_cast<float>(is_second ? pair & 0xffff0000U : pair << 16);
+}
+
+double without_subnormal(float value) {
+  return std::fpclassify(value) == FP_SUBNORMAL ? 0.0 : value;
 }
 
 // The nearest float; a result that is subnormal after rounding is zero.
@@ -55,6 +58,16 @@ Row row_of(const Tile& tile, int64_t r) {
 }
 
 }  // namespace
+
+// The product of two bfloat16 is exact in double, and its 16 bits leave so much room that two roundings, to double and
+// to float, give the float that one gives.
+float multiply_add(float sum, float a, float b) {
+  return rounded(without_subnormal(sum) + without_subnormal(a) * without_subnormal(b));
+}
+
+float add(float a, float b) {
+  return rounded(without_subnormal(a) + without_subnormal(b));
+}
 
 void configure(const void* configuration) {
   std::array<uint8_t, 64> bytes{};
@@ -95,8 +108,6 @@ void zero(int tile) {
   tile_at(tile).memory = {};
 }
 
-// A fused multiply-add is a sum in double that is rounded to float: the product of two bfloat16 is exact in double, and
-// its 16 bits leave so much room that the two roundings give the same float as one.
 void multiply(int c, int a, int b) {
   Tile& sums = tile_at(c);
   const Tile& left = tile_at(a);
@@ -105,29 +116,22 @@ void multiply(int c, int a, int b) {
     throw std::logic_error("the sizes of tiles " + std::to_string(c) + ", " + std::to_string(a) + " and " +
                            std::to_string(b) + " do not fit");
   }
-  std::array<std::array<std::array<double, kMaxColumns>, 2>, kMaxRows> factors{};  // of `right`
-  for (int64_t k = 0; k < right.rows; ++k) {
-    const Row pairs = row_of(right, k);
-    for (size_t j = 0; j < kMaxColumns; ++j) {
-      for (size_t half = 0; half < 2; ++half) factors[static_cast<size_t>(k)][half][j] = element(pairs[j], half == 1);
-    }
-  }
   for (int64_t r = 0; r < sums.rows; ++r) {
-    const Row pairs = row_of(left, r);
+    const Row left_pairs = row_of(left, r);
     std::array<std::array<float, kMaxColumns>, 2> chains{};
-    for (size_t k = 0; k < static_cast<size_t>(right.rows); ++k) {
+    for (int64_t k = 0; k < right.rows; ++k) {
+      const Row right_pairs = row_of(right, k);
       for (size_t half = 0; half < 2; ++half) {
-        const double factor = element(pairs[k], half == 1);
+        const float factor = element(left_pairs[static_cast<size_t>(k)], half == 1);
         for (size_t j = 0; j < kMaxColumns; ++j) {
-          chains[half][j] = rounded(double{chains[half][j]} + factor * factors[k][half][j]);
+          chains[half][j] = multiply_add(chains[half][j], factor, element(right_pairs[j], half == 1));
         }
       }
     }
     auto& row = sums.memory[static_cast<size_t>(r)];
     auto values = std::bit_cast<std::array<float, kMaxColumns>>(row);
     for (size_t j = 0; j < static_cast<size_t>(sums.row_bytes / 4); ++j) {
-      const float sum = std::fpclassify(values[j]) == FP_SUBNORMAL ? 0.0F : values[j];
-      values[j] = rounded(double{sum} + rounded(double{chains[0][j]} + chains[1][j]));
+      values[j] = add(values[j], add(chains[0][j], chains[1][j]));
     }
     row = std::bit_cast<std::array<std::byte, kMaxRowBytes>>(values);
   }

@@ -18,4 +18,8 @@ void zero(int tile);
 // TDPBF16PS: c += a * b.
 void multiply(int c, int a, int b);
 
+// The arithmetic of TDPBF16PS: sum + a * b and a + b, each rounded once; subnormal inputs and results are zeros.
+float multiply_add(float sum, float a, float b);
+float add(float a, float b);
+
 }  // namespace maxmoe::emulated_tiles

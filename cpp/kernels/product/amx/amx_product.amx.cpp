@@ -32,6 +32,7 @@
 #include <array>
 #include <optional>
 
+#include "kernels/product/amx/few_rows.amx.h"
 #include "kernels/product/amx/micro_kernel.amx.h"
 #include "kernels/product/tiled/pack_quantized.simd.h"
 #include "kernels/quantized/decode_rows.simd.h"
@@ -306,17 +307,32 @@ bool begins_on_cache_lines(MatrixView<BFloat16> c) {
 // At most gate and up, each after the product with its factor.
 constexpr int64_t kMaxProducts = 4;
 
-// Computes at most kMaxProducts products for rows [begin, end) of A.
+// Computes at most kMaxProducts products for rows [begin, end) of A, in order: one may read the result of another.
+// Neighbouring products on tiles are computed together.
 void multiply_rows(const TileGemm<BFloat16>& p, int64_t begin, int64_t end) {
-  std::array<Product<BFloat16>, kMaxProducts> products;
+  const GemmOperand<BFloat16> a = p.a.row_range(begin, end);
+  std::array<Product<BFloat16>, kMaxProducts> on_tiles;
+  int64_t count = 0;
+  const auto multiply_on_tiles = [&] {
+    if (count > 0) Multiplication(a, on_tiles.data(), count).multiply();
+    count = 0;
+  };
   for (int64_t i = 0; i < p.count; ++i) {
-    Product<BFloat16>& product = products[static_cast<size_t>(i)] = p.products[i];
-    product.b = with_scales_read<BFloat16Pair>(product.b);
+    Product<BFloat16> product = p.products[i];
     product.c = product.c.row_range(begin, end);
     product.reduced = product.reduced.row_range(begin, end);
     product.is_nontemporal = product.is_nontemporal && begins_on_cache_lines(product.c);
+    if (!multiplies_few_rows(a.rows(), product)) {
+      product.b = with_scales_read<BFloat16Pair>(product.b);
+      on_tiles[static_cast<size_t>(count++)] = product;
+      continue;
+    }
+    multiply_on_tiles();
+    const FlushedSubnormals flushed;
+    multiply_few_rows(a, product);
+    if (product.is_nontemporal) fence_nontemporal_stores();
   }
-  Multiplication(p.a.row_range(begin, end), products.data(), p.count).multiply();
+  multiply_on_tiles();
 }
 
 }  // namespace
