@@ -18,7 +18,7 @@ namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 // Most rows that are multiplied at a time: 4 * 6 chains, of even and odd steps and columns, stay in registers.
 constexpr int kFewRows = 6;
 // Most steps of the inner dimension for which many rows are multiplied in this way.
-constexpr int64_t kFewSteps = 8;
+constexpr int64_t kFewSteps = 4;
 
 // Subnormal inputs and results are zeros on this thread while an instance exists, as they are for tiles.
 class FlushedSubnormals {
@@ -99,10 +99,13 @@ class FewRowsProduct {
   }
 
   void store(MatrixView<BFloat16> c, bool is_nontemporal) {
-    for (int64_t column = 0; column < c.columns; column += kPanelColumns) {
-      FinishedTile{panel(column), c.data + column, c.row_stride, kRows, at_most(kPanelColumns, c.columns - column),
-                   is_nontemporal}
-          .store();
+    // Row by row, in the order of memory.
+    for (int r = 0; r < kRows; ++r) {
+      for (int64_t column = 0; column < c.columns; column += kPanelColumns) {
+        FinishedTile{panel(column) + r * kPanelColumns, c.row(r) + column, c.row_stride, 1,
+                     at_most(kPanelColumns, c.columns - column), is_nontemporal}
+            .store();
+      }
     }
   }
 
