@@ -74,7 +74,9 @@ class Multiplication {
         tiles_of_a_(a, kPackedAScratch),
         products_(products),
         count_(count),
-        panels_(scratch<BFloat16Pair>(kPackedBScratch, 2 * kPanelSize)) {}
+        panels_(scratch<BFloat16Pair>(kPackedBScratch, 2 * kPanelSize)) {
+    beside_.prefetches_panel = rows_.count > kFewRowTiles;
+  }
 
   void multiply() {
     const ConfiguredTiles tiles(configuration_for(rows_.height));
@@ -235,8 +237,8 @@ class Multiplication {
   }
 
   void finish_packing(Packing packing) {
-    if (packing == Packing::row_major) beside_.panel.advance<Packing::row_major>(beside_.panel.units());
-    if (packing == Packing::transposed) beside_.panel.advance<Packing::transposed>(beside_.panel.units());
+    if (packing == Packing::row_major) beside_.panel.advance<Packing::row_major>(beside_.panel.units(), beside_.lines);
+    if (packing == Packing::transposed) beside_.panel.advance<Packing::transposed>(beside_.panel.units(), beside_.lines);
   }
 
   static void pack_panel(const GemmOperand<BFloat16>& b, Range depth, Range columns, BFloat16Pair* target) {

@@ -92,12 +92,16 @@ class PanelToPack {
 
   int64_t units() const { return units_; }  // that are left
 
+  // Packs `count` units. A row-major panel prefetches a line for each line that it reads: in bursts, prefetches would
+  // take the place of other loads.
   template <Packing kPacking>
-  MAXMOE_INLINE void advance(int64_t count) {
+  MAXMOE_INLINE void advance(int64_t count, BlockPrefetch& lines) {
     const int64_t n = at_most(count, units_);
     units_ -= n;
     if constexpr (kPacking == Packing::row_major) {
       for (int64_t i = 0; i < n; ++i, depth_ += 2, target_ += kPanelColumns) {
+        if (lines.num_lines() > 0) lines.advance();
+        if (lines.num_lines() > 0) lines.advance();
         store_step(load_step<BFloat16Pair>(row(depth_), row(depth_ + 1)), target_);
       }
     } else if constexpr (kPacking == Packing::transposed) {
@@ -149,6 +153,7 @@ struct Beside {
   int64_t lines_per_step = 0;
   PanelToPack panel;
   int64_t units_per_tile = 0;
+  bool prefetches_panel = false;  // the lines that its units read and write, during the steps
   FinishedTile finished;
   const BFloat16* c = nullptr;  // the rows that the micro-kernel computes, prefetched for writing; null if not
   int64_t c_stride = 0;

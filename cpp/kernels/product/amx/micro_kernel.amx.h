@@ -51,7 +51,9 @@ void multiply_micro_tile(const PanelOfA& panel_of_a, int64_t height, const BFloa
   const int64_t packed_lines_per_step = num_steps == 0 ? 0 : (packed_lines + num_steps - 1) / num_steps;
   const BFloat16Pair* target = panel.target();
   const BFloat16* source = panel.row_ahead(0);
-  const bool reads_ahead = kPacking == Packing::row_major && !panel.has_index();
+  // With few row tiles these lines are loaded soon after, and prefetches would only take the place of other loads.
+  const bool prefetches_panel = beside.prefetches_panel;
+  const bool reads_ahead = kPacking == Packing::row_major && !panel.has_index() && prefetches_panel;
   const std::byte* a = panel_of_a.data;
   for (int64_t step = 0; step < num_steps; ++step) {
     load_tile<4>(a, panel_of_a.row_bytes);
@@ -66,21 +68,23 @@ void multiply_micro_tile(const PanelOfA& panel_of_a, int64_t height, const BFloa
     }
     a += panel_of_a.step_bytes;
     b += kTileDepth / 2 * kPanelColumns;
-    for (int64_t i = at_most(beside.lines_per_step, lines.num_lines()); i > 0; --i) lines.advance();
+    if constexpr (kPacking != Packing::row_major) {
+      for (int64_t i = at_most(beside.lines_per_step, lines.num_lines()); i > 0; --i) lines.advance();
+    }
     // Lines that are written after the steps. They are only prefetched here: a store in flight holds up every tile load
     // that has the same last 12 bits of an address, and a tile load reads 16 lines.
     if (c != nullptr) {
       for (int64_t i = 0; i < rows_per_step; ++i, c += c_stride) __builtin_prefetch(c, 1, 3);
     }
-    if constexpr (kPacking != Packing::at_once) {
+    if (kPacking != Packing::at_once && prefetches_panel) {
       for (int64_t i = 0; i < packed_lines_per_step; ++i, target += 16) __builtin_prefetch(target, 1, 3);
     }
     if (reads_ahead) {
       for (int64_t i = 0; i < packed_lines_per_step; ++i, source += panel.stride()) __builtin_prefetch(source, 0, 3);
     }
   }
+  if constexpr (kPacking != Packing::at_once) panel.advance<kPacking>(units, lines);
   beside.lines = lines;
-  if constexpr (kPacking != Packing::at_once) panel.advance<kPacking>(units);
   beside.panel = panel;
   beside.finished.store();
   store_tile<0>(out, kSumsStride);

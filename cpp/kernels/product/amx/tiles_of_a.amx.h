@@ -57,7 +57,7 @@ class TilesOfA {
   TilesOfA(const GemmOperand<BFloat16>& a, int scratch_slot)
       : a_(a),
         tiles_(a.rows()),
-        is_in_place_(!a.is_transposed && a.index == nullptr && a.columns() % kTileDepth == 0),
+        is_in_place_(is_read_in_place(a)),
         blocks_(scratch<BFloat16>(scratch_slot, tiles_.padded_rows() * round_up(a.columns(), kTileDepth))) {}
 
   // Packs the inner dimension up to `depth`.
@@ -87,6 +87,11 @@ class TilesOfA {
   }
 
  private:
+  // Rows a multiple of 2 KiB apart share few sets of the first-level cache, which does not hold two tiles of them.
+  static bool is_read_in_place(const GemmOperand<BFloat16>& a) {
+    const bool is_legal = !a.is_transposed && a.index == nullptr && a.columns() % kTileDepth == 0;
+    return is_legal && a.memory.row_stride * int64_t{sizeof(BFloat16)} % 2048 != 0;
+  }
   Range block_at(int64_t depth) const { return range_from(depth / kPanelDepth * kPanelDepth, kPanelDepth, a_.columns()); }
   int64_t tile_size() const { return tiles_.height * kTileDepth; }
   // Elements from one step of a panel to the next: two tiles, or one if the last panel has one.
