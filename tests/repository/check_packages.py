@@ -23,7 +23,7 @@ TORCHES = re.findall(r'"([\d.]+)"', "".join(re.findall(r"^torch = \[(.*)\]$", PR
 MINORS = [tuple(map(int, release.split(".")[:2])) for release in TORCHES]
 LOW, HIGH = f">={MINORS[0][0]}.{MINORS[0][1]}", f"<{MINORS[-1][0]}.{MINORS[-1][1] + 1}"
 TORCH_REQUIREMENT = f"torch{LOW},{HIGH}"
-REQUIREMENTS = (f"torch{HIGH},{LOW}", "PyYAML>=")  # in the order of setuptools
+REQUIREMENTS = (f"torch{HIGH},{LOW}", "PyYAML>=", "numpy")  # in the order of setuptools
 # Written by the build: by CMake, one for each torch, and by setuptools.
 CORE = {f"maxmoe/libmaxmoe_torch{major}_{minor}.so" for major, minor in MINORS}
 WHEEL_RECORDS = {"METADATA", "RECORD", "WHEEL", "top_level.txt", "licenses/LICENSE", "licenses/THIRD_PARTY_LICENSES"}

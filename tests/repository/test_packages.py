@@ -22,6 +22,7 @@ Project-URL: Changelog, https://a.b
 Project-URL: Issues, https://a.b
 Requires-Dist: {check_packages.REQUIREMENTS[0]}
 Requires-Dist: PyYAML>=6
+Requires-Dist: numpy
 """
 WHEEL = f"maxmoe-{VERSION}-py3-none-manylinux_2_27_x86_64.manylinux_2_28_x86_64.whl"
 WHEEL_FILES = {
