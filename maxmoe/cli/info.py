@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from maxmoe import build_info
+import maxmoe
 from maxmoe.cli.waiting_threads import waiting_of_this_process
 
 
@@ -22,7 +22,7 @@ def info(_options: argparse.Namespace) -> str:
             packages[package] = version(package)
         except PackageNotFoundError:
             packages[package] = "not installed"
-    core = build_info()
+    core = maxmoe.build_info()
     facts = {
         **packages,
         "python": platform.python_version(),

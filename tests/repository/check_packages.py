@@ -70,10 +70,6 @@ def metadata_complaints(text: str) -> Iterator[str]:
     metadata = HeaderParser().parsestr(text)
     if metadata["Version"] != VERSION:
         yield f"its version is {metadata['Version']}, pyproject.toml has {VERSION}"
-    urls = {url.partition(", ")[0] for url in metadata.get_all("Project-URL", [])}
-    for wanted in ("Repository", "Documentation", "Changelog", "Issues"):
-        if wanted not in urls:
-            yield f"its metadata has no URL of the name {wanted}"
     required = metadata.get_all("Requires-Dist", [])
     for wanted in REQUIREMENTS:
         if not any(requirement.startswith(wanted) for requirement in required):
