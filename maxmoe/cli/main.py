@@ -55,7 +55,7 @@ class DefaultsFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Shows defaults, but no None, False or empty ones."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        return super()._get_help_string(action) if action.default else action.help
+        return action.help if action.default in (None, "") or action.default is False else super()._get_help_string(action)
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
