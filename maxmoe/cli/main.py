@@ -55,7 +55,8 @@ class DefaultsFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Shows defaults, but no None, False or empty ones."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default in (None, "") or action.default is False else super()._get_help_string(action)
+        says_nothing = action.default is False or action.default in (None, "")
+        return action.help if says_nothing else super()._get_help_string(action)
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
