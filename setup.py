@@ -176,5 +176,5 @@ setup(
         for major, second in TORCHES
     ],
     cmdclass={"build_ext": CMakeBuild, "bdist_wheel": AnyPythonWheel},
-    install_requires=[requirement(list(TORCHES) or SUPPORTED), "PyYAML>=6"],
+    install_requires=[requirement(list(TORCHES) or SUPPORTED), "PyYAML>=6", "numpy"],
 )

@@ -83,14 +83,14 @@ def panels_by_mode(label: str, bars: dict[Case, list[Bar]]) -> list[Panel]:
 
 
 def draw(path: Path, heading: str, panels: Sequence[Panel | Curves]) -> None:
-    """Draw the panels, at most two beside each other.
+    """Draw the panels: curves below each other, so that a page shows them large, and bars in two columns.
 
     Args:
         path: path of the PNG.
         heading: text above the panels.
         panels: at least one.
     """
-    columns = min(len(panels), 2)
+    columns = 1 if any(isinstance(panel, Curves) for panel in panels) else min(len(panels), 2)
     rows = [panels[first : first + columns] for first in range(0, len(panels), columns)]
     lines = [max(map(_num_lines, row)) for row in rows]
     height = 0.6 + sum(0.8 + 0.24 * number for number in lines)

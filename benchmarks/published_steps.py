@@ -15,13 +15,12 @@ import torch
 
 from maxmoe import MoEConfig
 from maxmoe.models import Decoder, DecoderConfig
-from maxmoe.planning import Device, PredictedPlan, StateDtypes, predict
+from maxmoe.planning import Device, PredictedPlan, predict
 from maxmoe.planning.search import CHUNKS, RECOMPUTE
 from maxmoe.presets.published import PUBLISHED, PublishedModel
 from maxmoe.sharding import Mesh
 
 LENGTH = 4096
-STATE_DTYPES = StateDtypes(master=torch.float32, moments=torch.float32)
 DEEPSEEK_V3 = (
     "DeepSeek-V3, [arXiv:2412.19437](https://arxiv.org/abs/2412.19437) (180K H800 hours per 10^12 tokens, FP8)"
 )
@@ -79,9 +78,7 @@ class Published:
         config = DecoderConfig.of_published(self.model, max_sequence_length=LENGTH, **sizes)
         model = Decoder(config, device="meta", dtype=torch.bfloat16)
         step = {"batch_size": self.batch_size, "sequence_length": LENGTH, "num_micro_batches": self.num_micro_batches}
-        predicted = partial(
-            predict, model, Mesh.planned(self.mesh), "ep-as-dp", device, state_dtypes=STATE_DTYPES, **step
-        )
+        predicted = partial(predict, model, Mesh.planned(self.mesh), "ep-as-dp", device, **step)
         fitting = (names for names in RECOMPUTE if predicted(recompute=names).memory <= device.memory)
         recompute = next(fitting, RECOMPUTE[-1])
         plans = (predicted(recompute=recompute, num_chunks=num_chunks) for num_chunks in CHUNKS)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         sharding,
         testing,
     )
-    from maxmoe._library import build_info, empty_cache
+    from maxmoe._library import empty_cache
     from maxmoe.convert.expert_quantization import quantize_experts
     from maxmoe.expert_load import MoEStats, StatsAccumulator, StepStats
     from maxmoe.nn import (
@@ -90,12 +90,26 @@ _HOMES = {
     "MoEStats": "maxmoe.expert_load",
     "StatsAccumulator": "maxmoe.expert_load",
     "StepStats": "maxmoe.expert_load",
-    "build_info": "maxmoe._library",
     "empty_cache": "maxmoe._library",
     "parallelize": "maxmoe.parallel",
     "pipeline": "maxmoe.pipelining",
     "quantize_experts": "maxmoe.convert.expert_quantization",
 }
+
+
+def build_info() -> dict[str, Any]:
+    """Return the versions of maxmoe, torch, compiler and Eigen, and the instruction sets and cache of this machine.
+
+    The keys are core (the file of the C++ core), version, torch, compiler, eigen, openmp, isa (the instruction set in
+    use), supported_isas (all that the machine supports), cuda_kernels and second_level_cache_bytes. If the core is off,
+    not built or cannot be loaded, they are core (the reason) and version.
+    """
+    try:
+        library = importlib.import_module("maxmoe._library")
+    except ImportError as error:
+        return {"core": str(error), "version": __version__}
+    info: dict[str, Any] = library.build_info()
+    return info
 
 
 def __getattr__(name: str) -> Any:

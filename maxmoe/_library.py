@@ -23,20 +23,28 @@ def _built_cores() -> dict[tuple[int, int], Path]:
     return {(int(match[1]), int(match[2])): path for match, path in matches if match}
 
 
+def _missing(message: str) -> ImportError:
+    """Make the error of a core that is off, not built, or cannot be loaded; its name is the name of this module."""
+    return ImportError(message, name="maxmoe._library")
+
+
 def _fitting_core() -> Path:
     """Return the library for the running torch; raise if there is none: another one would crash."""
     if os.environ.get("MAXMOE_CORE") == "off":
-        raise ImportError("layers and operators of maxmoe need its C++ core, got MAXMOE_CORE=off in the environment")
+        raise _missing("layers and operators of maxmoe need its C++ core, got MAXMOE_CORE=off in the environment")
     cores = _built_cores()
     major, minor = map(int, torch.__version__.split(".")[:2])
     if (major, minor) in cores:
         return cores[major, minor]
     is_wheel = not (_PACKAGE.parent / "setup.py").exists()
-    sources = "a clone of https://github.com/maxmoe/maxmoe" if is_wheel else str(_PACKAGE.parent)
+    sources = "the folder of its sources" if is_wheel else str(_PACKAGE.parent)
     if not cores:
-        raise ImportError(f"the C++ core of maxmoe is not built in {_PACKAGE}. In {sources} run: {_BUILD}")
+        raise _missing(
+            f"layers and operators of maxmoe need its C++ core, which is not built in {_PACKAGE}, as after an "
+            f"installation with MAXMOE_CORE=off. In {sources} run: {_BUILD}"
+        )
     built = [f"{first}.{second}" for first, second in sorted(cores)]
-    raise ImportError(
+    raise _missing(
         f"maxmoe was built for torch {', '.join(built)}, but torch {torch.__version__} is running. Build it for this "
         f"torch, in {sources}: {_BUILD} (or take a torch that it was built for: pip install 'torch=={built[-1]}.*')"
     )
@@ -48,14 +56,14 @@ def _load_core() -> ctypes.CDLL:
     try:
         core = ctypes.CDLL(str(path))
     except OSError as error:
-        raise ImportError(f"the C++ core of maxmoe cannot be loaded: {error}", path=str(path)) from error
+        raise _missing(f"the C++ core of maxmoe cannot be loaded: {error}") from error
     core.maxmoe_error.restype = core.maxmoe_build_info.restype = ctypes.c_char_p
     core.maxmoe_force_path.argtypes = [ctypes.c_char_p, ctypes.POINTER(ctypes.c_char_p)]
     core.maxmoe_force_path.restype = ctypes.c_char_p
     core.maxmoe_empty_cache.restype = None
     core.maxmoe_memory_allocated.restype = core.maxmoe_memory_reserved.restype = ctypes.c_size_t
     if message := core.maxmoe_error().decode():
-        raise ImportError(message)
+        raise _missing(message)
     return core
 
 
@@ -65,10 +73,9 @@ _core = _load_core()
 def build_info() -> dict[str, Any]:
     """Return the versions of maxmoe, torch, compiler and Eigen, and the instruction sets and cache of this machine.
 
-    The keys are version, torch, compiler, eigen, openmp, isa (the instruction set in use), supported_isas (all that the
-    machine supports), cuda_kernels and second_level_cache_bytes.
+    See `maxmoe.build_info`, which answers without the core too.
     """
-    return cast(dict[str, Any], json.loads(_core.maxmoe_build_info()))
+    return {"core": _core._name} | cast(dict[str, Any], json.loads(_core.maxmoe_build_info()))
 
 
 def force_path(name: str) -> str:

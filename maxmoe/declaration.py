@@ -149,6 +149,8 @@ class Declaration:
         needs_whole_sequences: whether the output of a token depends on other tokens of its sequence that the module
             does not gather with its token group; see `TokenGroupAttribute`. Rules that shard sequences then raise an
             error.
+        max_sequence_length: largest number of tokens of a sequence that the forward takes; None for any number.
+            `maxmoe.planning` raises an error for more.
         residual_stream: children that read and write the residual stream.
         pipeline_parts: parts of the module by which `maxmoe.pipeline` cuts it; None for a module that cannot be cut.
         saved_tensors: function of the global batch size and sequence length that returns the tensors that the module
@@ -168,6 +170,7 @@ class Declaration:
     added_to_output: tuple[str, ...] = ()
     unsaved_parameters: tuple[str, ...] = ()
     needs_whole_sequences: bool = False
+    max_sequence_length: int | None = None
     residual_stream: ResidualStream | None = None
     pipeline_parts: PipelineParts | None = None
     saved_tensors: SavedTensors | None = None

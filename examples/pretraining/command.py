@@ -17,10 +17,11 @@ LARGEST_SEED = 2**64 - 1
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """Keeps the line breaks of the description and shows defaults other than None."""
+    """Keeps the line breaks of the description and shows defaults other than None and False."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default is None else super()._get_help_string(action)
+        says_nothing = action.default is False or action.default in (None, "")
+        return action.help if says_nothing else super()._get_help_string(action)
 
 
 def at_least(minimum: int, kind: type[int] | type[float] = int, at_most: float | None = None) -> Callable[[str], float]:

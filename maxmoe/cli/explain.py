@@ -17,8 +17,7 @@ PLAN = ("dispatch", "num_chunks", "allow_unused")
 STAGES = ("schedule", "num_micro_batches", "blocks_per_stage", "stages_per_rank")
 STEP = ("batch_size", "sequence_length", "optimizer", "imbalance")
 CONVENTIONS = (
-    "Memory is counted at the beginning of the backward. Parameters are {dtype}; so are gradients and optimizer state "
-    "without dtypes of their own. "
+    "Memory is counted at the beginning of the backward. Parameters are {dtypes}. "
     "Gathered parameters: of the largest module and of the model itself. Activations: the tensors that autograd "
     "saves on the CPU. Recomputed activations: of the module with the most. Work space and the all-reduces of "
     "losses, statistics and the gradient norm are not counted.\n"
@@ -84,7 +83,9 @@ def _report(options: argparse.Namespace, *, with_explanation: bool) -> str:
         f"{options.sequence_length} tokens.{f' Recomputed: {options.recompute}.' if recompute else ''}",
         f"The largest rank needs {readable_bytes(sum(costs.memory.values()))} of memory.",
     )
-    own = str(next(model.parameters()).dtype).removeprefix("torch.")
-    conventions = [CONVENTIONS.format(dtype=own), *([STAGE_CONVENTION] if len(costs.ranks) > 1 else [])]
+    own = next(model.parameters()).dtype
+    stored = [f"{name} {dtype}" for name, dtype in state_dtypes(options).of_parameters(own).items()]
+    dtypes = ", ".join([str(own), *stored]).replace("torch.", "")
+    conventions = [CONVENTIONS.format(dtypes=dtypes), *([STAGE_CONVENTION] if len(costs.ranks) > 1 else [])]
     texts = (report(["\n".join(head)]), explanation, str(costs), report(["\n".join(conventions)]))
     return "\n\n".join(filter(None, texts))

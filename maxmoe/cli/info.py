@@ -3,10 +3,10 @@
 import argparse
 import platform
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 import torch
 
+import maxmoe
 from maxmoe.cli.waiting_threads import waiting_of_this_process
 
 
@@ -22,6 +22,7 @@ def info(_options: argparse.Namespace) -> str:
             packages[package] = version(package)
         except PackageNotFoundError:
             packages[package] = "not installed"
+    core = maxmoe.build_info()
     facts = {
         **packages,
         "python": platform.python_version(),
@@ -30,19 +31,11 @@ def info(_options: argparse.Namespace) -> str:
         "threads": torch.get_num_threads(),
         "threads:wait": waiting_of_this_process(torch.get_num_threads()),
         "cuda": f"{torch.version.cuda}, {torch.cuda.device_count()} devices" if torch.version.cuda else "not in torch",
-        **_core(),
+        "core": core.pop("core"),
+        **{f"core:{name}": fact for name, fact in core.items()},
     }
     width = max(map(len, facts))
     return "\n".join(f"{name.ljust(width)}  {fact}" for name, fact in facts.items())
-
-
-def _core() -> dict[str, Any]:
-    """Return what the compiled core says of itself, or why there is none."""
-    try:
-        from maxmoe._library import build_info
-    except ImportError as error:
-        return {"core": error}
-    return {f"core:{name}": fact for name, fact in build_info().items()}
 
 
 def _processor() -> str:

@@ -23,6 +23,7 @@ loss, outputs and gradients are equal, with 1 if they differ, and with 2 if they
 
 import argparse
 import importlib
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -40,6 +41,24 @@ COMMANDS = {
 }
 
 
+# An argument in a message: the first word, which must be something, name=value, or a name of several words. In other
+# places "rules" or "memory" are ordinary words.
+ARGUMENT = re.compile(
+    r"^(?P<first>[a-z]+)(?= must | needs | \()"
+    r"|\b(?P<given>[a-z_]+)=(?P<value>'[^']*'|[\w.]+)"
+    r"|\b(?P<words>[a-z]+(_[a-z]+)+)\b"
+)
+NOT_OPTIONS = ("command", "report", "model", "module")
+
+
+class DefaultsFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, but no None, False or empty ones."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        says_nothing = action.default is False or action.default in (None, "")
+        return action.help if says_nothing else super()._get_help_string(action)
+
+
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line; None for the arguments of the process."""
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -48,7 +67,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     commands = parser.add_subparsers(required=True, metavar="command", dest="command")
     for name, (home, text) in COMMANDS.items():
-        command = commands.add_parser(name, help=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        command = commands.add_parser(name, help=text, formatter_class=DefaultsFormatter)
         if name in arguments[:1]:
             module = importlib.import_module(f"maxmoe.cli.{home}")
             module.add_options(command)
@@ -56,9 +75,28 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def with_options(message: str, options: argparse.Namespace) -> str:
+    """Return a message of the library with options of the command in the place of its arguments."""
+
+    def option(match: re.Match[str]) -> str:
+        name = match["first"] or match["given"] or match["words"]
+        if name not in vars(options) or name in NOT_OPTIONS:
+            return match[0]
+        value = (match["value"] or "").strip("'").removeprefix("True")
+        return f"--{name.replace('_', '-')} {value}".strip()
+
+    return ARGUMENT.sub(option, message)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return the exit code: 1 for ranks that differ, 2 for invalid options and failed ranks."""
-    options = parse_options(arguments)
+    try:
+        options = parse_options(arguments)
+    except ImportError as error:
+        if error.name != "maxmoe._library":
+            raise
+        print(f"error: {error}", file=sys.stderr)  # the command needs the C++ core
+        return 2
     try:
         report = options.report(options)
         print(report)
@@ -66,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
         return 2
     except (ValueError, RankError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {with_options(str(error), options)}", file=sys.stderr)
         return 2
     except Exception:
         if options.command != "compare_ranks":

@@ -34,7 +34,8 @@ def chosen_model(
     """Return a sentence that says what the model is, and the model on the meta device."""
     changes = {size: getattr(options, size) for size in SIZES if getattr(options, size) is not None}
     if (options.model is None) == (options.preset is None):
-        raise ValueError(f"give either module:function or --preset, got {options.model!r} and {options.preset!r}")
+        got = "neither" if options.model is None else f"{options.model} and --preset {options.preset}"
+        raise ValueError(f"give either module:function or --preset, got {got}")
     if options.preset is None:
         if changes:
             raise ValueError(f"--{next(iter(changes)).replace('_', '-')} needs --preset")
@@ -56,7 +57,7 @@ def chosen_model(
     dense = f", {config.num_dense_layers} of them dense" if config.num_dense_layers else ""
     text = f"{published.name}: a Decoder of {config.num_layers} layers{dense}, embedding and output projection."
     text += f" Differs from the published model: {published.differs}." if published.differs else ""
-    text += "".join(f" Here {name}={value}." for name, value in changes.items())
+    text += "".join(f" Here --{name.replace('_', '-')} {value}." for name, value in changes.items())
     return text, Decoder(config, device="meta", dtype=getattr(torch, options.dtype or "bfloat16"))
 
 
@@ -78,8 +79,8 @@ def _function(text: str) -> Callable[[], nn.Module]:
 def add_state_dtypes(add: Callable[..., Any]) -> None:
     """Add the options of the dtypes of gradients and optimizer state."""
     add("--gradient-dtype", choices=DTYPES, help="dtype of the gradients; the dtype of the parameters by default")
-    add("--master-dtype", choices=DTYPES, help="dtype of master weights; without it, there are none")
-    add("--moment-dtype", choices=DTYPES, help="dtype of the moments; the dtype of the parameters by default")
+    add("--master-dtype", choices=DTYPES, default="float32", help="dtype of the master weights of narrower parameters")
+    add("--moment-dtype", choices=DTYPES, help="dtype of the moments; float32 by default, or wider as the parameters")
 
 
 def state_dtypes(options: argparse.Namespace) -> StateDtypes:

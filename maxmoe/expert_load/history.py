@@ -102,12 +102,16 @@ class LoadHistory:
                 `PipelineOutput.stats`.
 
         Raises:
-            ValueError: if there are no layers, or other layers or numbers of experts than in the first step.
+            ValueError: if there are no layers, or other layers or numbers of experts than in the first step, as after
+                surgery.
         """
         num_experts = {layer: stats.tokens_per_expert.numel() for layer, stats in layers.items()}
         known = self._num_experts or num_experts
         if not num_experts or num_experts != known:
-            raise ValueError(f"layers must be the same in every step, with {known} experts, got {num_experts}")
+            message = f"layers must be the same in every step, with {known} experts, got {num_experts}"
+            if num_experts.keys() == known.keys() and num_experts:
+                message += f": after surgery, begin another record with LoadHistory(num_steps={self.num_steps})"
+            raise ValueError(message)
         self._num_experts = known
         self._add_to_windows(torch.cat([layers[layer].tokens_per_expert for layer in known]))
         self._add_values(torch.stack([_values(layers[layer]) for layer in known]))

@@ -45,7 +45,7 @@ class DecoderConfig:
     intermediate_size: int | None = None
     moe: MoEConfig | Sequence[MoEConfig] | None = None
     num_dense_layers: int = 0
-    max_sequence_length: int = 2048
+    max_sequence_length: int = 4096
     rope_theta: float = 10000.0
     norm_eps: float = 1e-6
     tie_embeddings: bool = False

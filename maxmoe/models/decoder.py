@@ -154,6 +154,7 @@ class Decoder(nn.Module):
             },
             fsdp_unit=True,  # the forward reads the weight of the embedding outside of the embedding's forward
             unsaved_parameters=() if self.output is None else ("embedding.weight",),
+            max_sequence_length=self.config.max_sequence_length,
             residual_stream=ResidualStream(self.config.hidden_size, ((None, "embedding"), ("norm", None))),
             # With tied embeddings, the last part has the embedding as well.
             pipeline_parts=PipelineParts(

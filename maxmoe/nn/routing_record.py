@@ -22,6 +22,14 @@ class RoutingRecord:
 
     calls: Mapping[str, list[Tensor]] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        """Return the number of calls of each layer and the shapes of their ids."""
+        layers = []
+        for path, calls in self.calls.items():
+            shapes = dict.fromkeys(f"{[*ids.shape]}" for ids in calls)
+            layers.append(f"{path!r}: {len(calls)} calls {', '.join(shapes)}".rstrip())
+        return f"{type(self).__name__}({'; '.join(layers)})"
+
     def __len__(self) -> int:
         """Return the largest number of calls of a layer."""
         return max(map(len, self.calls.values()), default=0)

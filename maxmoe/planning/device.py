@@ -58,7 +58,8 @@ class Device:
         ranks_per_node: number of ranks of a node; 0 if all ranks are on one node.
         intra_node: network within a node.
         inter_node: network between nodes.
-        overlap: share of the communication that runs beside products, where the code starts it early.
+        overlap: share of the communication that runs beside products, where the code starts it early. Collectives that
+            take processors or bandwidth from the products beside them have less than 1.
         row_passes: passes over the rows of routed experts in a forward and a backward, beside saved tensors, as if
             memory were read at full speed: gathers, weights, sums over the experts of a token, sorting.
         cores: number of cores that the ranks of a node share, each rank with one thread; 0 if every rank has a device.

@@ -25,7 +25,7 @@ from maxmoe.planning.communication import (
     traffic_of,
 )
 from maxmoe.planning.memory import (
-    PARAMETER_DTYPES,
+    MIXED_PRECISION,
     StateDtypes,
     activation_memory,
     parameter_dtype,
@@ -33,7 +33,7 @@ from maxmoe.planning.memory import (
     rank_memory,
     stored_memory,
 )
-from maxmoe.planning.planned_batch import PlannedBatch, message_bytes
+from maxmoe.planning.planned_batch import PlannedBatch, check_sequence_length, message_bytes
 from maxmoe.sharding.mesh import STAGE_AXIS, Mesh
 from maxmoe.sharding.planned_collective import PlannedCollective
 from maxmoe.sharding.rules import LogicalRules
@@ -130,15 +130,14 @@ def estimate(
     num_micro_batches: int | None = None,
     blocks_per_stage: Sequence[int] | None = None,
     stages_per_rank: int | None = None,
-    state_dtypes: StateDtypes = PARAMETER_DTYPES,
+    state_dtypes: StateDtypes = MIXED_PRECISION,
 ) -> Estimate:
     """Estimate the memory per rank and the communication per training step of a module on a mesh.
 
-    Gradients and optimizer state have the dtype of the parameters, as in `torch.optim`, or the dtypes of
-    `state_dtypes`.
-    AdamW keeps two elements per parameter element and does not communicate. Muon keeps one for the parameters that
-    `maxmoe.optim.parameter_groups` assigns to it, and communicates sharded matrices in its default dtype on the device
-    of the parameters.
+    Gradients have the dtype of the parameters, master weights of narrower parameters and moments are float32, unless
+    `state_dtypes` has other dtypes. AdamW keeps two elements per parameter element and does not communicate. Muon keeps
+    one for the parameters that `maxmoe.optim.parameter_groups` assigns to it, and communicates sharded matrices in its
+    default dtype on the device of the parameters.
 
     Activations are those that modules declare, see `saved_tensors` of `Declaration`. What others save is traced in one
     forward of the module without values, in train mode, with the tokens of a rank: ids ``(B, S)`` or hidden states
@@ -173,7 +172,8 @@ def estimate(
 
     Raises:
         ValueError: as `parameter_shardings` and `maxmoe.pipeline`; for another optimizer; for parameters of several
-            dtypes; for an empty batch; if axes that shard the tokens do not divide them.
+            dtypes; for an empty batch; for longer sequences than the module declares (`max_sequence_length`); if axes
+            that shard the tokens do not divide them.
     """
     if optimizer not in get_args(Optimizer):
         raise ValueError(f"optimizer must be one of {', '.join(get_args(Optimizer))}, got {optimizer!r}")
@@ -185,6 +185,7 @@ def estimate(
     )
     plan = with_imbalance(plan, imbalance, has_stages=stages is not None)
     pipeline = without_stages(plan) if stages is None else stages
+    check_sequence_length(module, sequence_length)
     batch = PlannedBatch(plan, batch_size, sequence_length, parameter_dtype(plan), num_chunks)
     largest = next(batch.micro_batches(pipeline.options.num_micro_batches))
     message = 0 if stages is None else message_bytes(module, largest)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from maxmoe.parallel.plan.plan import ParameterPlan, Plan, enclosing
+from maxmoe.parallel.plan.plan import Plan, enclosing
 from maxmoe.pipelining.fsdp_gathers import NUM_AHEAD
 from maxmoe.planning.planned_batch import PlannedBatch
 
@@ -17,28 +17,37 @@ from maxmoe.planning.planned_batch import PlannedBatch
 class StateDtypes:
     """Dtypes in which a rank stores gradients, master weights and moments.
 
-    Mixed precision with bfloat16 parameters usually has float32 master weights and moments::
+    By default those of mixed-precision training. An optimizer of torch that is given bfloat16 parameters keeps moments
+    of the same dtype, and no master weights::
 
-        StateDtypes(master=torch.float32, moments=torch.float32)
+        StateDtypes(master=torch.bfloat16, moments=torch.bfloat16)
 
     Args:
         gradients: dtype of the gradients; None for the dtype of the parameters, which collectives have in any case.
-        master: dtype of the master weights; None without master weights.
-        moments: dtype of the moments of the optimizer; None for the dtype of the parameters.
+        master: dtype of the master weights, float32 by default. Only narrower parameters have master weights.
+        moments: dtype of the moments of the optimizer; None for float32, or the dtype of the parameters if it is wider.
     """
 
     gradients: torch.dtype | None = None
-    master: torch.dtype | None = None
+    master: torch.dtype = torch.float32
     moments: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         for name in ("gradients", "master", "moments"):
             dtype = getattr(self, name)
-            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-                raise ValueError(f"{name} must be a floating-point dtype or None, got {dtype!r}")
+            if dtype is None and name != "master":
+                continue
+            if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+                raise ValueError(f"{name} must be a floating-point dtype, got {dtype!r}")
+
+    def of_parameters(self, parameters: torch.dtype) -> dict[str, torch.dtype]:
+        """Return the dtypes of gradients, moments and master weights, if there are any, for parameters of a dtype."""
+        wide = max(parameters, torch.float32, key=lambda dtype: dtype.itemsize)
+        dtypes = {"gradients": self.gradients or parameters, "moments": self.moments or wide}
+        return dtypes | ({"master weights": self.master} if self.master.itemsize > parameters.itemsize else {})
 
 
-PARAMETER_DTYPES = StateDtypes()
+MIXED_PRECISION = StateDtypes()
 
 
 def parameter_dtype(plan: Plan) -> torch.dtype:
@@ -59,22 +68,16 @@ def parameter_dtype(plan: Plan) -> torch.dtype:
 
 def stored_memory(plan: Plan, optimizer: str, matrices: Collection[str], dtypes: StateDtypes) -> dict[str, int]:
     """Count parameters, gradients and optimizer state; `matrices` are the names of those with one state element."""
-    stored = {name: parameter.local_bytes for name, parameter in plan.parameters.items()}
-    trained = {name: parameter for name, parameter in plan.parameters.items() if parameter.is_trained}
-
-    def bytes_in(dtype: torch.dtype | None, elements: int, parameter: ParameterPlan) -> int:
-        own = parameter.parameter.dtype
-        return elements * stored[parameter.name] // own.itemsize * (dtype or own).itemsize
-
-    memory = {
-        "parameters": sum(stored.values()),
-        "gradients": sum(bytes_in(dtypes.gradients, 1, parameter) for parameter in trained.values()),
-        f"state of {optimizer}": sum(
-            bytes_in(dtypes.moments, 1 if name in matrices else 2, parameter) for name, parameter in trained.items()
-        ),
-    }
-    if dtypes.master is not None:
-        memory["master weights"] = sum(bytes_in(dtypes.master, 1, parameter) for parameter in trained.values())
+    memory = defaultdict(int, dict.fromkeys(("parameters", "gradients", f"state of {optimizer}"), 0))
+    for name, parameter in plan.parameters.items():
+        own, stored = parameter.parameter.dtype, parameter.local_bytes
+        memory["parameters"] += stored
+        for purpose, dtype in dtypes.of_parameters(own).items() if parameter.is_trained else ():
+            num_bytes = stored // own.itemsize * dtype.itemsize
+            if purpose == "moments":
+                memory[f"state of {optimizer}"] += num_bytes * (1 if name in matrices else 2)
+            else:
+                memory[purpose] += num_bytes
     return memory
 
 
@@ -109,7 +112,8 @@ def rank_memory(
     `stages` has the parts of each stage of the rank; `unsharded_gradients` is None without stages.
     """
     states = [part.state for stage in stages for part in stage]
-    memory = {purpose: sum(state[purpose] for state in states) for purpose in states[0]}
+    purposes = dict.fromkeys(purpose for state in states for purpose in state)
+    memory = {purpose: sum(state.get(purpose, 0) for state in states) for purpose in purposes}
     gathered = max(sum(part.gathered for part in stage) + max(part.largest for part in stage) for stage in stages)
     if unsharded_gradients is not None:
         memory["unsharded gradients"] = unsharded_gradients

@@ -18,6 +18,17 @@ from maxmoe.pipelining.micro_batches import MicroBatch
 from maxmoe.planning.traced_forward import Trace, trace, traced_modules
 
 
+def check_sequence_length(model: nn.Module, length: int) -> None:
+    """Raise a ValueError if the forward of a module of a model does not take sequences of this length."""
+    check_int("sequence_length", length, at_least=1)
+    for module in model.modules():
+        longest = declaration_of(module).max_sequence_length
+        if longest is not None and length > longest:
+            raise ValueError(
+                f"sequence_length ({length}) must not exceed max_sequence_length ({longest}) of {type(module).__name__}"
+            )
+
+
 @dataclass(frozen=True)
 class PlannedBatch:
     """Forward and backward of a batch by the plan of a model or of a part of it, if routing is balanced."""

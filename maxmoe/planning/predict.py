@@ -17,7 +17,7 @@ from maxmoe.pipelining.schedules import check_schedule
 from maxmoe.planning.communication import activation_communication, dispatch_communication, parameter_communication
 from maxmoe.planning.device import Device
 from maxmoe.planning.memory import (
-    PARAMETER_DTYPES,
+    MIXED_PRECISION,
     StateDtypes,
     activation_memory,
     parameter_dtype,
@@ -26,7 +26,7 @@ from maxmoe.planning.memory import (
     stored_memory,
 )
 from maxmoe.planning.model_parts import FIRST, LAST, ModelParts, StageKind
-from maxmoe.planning.planned_batch import PlannedBatch
+from maxmoe.planning.planned_batch import PlannedBatch, check_sequence_length
 from maxmoe.planning.step_time import Cost, computed, sent
 from maxmoe.sharding.mesh import STAGE_AXIS, Mesh
 from maxmoe.sharding.planned_collective import PlannedCollective
@@ -264,7 +264,7 @@ def predict(
     num_chunks: int = 1,
     recompute: Collection[str] | None = None,
     num_micro_batches: int = 1,
-    state_dtypes: StateDtypes = PARAMETER_DTYPES,
+    state_dtypes: StateDtypes = MIXED_PRECISION,
 ) -> PredictedPlan:
     """Predict the time and the memory of a training step with one plan, by the model in docs/planning.md.
 
@@ -289,6 +289,7 @@ def predict(
         ValueError: as `estimate`; for an unknown device, and one without a peak in the dtype of the parameters; for
             pipeline stages of a module that does not declare `pipeline_parts`.
     """
+    check_sequence_length(module, sequence_length)
     parts, table = ModelParts(planned_copy(module)), LogicalRules.load(rules)
     batch = PlannedBatch(parts.on_one_rank, batch_size, sequence_length, parameter_dtype(parts.on_one_rank))
     step = Step(batch_size, sequence_length, batch.dtype, state_dtypes)

@@ -18,9 +18,9 @@ from maxmoe.parallel.parallelize import types_that_may_mix_tokens
 from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.parallel.plan.sharded_tokens import activation_spec, token_sharding
 from maxmoe.planning.device import Device
-from maxmoe.planning.memory import PARAMETER_DTYPES, StateDtypes, activation_memory, parameter_dtype, stored_memory
+from maxmoe.planning.memory import MIXED_PRECISION, StateDtypes, activation_memory, parameter_dtype, stored_memory
 from maxmoe.planning.model_parts import ModelParts
-from maxmoe.planning.planned_batch import PlannedBatch
+from maxmoe.planning.planned_batch import PlannedBatch, check_sequence_length
 from maxmoe.planning.predict import MeshCosts, PredictedPlan, Step
 from maxmoe.planning.search_result import NoPlanFits, SearchResult
 from maxmoe.sharding.mesh import STAGE_AXIS, Mesh
@@ -219,7 +219,7 @@ def search(
     sequence_length: int,
     memory: int | None = None,
     rules: Sequence[str] | None = None,
-    state_dtypes: StateDtypes = PARAMETER_DTYPES,
+    state_dtypes: StateDtypes = MIXED_PRECISION,
     num_plans: int = 10,
     progress: bool = False,
 ) -> SearchResult:
@@ -239,7 +239,8 @@ def search(
         batch_size: number of sequences per step, over all ranks.
         sequence_length: number of tokens per sequence.
         memory: bytes of a rank; None for the memory of the device.
-        rules: names of presets or YAML files of rules; None for all presets.
+        rules: names of presets or YAML files of rules; None for all presets, "default" first. A plan that several of
+            them give has the name of the first one.
         state_dtypes: dtypes of gradients, master weights and moments.
         num_plans: largest number of plans to return.
         progress: whether to show a progress bar, if tqdm is installed.
@@ -249,12 +250,14 @@ def search(
 
     Raises:
         NoPlanFits: if no plan fits in memory, with those that need least.
-        ValueError: if no mesh divides the batch, or `parallelize` refuses all plans; for a module whose saved tensors
-            are not known, an unknown device or rules, and a device without a peak in the dtype of the parameters.
+        ValueError: if no mesh divides the batch, or `parallelize` refuses all plans; for longer sequences than the
+            module declares (`max_sequence_length`), a module whose saved tensors are not known, an unknown device or
+            rules, and a device without a peak in the dtype of the parameters.
     """
     numbers = {"world_size": world_size, "batch_size": batch_size, "num_plans": num_plans}
     for name, value in (numbers | {"sequence_length": sequence_length}).items():
         check_int(name, value, at_least=1)
+    check_sequence_length(module, sequence_length)
     device = Device.load(device)
     device = device if memory is None else replace(device, memory=memory)
     parts = ModelParts(planned_copy(module))
@@ -264,7 +267,8 @@ def search(
     device.peak(step.dtype)
     uncounted = batch.trace().problem
     result = SearchResult(world_size=world_size, device=device, step=step, uncounted=uncounted)
-    run = Search(parts, preset_names() if rules is None else rules, result)
+    presets = sorted(preset_names(), key=lambda name: (name != "default", name))
+    run = Search(parts, presets if rules is None else rules, result)
     run.run(_with_bar if progress else iter)
     if not result.num_considered:
         reasons = ", ".join(f"{number} meshes: {reason}" for reason, number in result.cannot_run.items())
@@ -278,7 +282,9 @@ def search(
         )
     if not run.found:
         raise NoPlanFits(run.smallest, device.memory, remedies(run))
-    found = {repr(replace(plan, rules="")): plan for plan in run.found.values()}  # other rules may give the same plan
+    found: dict[str, PredictedPlan] = {}
+    for plan in run.found.values():  # in the order of the rules, of which several may give the same plan
+        found.setdefault(repr(replace(plan, rules="")), plan)
     result.plans = tuple(sorted(found.values(), key=lambda plan: plan.seconds)[:num_plans])
     return result
 
@@ -287,14 +293,19 @@ def remedies(run: Search) -> Iterator[str]:
     """Say what would make a plan fit: dtypes of the state, or more ranks."""
     step, world_size = run.result.step, run.result.world_size
     dtypes, name = step.state_dtypes, str(step.dtype).removeprefix("torch.")
+    stored, others = dtypes.of_parameters(step.dtype), dict[str, StateDtypes]()
+    if stored["moments"] != step.dtype:
+        others[f"moments in {name}"] = replace(dtypes, moments=step.dtype)
+    if "master weights" in stored:
+        others["no master weights"] = replace(dtypes, master=step.dtype)
+    if len(others) > 1:
+        others[" and ".join(others)] = replace(dtypes, moments=step.dtype, master=step.dtype)
 
     def fits(state_dtypes: StateDtypes, num_ranks: int) -> bool:
         changed = replace(run.result, step=step._replace(state_dtypes=state_dtypes), world_size=num_ranks)
         return Search(run.parts, run.rule_names, changed).any_fits()
 
-    others = {f"moments in {name}": replace(dtypes, moments=None), "no master weights": replace(dtypes, master=None)}
-    others[" and ".join(others)] = StateDtypes(gradients=dtypes.gradients)
-    of_dtypes = (text for text, other in others.items() if other != dtypes and fits(other, world_size))
+    of_dtypes = (text for text, other in others.items() if fits(other, world_size))
     if (text := next(of_dtypes, None)) is not None:
         yield f"It fits with {text}."
     of_ranks = (factor * world_size for factor in FACTORS if fits(dtypes, factor * world_size))

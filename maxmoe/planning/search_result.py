@@ -9,7 +9,7 @@ from maxmoe.planning.predict import PredictedPlan, Step
 from maxmoe.text_table import readable_bytes, report
 
 TIE = 1.03  # plans whose times differ by less are not told apart
-ERRORS = (-57, 87)  # percent, of the predictions for published runs: the table of docs/planning.md
+ERRORS = (-61, 83)  # percent, of the predictions for published runs: the table of docs/planning.md
 HEAD = (
     "A ranking by a model of time, not a promise: for seven published runs of other libraries it predicts from "
     f"{-ERRORS[0]} % fewer to {ERRORS[1]} % more tokens per second (docs/planning.md)."
@@ -100,12 +100,11 @@ def _counts(numbers: Mapping[str, int]) -> Iterator[str]:
 
 def assumptions(device: Device, step: Step) -> str:
     """Say the dtypes of a plan, and what the model of time takes from the device."""
-    dtypes, own = step.state_dtypes, str(step.dtype).removeprefix("torch.")
-    state = {"gradients": dtypes.gradients or step.dtype, "moments": dtypes.moments or step.dtype}
-    state |= {} if dtypes.master is None else {"master weights": dtypes.master}
-    stored = ", ".join(f"{str(dtype).removeprefix('torch.')} {name}" for name, dtype in state.items())
+    dtypes = {"parameters and activations": step.dtype, **step.state_dtypes.of_parameters(step.dtype)}
+    stored = ", ".join(f"{str(dtype).removeprefix('torch.')} {name}" for name, dtype in dtypes.items())
     return (
-        f"{own} parameters and activations, {stored}. Products reach {device.max_share:.0%} of the peak of "
+        f"{stored}. Products reach "
+        f"{device.max_share:.0%} of the peak of "
         f"{device.peak(step.dtype) / 1e12:,.4g} TFLOPS, with {device.half_rows:g} rows half of that; attention "
         f"{device.attention_share:.0%}. A rank reads and writes {device.memory_bandwidth / 1e9:,.4g} GB/s, and sends "
         f"{device.intra_node.bandwidth / 1e9:.4g} GB/s within its node and {device.inter_node.bandwidth / 1e9:.4g} "

@@ -102,21 +102,32 @@ def test_other_rules_optimizer_and_recomputation(capsys: pytest.CaptureFixture[s
     [
         (("--preset", "mixtra", "--mesh", "a=2"), "there is no model 'mixtra'; the nearest are 'mixtral'"),
         (("--preset", "mixtral", "--mesh", "a:2"), "a mesh must read like fsdp=2,expert=4, got 'a:2'"),
-        (("--preset", "mixtral", "--mesh", "fsdp=-1"), "world_size must be given for a mesh with a -1: fsdp=-1"),
+        (
+            ("--preset", "mixtral", "--mesh", "fsdp=-1"),
+            "error: --world-size must be given for a mesh with a -1: fsdp=-1",
+        ),
         (("--preset", "mixtral", "--mesh", "fsdp=3", "--world-size", "8"), "make 3 ranks, and the world has 8"),
         (
             ("--preset", "mixtral", "--mesh", "fdsp=2"),
-            "no rule has the axis 'fdsp' of Mesh(fdsp=2); the nearest are 'fsdp'",
+            "no rule has the axis 'fdsp' of Mesh(fdsp=2); the nearest are 'fsdp'; choose axes of the rules, "
+            "other rules, or --allow-unused",
         ),
         (("--preset", "mixtral", "--mesh", "fsdp=²"), "a mesh must read like fsdp=2,expert=4, got 'fsdp=²'"),
         (("--preset", "mixtral", "--mesh", "fsdp=2", "--rules", "ep"), "there is no preset 'ep', only cp-as-ep, "),
         (("--preset", "mixtral", "--mesh", "fsdp=2", "--rules", "no/such.yaml"), "no/such.yaml: No such file"),
         (
             ("--preset", "mixtral", "--mesh", "fsdp=2", "--batch-size", "3"),
-            "batch_size (3) must be divisible by fsdp=2",
+            "error: --batch-size (3) must be divisible by fsdp=2",
         ),
-        (("--preset", "mixtral", "--mesh", "fsdp=2", "--num-dense-layers", "99"), "num_dense_layers (99) must not"),
-        (("--preset", "mixtral", "--mesh", "fsdp=2", "--num-heads", "7"), "must divide num_heads (7)"),
+        (
+            ("--preset", "mixtral", "--mesh", "fsdp=2", "--num-dense-layers", "99"),
+            "error: --num-dense-layers (99) must not exceed --num-layers",
+        ),
+        (("--preset", "mixtral", "--mesh", "fsdp=2", "--num-heads", "7"), "must divide --num-heads (7)"),
+        (
+            ("--preset", "olmoe", "--num-layers", "1", "--mesh", "fsdp=2", "--imbalance", "2"),
+            "error: --imbalance (2.0) needs --dispatch least_loaded",
+        ),
     ],
 )
 def test_bad_input_is_one_line(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,6 +153,14 @@ def test_dispatch_is_as_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*mesh, "--dispatch", "ring") == (2, "usage")
 
 
+@pytest.mark.parametrize("command", ["plan", "explain", "estimate", "compare_ranks", "info"])
+def test_the_help_shows_defaults_that_say_something(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    defaults = re.findall(r"\(default: (.*?)\)", capsys.readouterr().out)
+    assert not {"None", "False", ""} & {*defaults} and bool(defaults) == (command != "info")
+
+
 @pytest.mark.parametrize("option", ["--batch-size", "--world-size", "--num-layers", "--num-chunks"])
 def test_numbers_are_positive(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--preset", "mixtral", "--mesh", "fsdp=2", option, "0") == (2, "usage")
@@ -153,6 +172,7 @@ def test_info_describes_this_installation(capsys: pytest.CaptureFixture[str]) ->
     said = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert said["torch"] == torch.__version__ and said["threads"] == str(torch.get_num_threads())
     assert said["core:isa"] == build_info()["isa"] in said["core:supported_isas"]
+    assert Path(said["core"]).is_file()
     assert said["processor"] != "unknown"
     assert said["threads:wait"] == waiting_of_this_process(torch.get_num_threads())
 
@@ -173,6 +193,10 @@ import torch, maxmoe
 def build():
     moe = maxmoe.MoEConfig(hidden_size=16, intermediate_size=8, num_experts=4, top_k=2)
     return torch.nn.Sequential(torch.nn.Linear(16, 16), maxmoe.MoEFeedForward(moe)).to(torch.float16)
+def short():
+    model = build()
+    model.declaration = maxmoe.parallel.Declaration(max_sequence_length=8)
+    return model
 nothing = lambda: None
 """
 
@@ -194,7 +218,8 @@ def test_a_model_of_ones_own(own_module: str, capsys: pytest.CaptureFixture[str]
         assert main([command, f"{own_module}:build", *mesh]) == 0
         texts[command] = capsys.readouterr().out
     assert texts["estimate"].startswith("own_models:build: a Sequential of 1,872 parameters.")
-    assert "Parameters are float16" in texts["estimate"] and "logical names" not in texts["estimate"]
+    dtypes = "Parameters are float16, gradients float16, moments float32, master weights float32."
+    assert dtypes in texts["estimate"] and "logical names" not in texts["estimate"]
     assert "logical names" in texts["explain"] and texts["explain"].endswith(texts["estimate"].split("\n\n", 1)[1])
     assert main(["plan", f"{own_module}:build", "--world-size", "2", *step]) == 0
     assert "own_models:build" in capsys.readouterr().out
@@ -212,7 +237,11 @@ def test_a_model_of_ones_own(own_module: str, capsys: pytest.CaptureFixture[str]
         ),
         (("own_models:nothing",), "own_models:nothing must return a torch.nn.Module, got NoneType"),
         (("own_models:build", "--preset", "olmoe"), "give either module:function or --preset"),
-        ((), "give either module:function or --preset, got None and None"),
+        ((), "give either module:function or --preset, got neither"),
+        (
+            ("own_models:short",),
+            "error: --sequence-length (4096) must not exceed max_sequence_length (8) of Sequential",
+        ),
         (("own_models:build", "--num-layers", "2"), "--num-layers needs --preset"),
     ],
 )

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -287,3 +288,10 @@ def test_the_command_prints_one_line_and_fails(tmp_path: Path) -> None:
     result = programs.run(command)
     assert result.returncode == 1 and result.stdout == ""
     assert result.stderr.startswith("pretrain: --data") and result.stderr.count("\n") == 1
+
+
+def test_the_help_shows_defaults_that_say_something(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        pretrain.parse_options(["--help"])
+    defaults = {*re.findall(r"\(default: (.*?)\)", capsys.readouterr().out)}
+    assert "0" in defaults and not {"None", "False", ""} & defaults

@@ -140,6 +140,9 @@ def test_a_record_is_saved_and_loaded(tmp_path: Path) -> None:
     loaded = RoutingRecord.load(tmp_path / "record.pt")
     assert loaded.calls.keys() == record.calls.keys()
     assert all(torch.equal(loaded.calls[path][0], ids) for path, (ids,) in record.calls.items())
+    (first, (ids,)), *_ = record.calls.items()
+    assert repr(record[:1]).startswith(f"RoutingRecord({first!r}: 1 calls {[*ids.shape]}")  # without the ids
+    assert len(repr(record)) < 100 * len(record.calls)
     torch.save({"layer": torch.zeros(3)}, tmp_path / "other.pt")
     with pytest.raises(
         ValueError, match=r"other\.pt must be a record of routing: lists of tensors by the paths of layers"

@@ -26,6 +26,7 @@ def error_line(done: subprocess.CompletedProcess[str]) -> str:
 def test_build_info() -> None:
     assert INFO["torch"].split("+")[0].split(".")[:2] == torch.__version__.split("+")[0].split(".")[:2]
     assert maxmoe.__version__ == INFO["version"]
+    assert Path(INFO["core"]).parent == PACKAGE
     assert f'version = "{INFO["version"]}"' in (ROOT / "pyproject.toml").read_text()
     assert re.fullmatch(r"(gcc|clang) \d+.*", INFO["compiler"])
     assert re.fullmatch(r"\d+\.\d+\.\d+", INFO["eigen"])
@@ -65,7 +66,7 @@ def library_error(folder: Path) -> str:
 
 def test_missing_core_says_how_to_build(tmp_path: Path) -> None:
     message = library_error(tmp_path)
-    assert message.startswith("the C++ core of maxmoe is not built")
+    assert "need its C++ core, which is not built" in message and "MAXMOE_CORE=off" in message
     assert "pip install --no-build-isolation -e ." in message
 
 
@@ -81,7 +82,7 @@ def test_another_torch_gives_the_commands_that_help(tmp_path: Path, is_wheel: bo
     if not is_wheel:
         (tmp_path / "setup.py").touch()
     message = library_error(package)
-    sources = "a clone of https://github.com/maxmoe/maxmoe" if is_wheel else tmp_path
+    sources = "the folder of its sources" if is_wheel else tmp_path
     assert message == (
         f"maxmoe was built for torch 2.1, 2.9, 2.10, {MAJOR}.{MINOR}1, but torch {torch.__version__} is "
         f"running. Build it for this torch, in {sources}: "

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import maxmoe
 from support import programs
 
 ROOT = Path(__file__).parents[2]
@@ -21,9 +22,21 @@ def test_the_comparison_of_ranks() -> None:
     assert " passed" in text
 
 
+OFF = "layers and operators of maxmoe need its C++ core, got MAXMOE_CORE=off in the environment"
+
+
 def test_a_layer_says_what_is_missing() -> None:
-    code = "import maxmoe; maxmoe.presets.mixtral(); maxmoe.sharding.LogicalRules.load('ep-tp'); maxmoe.MoE"
+    code = "import maxmoe; maxmoe.presets.mixtral(); maxmoe.sharding.LogicalRules.load('ep-tp'); "
+    code += "print(maxmoe.build_info()); maxmoe.MoE"
     done = programs.python(code, env=os.environ | {"MAXMOE_CORE": "off"})
-    assert done.stderr.splitlines()[-1] == (
-        "ImportError: layers and operators of maxmoe need its C++ core, got MAXMOE_CORE=off in the environment"
-    )
+    assert done.stdout == f"{ {'core': OFF, 'version': maxmoe.__version__} }\n"
+    assert done.stderr.splitlines()[-1] == f"ImportError: {OFF}"
+
+
+@pytest.mark.parametrize("command", ["plan", "explain", "estimate", "info"])
+def test_commands_say_what_is_missing(command: str) -> None:
+    done = programs.run([sys.executable, "-m", "maxmoe", command], env=os.environ | {"MAXMOE_CORE": "off"})
+    if command == "info":
+        assert done.returncode == 0 and ["core", OFF] in [line.split(maxsplit=1) for line in done.stdout.splitlines()]
+    else:
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {OFF}\n")

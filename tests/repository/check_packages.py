@@ -23,7 +23,7 @@ TORCHES = re.findall(r'"([\d.]+)"', "".join(re.findall(r"^torch = \[(.*)\]$", PR
 MINORS = [tuple(map(int, release.split(".")[:2])) for release in TORCHES]
 LOW, HIGH = f">={MINORS[0][0]}.{MINORS[0][1]}", f"<{MINORS[-1][0]}.{MINORS[-1][1] + 1}"
 TORCH_REQUIREMENT = f"torch{LOW},{HIGH}"
-REQUIREMENTS = (f"torch{HIGH},{LOW}", "PyYAML>=")  # in the order of setuptools
+REQUIREMENTS = (f"torch{HIGH},{LOW}", "PyYAML>=", "numpy")  # in the order of setuptools
 # Written by the build: by CMake, one for each torch, and by setuptools.
 CORE = {f"maxmoe/libmaxmoe_torch{major}_{minor}.so" for major, minor in MINORS}
 WHEEL_RECORDS = {"METADATA", "RECORD", "WHEEL", "top_level.txt", "licenses/LICENSE", "licenses/THIRD_PARTY_LICENSES"}
@@ -70,10 +70,6 @@ def metadata_complaints(text: str) -> Iterator[str]:
     metadata = HeaderParser().parsestr(text)
     if metadata["Version"] != VERSION:
         yield f"its version is {metadata['Version']}, pyproject.toml has {VERSION}"
-    urls = {url.partition(", ")[0] for url in metadata.get_all("Project-URL", [])}
-    for wanted in ("Repository", "Documentation", "Changelog", "Issues"):
-        if wanted not in urls:
-            yield f"its metadata has no URL of the name {wanted}"
     required = metadata.get_all("Requires-Dist", [])
     for wanted in REQUIREMENTS:
         if not any(requirement.startswith(wanted) for requirement in required):

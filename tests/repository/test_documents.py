@@ -15,7 +15,7 @@ import maxmoe
 from benchmarks import calibration
 from fuzz import steps_under_load
 from maxmoe.planning import Device
-from repository.check_packages import TORCH_REQUIREMENT, TORCHES
+from repository.check_packages import TORCH_REQUIREMENT, TORCHES, tracked
 from support.docs_module import docs_module
 
 ROOT = Path(__file__).parents[2]
@@ -93,7 +93,7 @@ def check_command(arguments: list[str]) -> None:
     from maxmoe.cli.main import parse_options
 
     layers = ["--num-layers", "4"] if "--preset" in arguments else []
-    few_meshes = ["--rules", "pure-fsdp", "--memory", "200GiB"] if arguments[0] == "plan" else []
+    few_meshes = ["--rules", "pure-fsdp", "--memory", "400GiB"] if arguments[0] == "plan" else []
     Path("my_models.py").write_text(MY_MODELS)  # the reader's, in the folder of the test
     options = parse_options([*arguments, *layers, *few_meshes])
     if arguments[0] == "compare_ranks":  # the reader's module
@@ -167,7 +167,11 @@ def test_a_calibration_writes_a_device(tmp_path: Path, monkeypatch: pytest.Monke
     assert Device.load(tmp_path / "my.yaml").name == "my"
 
 
-REPOSITORY = "git+https://github.com/maxmoe/maxmoe"
+def test_the_address_of_the_repository_is_in_one_place() -> None:
+    """In pyproject.toml, once there is one."""
+    files = [path for path in tracked() if (ROOT / path).is_file()]
+    named = {path for path in files if re.search(rb"git(hub|lab)\.com/[\w-]+/maxmoe\b", (ROOT / path).read_bytes())}
+    assert "README.md" in files and named <= {"pyproject.toml"}
 
 
 def check_pip(arguments: list[str]) -> None:
@@ -177,7 +181,7 @@ def check_pip(arguments: list[str]) -> None:
         if argument.startswith(".["):
             for extra in argument[2:-1].split(","):
                 assert re.search(rf"^{extra} = \[", project, re.MULTILINE), extra
-        elif not argument.startswith(("-", "https://")) and argument != REPOSITORY:
+        elif not argument.startswith(("-", "https://")) and argument not in (".", "dist/*.whl"):
             assert argument == TORCH_REQUIREMENT or f'"{argument}"' in project, argument
 
 

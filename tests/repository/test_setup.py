@@ -39,20 +39,20 @@ def required(folder: Path) -> set[str]:
 def test_the_torch_of_the_environment_is_required(tmp_path: Path) -> None:
     done = metadata(tmp_path, sites=None)
     assert done.returncode == 0, done.stderr
-    assert required(tmp_path) == {f"torch<{MAJOR}.{MINOR + 1},>={MAJOR}.{MINOR}", "PyYAML>=6"}
+    assert required(tmp_path) == {f"torch<{MAJOR}.{MINOR + 1},>={MAJOR}.{MINOR}", "PyYAML>=6", "numpy"}
 
 
 def test_one_wheel_for_several_releases_accepts_each_of_them(tmp_path: Path) -> None:
     sites = [site_with_torch(tmp_path / release, f"{release}+cpu") for release in reversed(TORCHES)]
     done = metadata(tmp_path, sites=sites)
     assert done.returncode == 0, done.stderr
-    assert required(tmp_path) == {REQUIREMENTS[0], "PyYAML>=6"}
+    assert required(tmp_path) == {REQUIREMENTS[0], "PyYAML>=6", "numpy"}
 
 
 def test_without_the_core_every_torch_will_do(tmp_path: Path) -> None:
     done = metadata(tmp_path, sites=[str(tmp_path)], MAXMOE_CORE="off")
     assert done.returncode == 0, done.stderr
-    assert required(tmp_path) == {REQUIREMENTS[0], "PyYAML>=6"}
+    assert required(tmp_path) == {REQUIREMENTS[0], "PyYAML>=6", "numpy"}
 
 
 def test_a_misspelt_choice_of_the_core_is_an_error(tmp_path: Path) -> None:
