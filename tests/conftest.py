@@ -92,10 +92,11 @@ def fresh_state(num_threads: int) -> Iterator[None]:
     torch.default_generator.manual_seed(0)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(0)
-    threads = torch.get_num_threads()
+    threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
     torch.set_num_threads(num_threads)
     yield
     torch.set_num_threads(threads)
+    torch.set_default_dtype(dtype)
 
 
 @pytest.fixture(params=["cpu", "aten"])

@@ -10,6 +10,7 @@ from types import FrameType
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.utils.checkpoint import CheckpointFunction
 
 Hooks = tuple[Callable[[Tensor], object], Callable[[object], Tensor]]
@@ -50,6 +51,25 @@ def checkpoint_frames() -> list[object]:
         is_recomputed = "target_frame_ref" in variables
         frames.append(variables["target_frame_ref"]() if is_recomputed else variables["frame"])
     return frames
+
+
+def running_checkpoints() -> list[object]:
+    """Return an object for each checkpoint whose forward or recomputation runs, the same object in both.
+
+    It lives as long as the graph of the forward. For a reentrant checkpoint, of torch or of another library, it is the
+    context of its `torch.autograd.Function`, which may also be a Function that recomputes nothing.
+    """
+    frames = checkpoint_frames()
+    return frames if torch.is_grad_enabled() and not is_backward_running() else [*frames, *_running_functions()]
+
+
+def _running_functions() -> Iterator[FunctionCtx]:
+    """Yield the contexts of the Functions in Python whose forward or backward runs, the innermost first."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_varnames[:1] == ("ctx",) and isinstance(frame.f_locals.get("ctx"), FunctionCtx):
+            yield frame.f_locals["ctx"]
+        frame = frame.f_back
 
 
 def _is_of_checkpoint(hooks: Hooks) -> bool:

@@ -1,5 +1,6 @@
-"""Private names of FSDP2: groups of parameters, the root, what an exception leaves in it."""
+"""Private names of FSDP2: groups of parameters and their hooks, the root, what an exception leaves in it."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -54,6 +55,14 @@ def make_root(module: Any) -> None:
 def is_running_root(module: Any) -> bool:
     """Return whether a FSDP2 module has been called as the root of others; `reset_iter_state` raises for any other."""
     return bool(module._get_fsdp_state()._is_root)
+
+
+def parameters_with_hooks(module: Any) -> Iterator[tuple[Any, str]]:
+    """Yield owner and name of each parameter of a FSDP2 module, gathered or not, that has a hook for its gradient."""
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        for parameter in group.fsdp_params:
+            if parameter.sharded_param._backward_hooks:
+                yield parameter._module_info.module, parameter._module_info.param_name
 
 
 def reset_root(root: Any) -> None:

@@ -42,7 +42,7 @@ def takes(module: nn.Module, parameter: str) -> bool:
 def hand_over(module: nn.Module, parameter: str, factors: LowRankFactors) -> Iterator[None]:
     """Give a module the factors beside one of its parameters, in the calls of this thread while the block runs."""
     handed_over = _HandedOver(module, factors)
-    with _handed_over.set({**(_handed_over.value or {}), parameter: handed_over}):
+    with _handed_over.set({**(_handed_over.read(module, parameter) or {}), parameter: handed_over}):
         yield
     if not handed_over.is_taken:
         raise RuntimeError(
@@ -59,7 +59,7 @@ def factors_of(module: nn.Module, parameter: str, *, transposed: bool = False) -
         parameter: name of a parameter ``(L, in, out)``, or ``(L, out, in)`` if it is transposed.
         transposed: whether the module computes with the transposed matrices.
     """
-    handed_over = None if _handed_over.value is None else _handed_over.value.get(parameter)
+    handed_over = (_handed_over.read(module) or {}).get(parameter)
     if handed_over is None or handed_over.module is not module:
         return None
     handed_over.is_taken = True

@@ -119,7 +119,7 @@ class StatsAccumulator:
         """
         none = torch.zeros(0)
         checksums = {
-            name: none if (router := layer.balanced_router) is None else checksum(router.wide_correction_bias)
+            name: none if (router := layer.balanced_router) is None else checksum(router.wide_correction_bias())
             for name, layer in self._layers.items()
         }
         sums = {name: layer.metrics_accumulator.take() for name, layer in self._layers.items()}

@@ -11,7 +11,9 @@ class LoadCallback(lightning.Callback):  # type: ignore[misc]
     """Callback of Lightning that records the load of the experts in every optimizer step.
 
     It has a `StatsAccumulator`, whose `update` it calls after each optimizer step, so that correction biases move. All
-    loggers of the trainer get the values of all steps, every `log_every_n_steps`::
+    loggers of the trainer get the values of all steps, every `log_every_n_steps`. The steps of several optimizers after
+    one batch are one step here, and several in ``trainer.global_step``. A training resumed from a checkpoint without
+    this callback begins with step 1::
 
         callback = maxmoe.integrations.lightning.LoadCallback()
         lightning.Trainer(callbacks=[callback]).fit(model, data)
@@ -38,10 +40,10 @@ class LoadCallback(lightning.Callback):  # type: ignore[misc]
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Begin a record, or continue the record of the checkpoint if the training is resumed."""
-        if self.history.num_steps != trainer.global_step:
-            self.history = LoadHistory(num_steps=trainer.global_step)
+        if trainer.global_step == 0:
+            self.history = LoadHistory()
         self._accumulator = StatsAccumulator(pl_module)
-        self._written = self._global_step = trainer.global_step
+        self._written, self._global_step = self.history.num_steps, trainer.global_step
 
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, *_args: Any, **_kwargs: Any

@@ -3,7 +3,6 @@
 With ``implementation="dense"``, batched products of static shapes compute one block of rows per expert.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -209,9 +208,10 @@ class CapacityDispatcher(InProcess):
         slots_per_sequence = top_k.experts.numel() // max(num_sequences, 1)
         slots = top_k.experts.view(num_sequences, slots_per_sequence)
         assigned, is_local = _local_ids(slots, self.experts)
-        one_hot = torch.nn.functional.one_hot(assigned, num_experts) * is_local.unsqueeze(2)
+        # one_hot of torch writes in place, which selective checkpointing refuses for an output that it saves.
+        one_hot = (assigned.unsqueeze(2) == torch.arange(num_experts, device=x.device)) & is_local.unsqueeze(2)
         place = one_hot.cumsum(1).gather(2, assigned.unsqueeze(2)).squeeze(2) - 1
-        capacity = min(self._capacity(slots_per_sequence), slots_per_sequence)
+        capacity = torch.sym_min(self._capacity(slots_per_sequence), slots_per_sequence)
         # The buffer is allocated for sequences without padding, so that its shape is static. The capacity of a sequence
         # with padding is smaller, and leaves rows of the buffer empty.
         limit = capacity if top_k.is_unpadded else self._capacities((slots >= 0).sum(1, keepdim=True), capacity)
@@ -240,7 +240,10 @@ class CapacityDispatcher(InProcess):
 
     def _capacity(self, num_slots: int) -> int:
         """Return the number of slots that an expert accepts from a sequence with `num_slots` slots."""
-        return int(max(math.ceil(num_slots / self.experts.num_selectable) * self.factor, self.factor))
+        # Functions that torch.export traces for a length that is not fixed.
+        per_expert = -(-num_slots // self.experts.num_selectable)
+        capacity: int = torch.sym_int(torch.sym_max(per_expert * self.factor, self.factor))
+        return capacity
 
     def _capacities(self, num_slots: Tensor, largest: int) -> Tensor:
         """Compute `_capacity` elementwise, in the same float64 arithmetic, and bound it by `largest`."""

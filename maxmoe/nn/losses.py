@@ -269,8 +269,8 @@ class RoutingLosses:
 
 def _entropy(probabilities: Tensor) -> Tensor:
     """Sum -p log p, with 0 for p = 0. torch.special.entr computes the same, but is not vectorized."""
-    logarithms = probabilities.clamp_min(torch.finfo(probabilities.dtype).tiny).log_()
-    return logarithms.mul_(probabilities).sum().neg()
+    # Not in place, because selective checkpointing saves the output of any operator that its policy names.
+    return (probabilities.clamp_min(torch.finfo(probabilities.dtype).tiny).log() * probabilities).sum().neg()
 
 
 def num_tokens_of(rows: Tensor, token_mask: Tensor | None) -> Tensor | int:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from maxmoe._torch import reshaped
+from maxmoe._torch.forward_values import of_forward
 from maxmoe.adapters import without_adapters
 from maxmoe.config import MoEConfig
 from maxmoe.convert.blocks import check_block, config_of_block, give_weights, take_weights
@@ -271,8 +272,7 @@ class MoE(nn.Module):
             raise ValueError(f"x must have shape [..., S, hidden_size ({hidden_size})], got {tuple(x.shape)}")
         if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
             raise ValueError(f"x must have the dtype of the parameters ({dtype}) outside of autocast, got {x.dtype}")
-        needs_counts = self.training and config.load_balance_loss_weight > 0 and config.load_balance_scope == "step"
-        if needs_counts and torch.is_grad_enabled() and self.metrics_accumulator is None:
+        if torch.is_grad_enabled() and self.metrics_accumulator is None and self._balances_step():
             raise ValueError(
                 "load_balance_scope 'step' needs maxmoe.StatsAccumulator(model), whose update() ends the step, got none"
             )
@@ -328,7 +328,7 @@ class MoE(nn.Module):
         scope "batch", so that evaluation communicates for the hidden states only.
         """
         tokens, sums, step = self.token_group, self.metrics_accumulator, None
-        if sums is not None and self.training and self.config.load_balance_scope == "step":
+        if sums is not None and self._balances_step():
             step = sums.step
         communicates = step is not None or not isinstance(tokens, LocalTokens)
         if communicates and not has_backward():
@@ -336,6 +336,12 @@ class MoE(nn.Module):
         if not isinstance(tokens, LocalTokens):
             dropped = self.runner.region.all_reduce_dropped(dropped)
         return self.losses(routing, dropped, num_sequences, tokens, step)
+
+    def _balances_step(self) -> bool:
+        """Return whether the running forward has a balance loss over its optimizer step."""
+        config = self.config
+        has_loss = config.load_balance_loss_weight > 0 and config.load_balance_scope == "step"
+        return has_loss and of_forward(self, self.training)
 
     def observed(self, hidden_states: Tensor, routing: Routing, aux_loss: Tensor, stats: MoEStats | None) -> Tensor:
         """Let the `StatsAccumulator` and the watch of the training see a call; return the hidden states with hooks."""

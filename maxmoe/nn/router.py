@@ -150,9 +150,8 @@ class Router(ConvertedModule):
 
         return restore
 
-    @property
     def wide_correction_bias(self) -> Tensor:
-        """Correction bias; raises if another tensor of 16 bits has replaced it, in which small steps would be lost."""
+        """Return the correction bias; raise if there is none, or one of 16 bits, in which small steps would be lost."""
         bias = self.score_correction_bias
         if bias is None or bias.dtype.itemsize < 4:
             got = None if bias is None else bias.dtype
@@ -183,14 +182,15 @@ class Router(ConvertedModule):
                 f"update_correction_bias needs correction_bias_rule='sign', got {self.config.correction_bias_rule!r}, "
                 "which needs more than counts: make a StatsAccumulator and call its update"
             )
-        bias = self.wide_correction_bias
+        bias = self.wide_correction_bias()
         if tokens_per_expert.shape != bias.shape:
             raise ValueError(
                 f"tokens_per_expert must have shape {tuple(bias.shape)}, got {tuple(tokens_per_expert.shape)}"
             )
         # The sign of mean - count is computed in integers, because large counts are not exact in floating point.
         direction = (tokens_per_expert.sum() - tokens_per_expert * self.config.num_selectable_experts).sign()
-        bias += self.config.correction_bias_update_rate * direction
+        # Cast first, because torch multiplies integers in the default dtype.
+        bias += self.config.correction_bias_update_rate * direction.to(bias.dtype)
 
     @torch.no_grad()
     def required_bias_histogram(self, routing: Routing) -> Tensor:
@@ -209,7 +209,7 @@ class Router(ConvertedModule):
 
         `histogram` is the sum of `required_bias_histogram` over the micro-batches of a step and over the ranks.
         """
-        bias = self.wide_correction_bias
+        bias = self.wide_correction_bias()
         balanced = balanced_bias(histogram, bias, self.config.top_k)
         bias.copy_(bias.lerp(balanced, self.config.correction_bias_update_rate).where(bias.isfinite(), bias))
 

@@ -166,7 +166,7 @@ class Muon(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter not in self.state and (parameter.requires_grad or parameter.grad is not None):
                     # On the CPU, because AdamW reads the step number in every step.
-                    self.state[parameter] = {} if is_muon else {"step": torch.tensor(0.0)}
+                    self.state[parameter] = {} if is_muon else {"step": torch.tensor(0.0, dtype=torch.float32)}
                     for key in ("momentum_buffer",) if is_muon else ("exp_avg", "exp_avg_sq"):
                         self.state[parameter][key] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
 

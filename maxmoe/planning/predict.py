@@ -294,7 +294,7 @@ def predict(
     batch = PlannedBatch(parts.on_one_rank, batch_size, sequence_length, parameter_dtype(parts.on_one_rank))
     step = Step(batch_size, sequence_length, batch.dtype, state_dtypes)
     check_schedule("1f1b", mesh.size(STAGE_AXIS), None, num_micro_batches)
-    names = tuple(recompute_of(module) if recompute is None else recompute)
+    names = tuple(sorted(recompute_of(module)) if recompute is None else recompute)
     set_recompute(parts.reduced, names)
     planned = Mesh.planned({axis: size for axis, size in mesh.sizes.items() if size > 1})
     costs = MeshCosts(parts, step, Device.load(device), planned, table, dispatch)

@@ -103,7 +103,8 @@ def check_recompute(model: nn.Module, names: Collection[str]) -> None:
         if name not in known:
             raise ValueError(f"recompute must name parts of this model, got {name!r}{nearest(str(name), known)}")
     for path, module in _parts(model):
-        for outer in {*names} & {*module.recompute_names} if isinstance(module, Checkpointed) else ():
+        own = module.recompute_names if isinstance(module, Checkpointed) else ()
+        for outer in (name for name in own if name in names):
             for inner_path, part in _parts(module):
                 if inner := sorted({*names} & {*part.recompute_names} - {outer}):
                     inside = f"{path}.{inner_path}".strip(".")

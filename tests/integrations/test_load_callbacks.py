@@ -136,13 +136,26 @@ def test_lightning(tmp_path: Path) -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.0)
 
+    class TwoOptimizers(Module):
+        automatic_optimization = False
+
+        def training_step(self, tokens: Tensor, index: int) -> None:
+            self.manual_backward(super().training_step(tokens, index))
+            for optimizer in self.optimizers():
+                optimizer.step()
+
+        def configure_optimizers(self) -> Any:
+            router = [p for name, p in self.named_parameters() if "gate.weight" in name]
+            others = [p for name, p in self.named_parameters() if "gate.weight" not in name]
+            return torch.optim.SGD(router, lr=0.1), torch.optim.SGD(others, lr=0.1)
+
     callback, logger = LoadCallback(), CSVLogger(tmp_path)
 
-    def trained(callback: Any, max_steps: int, **options: Any) -> Any:
+    def trained(callback: Any, max_steps: int, kind: type = Module, **options: Any) -> Any:
         trainer = lightning.Trainer(
             accelerator="cpu",
             max_steps=max_steps,
-            accumulate_grad_batches=MICRO_BATCHES,
+            accumulate_grad_batches=MICRO_BATCHES if kind is Module else 1,
             log_every_n_steps=2,
             logger=logger,
             callbacks=[callback],
@@ -151,7 +164,7 @@ def test_lightning(tmp_path: Path) -> None:
             enable_model_summary=False,
             default_root_dir=tmp_path,
         )
-        trainer.fit(Module(), torch.utils.data.DataLoader(TOKENS, batch_size=2), **options)
+        trainer.fit(kind(), torch.utils.data.DataLoader(TOKENS, batch_size=2), **options)
         return trainer
 
     trained(callback, STEPS)
@@ -164,3 +177,9 @@ def test_lightning(tmp_path: Path) -> None:
     trained(second, STEPS, ckpt_path=tmp_path / "checkpoint.pt")
     assert second.history.rows()[: len(first.history.rows())] == first.history.rows()
     assert {row.step for row in second.history.rows()} == {1, 2, 3, 4, 5}
+    # Lightning counts the steps of two optimizers twice.
+    trained(first, 8, TwoOptimizers).save_checkpoint(tmp_path / "checkpoint.pt")
+    trained(second, 16, TwoOptimizers, ckpt_path=tmp_path / "checkpoint.pt")
+    assert {row.step for row in first.history.rows()} == {1, 2, 3, 4}
+    assert {row.step for row in second.history.rows()} == {1, 2, 3, 4, 5, 6, 7, 8}
+    assert second.history.rows()[: len(first.history.rows())] == first.history.rows()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,6 +17,7 @@ pytest.importorskip("transformers")
 
 from maxmoe import MoE
 from maxmoe.adapters import _peft as connection
+from maxmoe.adapters.peft import wrappers_of
 from support.moe_layers import EVERYTHING, make, tokens
 from support.operator_calls import assert_near
 from support.threads import in_threads
@@ -215,14 +217,21 @@ def test_saved_and_loaded(model_and_inputs: tuple[PeftModel, tuple[Any, ...]], t
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activation_checkpointing(model_and_inputs: tuple[PeftModel, tuple[Any, ...]], use_reentrant: bool) -> None:
+@pytest.mark.parametrize("part", ["model", "inner wrapper", "experts"])
+def test_activation_checkpointing(
+    model_and_inputs: tuple[PeftModel, tuple[Any, ...]], part: str, use_reentrant: bool
+) -> None:
+    """A part alone has the factors that the wrappers around it had handed over for its forward."""
     model, inputs = model_and_inputs
+    *_, (_, wrapper) = wrappers_of(model)
+    module: Any = {"model": model, "inner wrapper": wrapper, "experts": wrapper.get_base_layer()}[part]
     inputs = (inputs[0].detach().requires_grad_(), *inputs[1:])
     parameters = [p for p in model.parameters() if p.requires_grad]
     model(*inputs).square().sum().backward()
     expected = [p.grad.clone() for p in parameters]
     model.zero_grad()
-    torch.utils.checkpoint.checkpoint(model, *inputs, use_reentrant=use_reentrant).square().sum().backward()
+    module.forward = partial(torch.utils.checkpoint.checkpoint, module.forward, use_reentrant=use_reentrant)
+    model(*inputs).square().sum().backward()
     for parameter, gradient in zip(parameters, expected, strict=True):
         assert_near(parameter.grad, gradient, 1e-12, "gradient")
 

@@ -13,6 +13,8 @@ import maxmoe
 from maxmoe import MoEFeedForward, StatsAccumulator, record_routing, replay_routing
 from maxmoe.integrations.transformers import TransformersMoE, replace_moe_blocks
 from maxmoe.integrations.transformers._transformers import is_experts
+from maxmoe.integrations.transformers.moe_block import StatefulTransformersMoE
+from support.properties import read_properties
 from support.replaced_models import IDS, PRESETS, TOLERANCE, assert_same, padding, replaced, small_model, step
 from support.small_models import SAME_LAYERS, block_of, blocks_of
 
@@ -56,6 +58,11 @@ def test_says_what_it_did() -> None:
     first, second = replace_moe_blocks(model)
     assert first == ("model.layers.0.mlp", "qwen3_moe", "Qwen3MoeSparseMoeBlock", 6, 3)
     assert second.path == "model.layers.1.mlp" and isinstance(model.get_submodule(second.path), MoEFeedForward)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_no_property_raises(preset: str) -> None:
+    assert {TransformersMoE, StatefulTransformersMoE} & read_properties(replaced(preset))
 
 
 def test_dense_layers_stay() -> None:

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import create_causal_mask
 
 from maxmoe import StatsAccumulator
+from maxmoe.integrations.transformers import TransformersMoE
 from maxmoe.integrations.transformers.token_masks import token_mask
 from support.replaced_models import (
     IDS,
@@ -44,8 +46,9 @@ def seen_masks(model: nn.Module) -> list[Tensor | None]:
 
         block._route = recorded
 
-    for layer in model.model.layers:
-        record(layer.mlp)
+    for module in model.modules():
+        if isinstance(module, TransformersMoE):
+            record(module)
     return seen
 
 
@@ -88,6 +91,13 @@ def test_several_masks_by_name() -> None:
     assert token_mask({"full_attention": None}, 3, 7) is None
 
 
+def test_the_order_of_the_names_of_masks_decides_nothing() -> None:
+    """transformers takes it from a set, so that processes differ. These two masks contradict each other."""
+    masks = {"full_attention": torch.ones(3, 1, 1, 9).bool(), "sliding_attention": torch.zeros(3, 1, 1, 4).bool()}
+    first, second = (token_mask(dict(names), 3, 1) for names in (masks.items(), reversed(masks.items())))
+    assert first is not None and second is not None and torch.equal(first, second)
+
+
 @pytest.mark.parametrize("given", [torch.ones(3, 7, 7), "causal"], ids=["three dims", "no tensor"])
 def test_another_mask_is_refused(given: Any) -> None:
     with pytest.raises(ValueError, match=r"^attention_mask must have the dims \(batch, keys\) or .* got (3 dims|str)$"):
@@ -107,18 +117,28 @@ def test_packed_documents_are_not_padding() -> None:
 # Caches
 
 
+WINDOWS: dict[str, dict[str, Any]] = {
+    "mixtral": {"sliding_window": 4},
+    "gpt_oss": {"sliding_window": 4},  # in every second layer
+    "llama4": {"attention_chunk_size": 4},
+}
+
+
+@pytest.mark.parametrize("num_beams", [1, 2])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("preset", ["mixtral", "qwen2_moe", "gpt_oss"])
-def test_generates_the_same_tokens(preset: str, cache: str) -> None:
+@pytest.mark.parametrize(("preset", "window"), [("mixtral", {}), ("qwen2_moe", {}), *WINDOWS.items()], ids=str)
+def test_generates_the_same_tokens(preset: str, window: dict[str, Any], cache: str, num_beams: int) -> None:
     mask, generated = padding(3, "left"), []
-    eager, ours = small_model(preset).float().eval(), replaced(preset).float().eval()
+    eager, ours = small_model(preset, **window).float().eval(), replaced(preset, **window).float().eval()
     seen = seen_masks(ours)
+    how = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, "num_beams": num_beams}
     for model in (eager, ours):
-        options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "cache_implementation": cache}
-        generated.append(model.generate(IDS, attention_mask=mask, disable_compile=True, **options))
+        options = {"attention_mask": mask, "cache_implementation": cache, "disable_compile": True, **how}
+        generated.append(model.generate(IDS, **options))
     assert torch.equal(*generated)
-    assert len(seen) == 12 and torch.equal(seen[0], mask.bool())  # type: ignore[arg-type]
-    assert all(each is not None and each.shape == (3, 1) and each.all() for each in seen[2:])
+    of_beams = mask.bool().repeat_interleave(num_beams, 0)
+    assert len(seen) == 12 and torch.equal(seen[0], of_beams)  # type: ignore[arg-type]
+    assert all(each is not None and each.shape == (3 * num_beams, 1) and each.all() for each in seen[2:])
 
 
 def test_padding_among_tokens_after_a_cache() -> None:
@@ -164,6 +184,70 @@ def test_a_checkpoint_around_the_layers() -> None:
     model.model.layers = nn.ModuleList(map(Checkpointed, model.model.layers))
     got = {name.replace(".layer.", "."): value for name, value in step(model, IDS, mask).items()}
     assert_same(got, expected, mask, 1e-12)
+
+
+class OwnCheckpoint(torch.autograd.Function):
+    """A reentrant checkpoint of another library."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Any, x: Tensor) -> Tensor:
+        ctx.function = function
+        ctx.save_for_backward(x)
+        return function(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            output = ctx.function(x)
+        torch.autograd.backward(output, gradient)
+        return None, x.grad
+
+
+CHECKPOINTS: dict[str, Callable[..., Any]] = {
+    "reentrant": partial(checkpoint, use_reentrant=True),
+    "not reentrant": partial(checkpoint, use_reentrant=False),
+    "of another library": OwnCheckpoint.apply,
+}
+
+
+@pytest.mark.parametrize("how", CHECKPOINTS)
+def test_a_block_that_is_recomputed_alone(how: str) -> None:
+    """Each recomputation has the mask that the layer had passed on for its forward; a mask of ones is one as well."""
+    model = replaced("mixtral", {"load_balance_loss_weight": 0.1, "load_balance_scope": "batch"})
+    masks = [padding(3, "left"), padding(3, "right"), torch.ones_like(IDS)]
+    accumulator = StatsAccumulator(model)
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        sum(model(IDS, attention_mask=mask, labels=labels_of(IDS, mask)).loss for mask in masks).backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    expected = gradients(), accumulator.update().layers
+    for layer in model.model.layers:
+        layer.mlp.forward = partial(CHECKPOINTS[how], layer.mlp.forward)
+    for got, value in zip(gradients(), expected[0], strict=True):
+        torch.testing.assert_close(got, value, rtol=1e-12, atol=1e-14)
+    for path, stats in accumulator.update().layers.items():
+        assert torch.equal(stats.tokens_per_expert, expected[1][path].tokens_per_expert)
+
+
+def test_a_layer_whose_forward_is_recomputed_without_its_hooks() -> None:
+    model, mask = replaced("mixtral"), padding(3, "left")
+    expected = step(model, IDS, mask)
+    for layer in model.model.layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    assert_same(step(model, IDS, mask), expected, mask, 1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_recomputation_without_the_mask_of_its_forward_is_refused() -> None:
+    """The forward of compiled code keeps nothing for an uncompiled checkpoint around it."""
+    model = replaced("mixtral", num_hidden_layers=1)
+    block = model.model.layers[0].mlp
+    block.forward = partial(checkpoint, torch.compile(block.forward, backend="eager"), use_reentrant=False)
+    with pytest.raises(RuntimeError, match="^TransformersMoE is recomputed alone, without the values that its caller"):
+        step(model, IDS, padding(3, "left"))
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

@@ -3,11 +3,13 @@
 import copy
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("transformers")
 
@@ -131,6 +133,41 @@ def test_recomputed_layers_and_adapters() -> None:
     assert_same({"logits": logits.detach()}, {"logits": expected["logits"]}, None, 1e-12)  # adapters begin with zero
     for path, (ids,) in again.calls.items():
         assert torch.equal(ids, paths[path][0])
+
+
+def recompute_experts(model: nn.Module, *, use_reentrant: bool) -> None:
+    for block in blocks_of(model).values():
+        block.experts.forward = partial(checkpoint, block.experts.forward, use_reentrant=use_reentrant)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_experts_that_are_recomputed_alone(use_reentrant: bool) -> None:
+    """They have what their block and their router had kept for the forward, also after the replay."""
+    model = ours("qwen3_moe")
+    own, record = recorded(model), rotated(recorded(model))
+    natural = step(model, IDS)
+    with maxmoe.replay_routing(model, record):
+        expected = step(model, IDS)
+    recompute_experts(model, use_reentrant=use_reentrant)
+    with maxmoe.record_routing(model) as again:
+        assert_same(step(model, IDS), natural, None, 1e-12)
+    for path, (ids,) in again.calls.items():
+        assert torch.equal(ids, own.calls[path][0])
+    if not use_reentrant:  # refused in a replay
+        model.zero_grad()
+        with maxmoe.replay_routing(model, record):
+            loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
+        loss.backward()
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        assert_same(gradients, {name: expected[name] for name in gradients}, None, 1e-12)
+
+
+def test_keywords_of_a_block_have_any_order() -> None:
+    block = blocks_of(ours("zaya"))["model.layers.0"]
+    x = torch.randn(2, 3, 16, dtype=torch.float64)
+    with maxmoe.record_routing(block) as record:
+        block(prev_router_hidden_states=None, hidden_states=x)
+    assert record.calls[""][0].shape[:2] == x.shape[:2]
 
 
 @pytest.mark.sampled(0)

@@ -9,7 +9,7 @@ from torch.export import Dim
 
 from maxmoe.models import Decoder, DecoderOutput
 from support import programs
-from support.moe_layers import DEEPSEEK, make, tokens
+from support.moe_layers import COMPUTE, DEEPSEEK, make, tokens
 from support.parallel_decoder import CONFIG
 
 LOAD = """
@@ -25,8 +25,9 @@ torch.save([[*result[:2], *result.stats] for result in results], outputs)
 """
 
 
-def test_of_the_layer_for_any_number_of_tokens(tmp_path: Path) -> None:
-    layer = make(**DEEPSEEK)
+@pytest.mark.parametrize("compute", ["sparse", "dense", "capacity", "wide_capacity"])
+def test_of_the_layer_for_any_number_of_tokens(tmp_path: Path, compute: str) -> None:
+    layer = make(**DEEPSEEK, **COMPUTE[compute])
     inputs = [tokens(layer, 2, 5), tokens(layer, 3, 9)]
     program = torch.export.export(layer, (inputs[0],), dynamic_shapes={"x": {0: Dim("batch"), 1: Dim("length")}})
     paths = [tmp_path / name for name in ("layer.pt2", "inputs.pt", "outputs.pt")]
@@ -37,6 +38,14 @@ def test_of_the_layer_for_any_number_of_tokens(tmp_path: Path) -> None:
         output = layer(x)
         for one, other in zip(got, [*output[:2], *output.stats], strict=True):
             torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace", "ignore:Converting a tensor")
+def test_traced_by_jit() -> None:
+    layer = make()
+    x = tokens(layer, 2, 5)
+    traced = torch.jit.trace(layer, x)
+    assert torch.equal(traced(2 * x)[0], layer(2 * x).hidden_states)
 
 
 def test_of_a_model(tmp_path: Path) -> None:

@@ -112,16 +112,16 @@ def test_nothing_is_computed_that_nobody_reads() -> None:
     with torch.no_grad():
         names = called_operators(lambda: layer(x))
         assert "maxmoe::routed_experts" in names
-        assert not {"aten::scatter_add", "aten::log_", "aten::logsumexp"} & {*names}
+        assert not {"aten::scatter_add", "aten::log", "aten::logsumexp"} & {*names}
     assert "aten::scatter_add" in called_operators(lambda: layer(x))
 
 
 def test_a_training_without_losses_computes_statistics_for_an_accumulator_alone() -> None:
     layer = MoEFeedForward(make().config, dtype=torch.float64)
     x = tokens(layer)
-    assert not {"aten::scatter_add", "aten::log_"} & {*called_operators(lambda: layer(x))}
+    assert not {"aten::scatter_add", "aten::log"} & {*called_operators(lambda: layer(x))}
     accumulator = maxmoe.StatsAccumulator(layer)
-    assert {"aten::scatter_add", "aten::log_"} < {*called_operators(lambda: layer(x).sum().backward())}
+    assert {"aten::scatter_add", "aten::log"} < {*called_operators(lambda: layer(x).sum().backward())}
     assert accumulator.update().layers["moe"].tokens_per_expert.sum() == x.shape[:-1].numel() * layer.config.top_k
 
 

@@ -130,6 +130,14 @@ def test_small_steps_are_not_lost_in_16_bits(dtype: torch.dtype) -> None:
         torch.testing.assert_close(correction_bias(layer), expected, rtol=1e-6, atol=0)
 
 
+def test_the_default_dtype_rounds_no_step() -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    layer = make(torch.float32, score_correction_bias=True, correction_bias_update_rate=1e-3)
+    correction_bias(layer).zero_()
+    layer.update_correction_bias(torch.tensor([0, 2, 1, 1, 1, 1]))
+    assert torch.equal(correction_bias(layer), torch.tensor([1e-3, -1e-3, 0, 0, 0, 0], dtype=torch.float32))
+
+
 def test_bias_of_a_converted_layer() -> None:
     layer = make(torch.float32, **BALANCING)
     values = correction_bias(layer).clone()

@@ -154,6 +154,15 @@ def test_all_other_parameters_have_adamw() -> None:
         assert_same(layer.get_parameter(name).detach(), copy.detach(), name)
 
 
+def test_the_default_dtype_does_not_round_the_number_of_steps() -> None:
+    """In bfloat16, 256 + 1 is 256."""
+    torch.set_default_dtype(torch.bfloat16)
+    matrix, parameter = matrices((2, 2), (3,))
+    optimizer = Muon([{"params": [matrix]}, {"params": [parameter], "algorithm": "adamw"}])
+    trained(optimizer, 258)
+    assert optimizer.state[parameter]["step"] == 258
+
+
 def test_a_schedule_moves_the_learning_rates() -> None:
     (parameter,) = matrices((4, 3))
     parameter.grad = torch.ones_like(parameter)

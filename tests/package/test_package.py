@@ -1,5 +1,6 @@
 """The names and modules that `import maxmoe` loads."""
 
+import importlib
 import json
 import os
 import pkgutil
@@ -8,9 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import maxmoe
-from support import programs
+from maxmoe._torch import ConvertedModule
+from maxmoe.declaration import Absent
+from maxmoe.parallel.apply.interruptions import GuardedModule
+from maxmoe.pipelining.stage import Stage
+from maxmoe.pipelining.stage_modules import StagePart
+from maxmoe.recompute.named_parts import Checkpointed
+from support import programs, small_decoder
+from support.moe_layers import EVERYTHING, LONGCAT_FLASH, make
+from support.properties import read_properties
 
 PACKAGES = (module.name for module in pkgutil.iter_modules(maxmoe.__path__) if module.ispkg)
 INTERNAL = {"_torch", "adapters", "checks", "cli", "ranks", "recompute"}  # their public names are in other packages
@@ -37,6 +48,33 @@ def first_import() -> dict[str, Any]:
     """
     found: dict[str, Any] = json.loads(programs.printed(programs.python(FIRST_IMPORT)))
     return found
+
+
+def modules_of_the_package() -> set[type[nn.Module]]:
+    """Types of modules in packages that need no other library; abstract ones define no forward."""
+    others = ("maxmoe.integrations.", "maxmoe.adapters._peft", "maxmoe.__main__", "maxmoe.lib")
+    for module in pkgutil.walk_packages(maxmoe.__path__, "maxmoe."):
+        if not module.name.startswith(others):
+            importlib.import_module(module.name)
+    found, kinds = set[type[nn.Module]](), [nn.Module]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+        is_ours = kind.__module__.startswith("maxmoe.") and not kind.__module__.startswith("maxmoe.integrations.")
+        if is_ours and hasattr(sys.modules[kind.__module__], kind.__name__):  # not made by another test
+            found.add(kind)
+    return found
+
+
+def test_no_property_of_a_module_raises() -> None:
+    quantized = make(**EVERYTHING, hidden_size=32, intermediate_size=32).requires_grad_(False)
+    maxmoe.quantize_experts(quantized, "int4")
+    options: list[dict[str, Any]] = [{}, EVERYTHING, LONGCAT_FLASH, {"latent_size": 3, "latent_in_norm": True}]
+    layers = [make(**each) for each in [*options, {"router_hidden_size": 5}]]
+    stage = Stage(0, StagePart(("0",), True, True), small_decoder.make(), [], lambda *_: torch.zeros(()))
+    modules = [*layers, maxmoe.MoEFeedForward(layers[0].config), quantized, stage]
+    seen = set[type[nn.Module]]().union(*map(read_properties, modules))
+    abstract = {ConvertedModule, Checkpointed, GuardedModule, Absent}
+    assert modules_of_the_package() - abstract == seen
 
 
 def test_dir_shows_what_is_public(first_import: dict[str, Any]) -> None:

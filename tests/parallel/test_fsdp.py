@@ -58,6 +58,28 @@ def test_blocks_are_the_children_of_outermost_lists() -> None:
     assert list(blocks(model)) == list(model.blocks)
 
 
+@takes_larger_meshes
+@pytest.mark.parametrize(("axis", "rules"), [("fsdp", "pure-fsdp"), ("expert", "ep-as-dp")])
+def test_hooks_on_parameters_run_or_are_refused(axis: str, rules: str) -> None:
+    """FSDP2 sets the gradients of its shards, and calls only hooks after it has."""
+
+    def check() -> None:
+        model = parallelize(decoder(), Mesh({axis: 2}), rules)
+        weight, seen = model.blocks[1].feed_forward.experts.up_proj, []
+        weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad))
+        handle = weight.register_hook(torch.zeros_like)
+        tokens = torch.randint(8, (2, 5))
+        if axis == "fsdp":
+            message = r"^blocks.1.feed_forward.experts.up_proj must have no hook, because the axis 'fsdp' shards it"
+            with pytest.raises(RuntimeError, match=message):
+                model(tokens)
+            handle.remove()
+        model(tokens).logits.square().sum().backward()
+        assert len(seen) == 1 and seen[0].full_tensor().any() == (axis == "fsdp")
+
+    run_ranks(check, 2)
+
+
 def gradients(model: Decoder, rules: str, sizes: dict[str, int]) -> dict[str, Tensor]:
     """Parallelize a model, and return the gradients of one step on the tokens of this rank."""
     mesh = Mesh(sizes)

@@ -9,10 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
 
 import maxmoe
 from maxmoe import MoE, MoEOutput
+from maxmoe._torch import SELECTIVE_CHECKPOINT_OPTIONS
 from support.moe_layers import COMPUTE, DEEPSEEK, GPT_OSS, LLAMA4, Options, make, outcome, tokens
 from support.operator_calls import assert_same
 from support.operator_checks import compile_whole
@@ -68,6 +74,49 @@ def test_gives_the_same_bits_under_autocast(way: Callable[..., Any]) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected = outcome(layer, x)
         assert_same(outcome(layer, x, lambda x: way(layer, x)), expected)
+
+
+@each_layer
+def test_saves_any_operator(options: Options) -> None:
+    """The policies of users name operators of torch, whose outputs nothing may change in place then."""
+    layer = make(**options)
+    x = tokens(layer, 2, 9)
+    torch.manual_seed(3)
+    with Executed() as executed:
+        layer(x)
+    torch.manual_seed(3)
+    expected = outcome(layer, x)
+    for saved in executed.times:
+
+        def policy(context: Any, operator: Any, *_args: Any, saved: str = saved, **_options: Any) -> CheckpointPolicy:
+            return CheckpointPolicy.MUST_SAVE if str(operator) == saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+        contexts = partial(create_selective_checkpoint_contexts, policy)
+        way = partial(checkpoint, use_reentrant=False, context_fn=contexts, **SELECTIVE_CHECKPOINT_OPTIONS)
+        torch.manual_seed(3)
+        with set_checkpoint_early_stop(False):  # something after the layer needs all of it
+            assert_same(outcome(layer, x, lambda x, way=way: way(layer, x)), expected)
+
+
+@each_way
+@pytest.mark.parametrize("training", [True, False])
+def test_a_mode_that_changes_before_the_backward(way: Callable[..., Any], training: bool) -> None:
+    """A recomputation has the balance loss over the step, which an evaluation lacks, if its forward had it."""
+    layer = make(load_balance_scope="step", load_balance_loss_weight=0.3)
+    accumulator, first, x = maxmoe.StatsAccumulator(layer), tokens(layer), tokens(layer)
+
+    def gradients(call: Callable[..., Any], *, changes: bool) -> list[Tensor]:
+        outcome(layer.train(), first)  # the first micro-batch of the step
+        layer.zero_grad()
+        leaf = x.clone().requires_grad_()
+        hidden_states, aux_loss, _ = call(layer.train(training), leaf)
+        layer.train(training != changes)
+        (hidden_states.square().sum() + aux_loss).backward()
+        accumulator.update()
+        return [leaf.grad, *(parameter.grad for parameter in layer.parameters())]
+
+    expected = gradients(lambda layer, x: layer(x), changes=False)
+    assert all(map(torch.equal, gradients(way, changes=True), expected))
 
 
 @each_way

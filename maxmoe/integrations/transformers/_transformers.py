@@ -46,13 +46,6 @@ def experts_implementation(config: Any) -> str:
     return implementation
 
 
-def replace_checkpoint(layer: Any, make: Callable[[Any], Any]) -> None:
-    """Replace the function that checkpoints the forward of a decoder layer by what the class `make` returns for it."""
-    checkpoint = getattr(layer, "_gradient_checkpointing_func", None)
-    if checkpoint is not None and not isinstance(checkpoint, make):  # type: ignore[arg-type]
-        layer._gradient_checkpointing_func = make(checkpoint)
-
-
 def allow_experts_implementation(model_class: Any) -> None:
     """Allow an experts implementation for models whose source lacks the decorator that transformers looks for."""
     model_class._can_set_experts_implementation_cached_value = True

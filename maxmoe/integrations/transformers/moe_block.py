@@ -14,7 +14,7 @@ from maxmoe.config import MoEConfig
 from maxmoe.convert.blocks import check_tensors_of, config_of_block, family_of_block
 from maxmoe.declaration import Declaration, FusedGate
 from maxmoe.integrations.transformers._transformers import experts_implementation, is_experts
-from maxmoe.integrations.transformers.token_masks import mask_of_this_layer
+from maxmoe.integrations.transformers.token_masks import mask_of_call
 from maxmoe.nn import Experts, MoE, MoEFeedForward, Router, Routing, ZeroComputationExperts, load_balance_loss
 from maxmoe.nn.dispatcher import LayerInputs, sum_of
 from maxmoe.nn.module_path import module_path
@@ -108,7 +108,7 @@ class TransformersMoE(MoEFeedForward):
         Returns:
             Output ``(..., S, D)``. In gpt-oss and Llama 4, whose models drop a second value, a tuple with None.
         """
-        hidden_states = super().forward(x, mask_of_this_layer.value if token_mask is None else token_mask)
+        hidden_states = super().forward(x, mask_of_call(self) if token_mask is None else token_mask)
         return (hidden_states, None) if self.family.returns_scores else hidden_states
 
     def _route(
@@ -241,7 +241,7 @@ class StatefulTransformersMoE(TransformersMoE):
         Returns:
             Output ``(..., S, D)`` and state.
         """
-        mask = mask_of_this_layer.value if token_mask is None else token_mask
+        mask = mask_of_call(self) if token_mask is None else token_mask
         return MoEFeedForward.forward(self, x, mask, router_state)
 
 

@@ -5,6 +5,7 @@ torch keep the leading dims of the block's input and the logits of its router, a
 ids and weights to compute with.
 """
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -77,7 +78,8 @@ class RoutingBlock:
 
     @never_compiled
     def _begin(self, block: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        x: Tensor = arguments[0] if arguments else next(iter(options.values()))
+        first = next(iter(inspect.signature(block.forward).parameters))  # keywords have any order
+        x: Tensor = arguments[0] if arguments else options[first]
         self._call.value = x.shape[:-1], None
 
     @never_compiled
@@ -91,7 +93,7 @@ class RoutingBlock:
         if not self._hooks:
             return experts, weights
         block: Any = self._block()
-        leading_dims, logits = self._call.value or ((), None)
+        leading_dims, logits = self._call.read(adapted_module(block.experts)) or ((), None)
         self._call.value = None  # no longer than needed, because the logits keep their graph
         if logits is None:
             raise RuntimeError(

@@ -141,7 +141,7 @@ class _Block:
     def tensors(self, factors: Mapping[str, LowRankFactors]) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of the experts by name. A projection without an adapter has factors of zero."""
         base, first = self.published(f"{_PREFIX}{self.path}"), "gate_up_proj" if self.experts.has_gate else "up_proj"
-        others = set(factors) - {first, "down_proj"}
+        others = sorted(set(factors) - {first, "down_proj"})
         if others:
             raise ValueError(
                 f"servers read adapters of {first} and down_proj of {self.path}.{self._name}, got {others}"

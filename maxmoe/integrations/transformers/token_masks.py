@@ -1,11 +1,12 @@
 """The padding of a batch, from the attention mask of a model of transformers to its replaced blocks.
 
 A model calls its sparse blocks with hidden states alone. The mask travels as a keyword argument to the decoder layers,
-and through the checkpoint of a layer, so that a recomputation in the backward has it as well.
+whose hooks set it for their blocks. A recomputation of a layer without its hooks, or of a block alone, has it from the
+forward: see `OfThisThread.read`.
 """
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,11 +14,16 @@ from torch import Tensor, nn
 
 from maxmoe._torch import has_pre_hook
 from maxmoe._torch.this_thread import OfThisThread
-from maxmoe.integrations.transformers._transformers import replace_checkpoint
 
 _ARGUMENT = "maxmoe_token_mask"
-# Mask (B, S), False for padding, of the decoder layer that this thread runs.
-mask_of_this_layer: OfThisThread[Tensor | None] = OfThisThread()
+# In a tuple, the mask (B, S), False for padding, of the decoder layer that this thread runs, or None.
+_mask_of_this_layer: OfThisThread[tuple[Tensor | None]] = OfThisThread()
+
+
+def mask_of_call(block: nn.Module) -> Tensor | None:
+    """Return the mask of the decoder layer that calls a block; None without one, and outside of a layer."""
+    mask = _mask_of_this_layer.read(block)
+    return None if mask is None else mask[0]
 
 
 def hand_over_masks(model: nn.Module, layers: Iterable[nn.Module]) -> None:
@@ -48,13 +54,14 @@ def token_mask(attention_mask: Any, batch: int, length: int, cache: Any = None) 
     """Return the mask ``(batch, length)`` of tokens that are not padding.
 
     An attention mask is ``(B, keys)``, other than 0 for tokens; or ``(B, heads, length, keys)``, bool or added to the
-    scores, in which nobody attends to padding, not even itself; or several such masks by name. `cache` has further keys
-    before the tokens' entries.
+    scores, in which nobody attends to padding, not even itself; or several such masks by name, all of which tell the
+    padding. `cache` has further keys before the tokens' entries.
     """
     if isinstance(attention_mask, dict):
-        attention_mask = next((mask for mask in attention_mask.values() if mask is not None), None)
-        if attention_mask is None:
+        given = {name: mask for name, mask in attention_mask.items() if mask is not None}
+        if not given:
             return None
+        attention_mask = given[min(given)]  # the names come in the order of a set, another one in each process
     if not isinstance(attention_mask, Tensor) or attention_mask.dim() not in (2, 4):
         kind = type(attention_mask).__name__
         got = f"{attention_mask.dim()} dims" if isinstance(attention_mask, Tensor) else kind
@@ -64,33 +71,28 @@ def token_mask(attention_mask: Any, batch: int, length: int, cache: Any = None) 
         )
     if attention_mask.dim() == 2:
         return attention_mask[:, -length:] != 0
-    place = torch.arange(length, device=attention_mask.device)
-    itself = attention_mask[:, 0, place, place + (0 if cache is None else cache.get_seq_length())]
+    queries = torch.arange(length, device=attention_mask.device)
+    itself = attention_mask[:, 0, queries, queries + _num_keys_before(cache, length, attention_mask.shape[-1])]
     is_attended = itself > torch.finfo(itself.dtype).min / 2 if itself.is_floating_point() else itself != 0
     return is_attended.expand(batch, -1)
 
 
+def _num_keys_before(cache: Any, length: int, num_keys: int) -> Any:
+    """Return the number of keys before the new tokens' keys in a mask with `num_keys` keys.
+
+    The mask is of the layers whose cache has that many: a layer with a sliding window has dropped its first keys.
+    """
+    if cache is None:
+        return 0
+    sizes = (layer.get_mask_sizes(length) for layer in cache.layers if hasattr(layer, "get_mask_sizes"))
+    num_dropped = next((dropped for kept, dropped in sizes if kept == num_keys), 0)
+    return cache.get_seq_length() - num_dropped
+
+
 def _enter(layer: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    mask_of_this_layer.value = options.pop(_ARGUMENT, None)
-    replace_checkpoint(layer, _Checkpoint)
+    _mask_of_this_layer.value = (options.pop(_ARGUMENT, None),)
     return arguments, options
 
 
 def _leave(layer: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
-    mask_of_this_layer.value = None
-
-
-class _Checkpoint:
-    """Checkpoint of the forward of a layer whose recomputation has the mask that the forward had."""
-
-    def __init__(self, checkpoint: Callable[..., Any]) -> None:
-        self.checkpoint = checkpoint
-
-    def __call__(self, forward: Callable[..., Any], *arguments: Any) -> Any:
-        mask = mask_of_this_layer.value
-
-        def run(*arguments: Any) -> Any:
-            with mask_of_this_layer.set(mask):
-                return forward(*arguments)
-
-        return self.checkpoint(run, *arguments)
+    _mask_of_this_layer.value = None

@@ -34,7 +34,8 @@ def _register_hooks(module: nn.Module, plan: Plan, input_check: InputGradientChe
 
     Before the forward of a module:
 
-    1. FSDP2 all-gathers the parameters of the block. Its hook is registered last, but prepended.
+    1. FSDP2 all-gathers the parameters of the block, after a check that they have no hooks. These two are registered
+       last, but prepended.
     2. `InputGradientCheck`, at the outermost module.
     3. `ParameterHooks` gathers the parameters of the FSDP unit over all other axes, from what FSDP2 has gathered. In a
        block, it also takes the parameters inside of it that nothing gathers, to reduce their gradients together.

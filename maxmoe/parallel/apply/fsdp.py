@@ -7,7 +7,8 @@ from typing import Any
 from torch import nn
 from torch.distributed import fsdp
 
-from maxmoe._torch.fsdp import is_running_root, reset_root, shard_axes, sharded_dim
+from maxmoe._torch import never_compiled
+from maxmoe._torch.fsdp import is_running_root, parameters_with_hooks, reset_root, shard_axes, sharded_dim
 from maxmoe.parallel.plan.fsdp_units import CONTAINERS, SHARD_AXIS, blocks
 from maxmoe.parallel.plan.plan import Plan
 
@@ -32,6 +33,17 @@ def fully_shard_blocks(module: nn.Module, plan: Plan) -> None:
         dim = next(dim for dim, axes in enumerate(planned.stored.spec) if SHARD_AXIS in axes)
         return sharded_dim(dim, axes_of_group(*planned.fsdp_axes[:-1]))
 
+    @never_compiled
+    def refuse_hooks(block: nn.Module, _arguments: object) -> None:
+        """Forward pre-hook: raise for hooks that FSDP2 would not call, because it sets the gradients of its shards."""
+        for owner, name in parameters_with_hooks(block):
+            path = next(path for path, child in module.named_modules() if child is owner)
+            raise RuntimeError(
+                f"{path}.{name}".lstrip(".") + f" must have no hook, because the axis {SHARD_AXIS!r} shards it and no "
+                "autograd operator computes its gradient: use register_post_accumulate_grad_hook, or change the "
+                "gradient after the backward"
+            )
+
     for block in plan.fsdp_blocks.values():
         fsdp_module = fsdp.fully_shard(
             block,
@@ -47,6 +59,7 @@ def fully_shard_blocks(module: nn.Module, plan: Plan) -> None:
         # the group size needs SUM, because gloo has no PREMUL_SUM.
         fsdp_module.set_gradient_divide_factor(1.0)
         fsdp_module.set_force_sum_reduction_for_comms(True)
+        block.register_forward_pre_hook(refuse_hooks, prepend=True)
 
 
 def fully_shard_stage(stage: nn.Module, model: nn.Module, plan: Plan, *, reshards: bool) -> None:
