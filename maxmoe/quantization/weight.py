@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from maxmoe._torch import ConvertedModule, parameter_table
-from maxmoe.checks.whole_tensors import is_dtensor
+from maxmoe.checks.whole_tensors import check_whole, is_dtensor
 from maxmoe.quantization.formats import check_values, format_named
 from maxmoe.quantization.stack import QuantizedStack
 
@@ -130,6 +130,38 @@ def put_stack(owner: nn.Module, name: str, stack: QuantizedStack) -> None:
     """Put a quantized weight in the place of a weight of a module."""
     delattr(owner, name)
     setattr(owner, name, stack if isinstance(stack, QuantizedWeight) else QuantizedWeight(stack))
+
+
+def dequantize_experts(model: nn.Module) -> None:
+    """Replace the quantized weights of a model by ordinary frozen parameters, in place.
+
+    The inverse of `maxmoe.quantize_experts`, up to the rounding of the format. The outputs have the same bits. PEFT merges
+    adapters into the weights then::
+
+        dequantize_experts(model)
+        model = model.merge_and_unload()
+
+    Each quantized weight is freed as soon as it has been replaced. The peak memory is the model with the weights in
+    their dtype plus the largest of them.
+
+    Args:
+        model: model with quantized weights, not sharded, with or without adapters.
+
+    Raises:
+        ValueError: for a model without quantized weights, or with sharded ones. Nothing has been changed then.
+    """
+    found = [(path.rpartition("."), weight) for path, weight in quantized_weights(model)]
+    if not found:
+        raise ValueError(f"the model must have quantized weights, got none in {type(model).__name__}")
+    for (owner, _, name), weight in found:
+        check_whole("dequantize_experts", {f"{owner}.{name}": weight.codes})
+    tied: dict[int, nn.Parameter] = {}
+    for (owner, _, name), weight in found:
+        if id(weight) not in tied:
+            tied[id(weight)] = nn.Parameter(weight.dequantize().contiguous(), requires_grad=False)
+        module = model.get_submodule(owner)
+        delattr(module, name)
+        module.register_parameter(name, tied[id(weight)])
 
 
 def on_meta(weight: Any) -> Any:
