@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.weak import WeakIdKeyDictionary
 
 from maxmoe._torch import ConvertedModule, parameter_table
 from maxmoe.checks.whole_tensors import check_whole, is_dtensor
@@ -150,18 +151,21 @@ def dequantize_experts(model: nn.Module) -> None:
     Raises:
         ValueError: for a model without quantized weights, or with sharded ones. Nothing has been changed then.
     """
-    found = [(path.rpartition("."), weight) for path, weight in quantized_weights(model)]
-    if not found:
+    codes = {path: weight.codes for path, weight in quantized_weights(model)}
+    if not codes:
         raise ValueError(f"the model must have quantized weights, got none in {type(model).__name__}")
-    for (owner, _, name), weight in found:
-        check_whole("dequantize_experts", {f"{owner}.{name}": weight.codes})
-    tied: dict[int, nn.Parameter] = {}
-    for (owner, _, name), weight in found:
-        if id(weight) not in tied:
-            tied[id(weight)] = nn.Parameter(weight.dequantize().contiguous(), requires_grad=False)
-        module = model.get_submodule(owner)
+    check_whole("dequantize_experts", codes)
+    paths = [*codes]
+    del codes  # otherwise they would be held
+    known = WeakIdKeyDictionary()  # by the quantized weight, which several modules may share
+    for path in paths:
+        owner, _, name = path.rpartition(".")
+        module, weight = model.get_submodule(owner), model.get_submodule(path)
+        if weight not in known:
+            known[weight] = nn.Parameter(weight.dequantize().contiguous(), requires_grad=False)
         delattr(module, name)
-        module.register_parameter(name, tied[id(weight)])
+        module.register_parameter(name, known[weight])
+        del weight  # otherwise it would be held while the next one is replaced
 
 
 def on_meta(weight: Any) -> Any:
