@@ -116,7 +116,7 @@ class Router(ConvertedModule):
         """Declare logical names and saved tensors."""
         return Declaration(
             logical_names={
-                "weight": (None, "embed" if self.mlp is None else None),
+                "weight": (None, "embed_router" if self.mlp is None else None),
                 "bias": (None,),
                 "scale": (None,),
             },
