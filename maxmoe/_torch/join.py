@@ -1,4 +1,4 @@
-"""Private names of `torch.distributed.algorithms.Join`, which DDP's `join` returns: torch tells nobody that one runs."""
+"""Private names of torch's `Join`, the context that DDP's `join` returns: torch does not tell whether one runs."""
 
 import functools
 from typing import Any
@@ -16,7 +16,8 @@ def is_within_join() -> bool:
 @functools.cache
 def watch_joins() -> None:
     """Note from now on which contexts run, once per process."""
-    enter, leave = Join.__enter__, Join.__exit__
+    enter: Any = Join.__enter__
+    leave: Any = Join.__exit__
 
     @functools.wraps(enter)
     def entered(join: Join) -> Any:

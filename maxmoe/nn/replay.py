@@ -113,9 +113,7 @@ class _Hook:
     def __init__(self) -> None:
         self.thread = threading.get_ident()
 
-    def experts(
-        self, _leading_dims: Sequence[int], _device: torch.device, _token_mask: Tensor | None
-    ) -> Tensor | None:
+    def experts(self, _leading_dims: Sequence[int], _device: torch.device, _token_mask: Tensor | None) -> Tensor | None:
         """Return the expert ids ``(T, K)``, int64, as `maxmoe.nn.Router` takes them; None to let the router choose."""
         return None
 
@@ -164,9 +162,7 @@ class _Replay(_Hook):
                 f"got from {int(ids.min())} to {int(ids.max())}"
             )
 
-    def experts(
-        self, leading_dims: Sequence[int], device: torch.device, token_mask: Tensor | None
-    ) -> Tensor | None:
+    def experts(self, leading_dims: Sequence[int], device: torch.device, token_mask: Tensor | None) -> Tensor | None:
         """Return the recorded ids of the call that runs; None if this replay does not know it."""
         if self.has_ended and not self._is_known():
             return None

@@ -136,8 +136,8 @@ def put_stack(owner: nn.Module, name: str, stack: QuantizedStack) -> None:
 def dequantize_experts(model: nn.Module) -> None:
     """Replace the quantized weights of a model by ordinary frozen parameters, in place.
 
-    The inverse of `maxmoe.quantize_experts`, up to the rounding of the format. The outputs have the same bits. PEFT merges
-    adapters into the weights then::
+    The inverse of `maxmoe.quantize_experts`, up to the rounding of the format. The outputs have the same bits. PEFT
+    merges adapters into the weights then::
 
         dequantize_experts(model)
         model = model.merge_and_unload()
@@ -161,6 +161,7 @@ def dequantize_experts(model: nn.Module) -> None:
     for path in paths:
         owner, _, name = path.rpartition(".")
         module, weight = model.get_submodule(owner), model.get_submodule(path)
+        assert isinstance(weight, QuantizedWeight)
         if weight not in known:
             known[weight] = nn.Parameter(weight.dequantize().contiguous(), requires_grad=False)
         delattr(module, name)

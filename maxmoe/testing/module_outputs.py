@@ -45,9 +45,7 @@ def recorded(model: nn.Module) -> Iterator[CallsOfModules]:
             handle.remove()
 
 
-def first_wrong_module(
-    one_process: CallsOfModules, ranks: Sequence[CallsOfModules], tolerance: float
-) -> str:
+def first_wrong_module(one_process: CallsOfModules, ranks: Sequence[CallsOfModules], tolerance: float) -> str:
     """Return the first module with another output than in one process, in the order of the forward; "" if none has.
 
     What differs within a module with right outputs is no mistake: a block may compute its parts in another way on

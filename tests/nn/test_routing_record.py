@@ -169,7 +169,7 @@ def test_layers_that_share_a_bank_of_experts() -> None:
     assert torch.equal(again.to_array(layers), array)
     with pytest.raises(ValueError, match=r"^the layers of the record must have one call of the same shape for each "):
         record.to_array(["shared", "first"])
-    with pytest.raises(ValueError, match=r"^the layers of the record must have the same number of calls, got \{'first': 1, "):
+    with pytest.raises(ValueError, match=r"^the layers of the record must have the same number of calls, got"):
         record.joined()
 
 
@@ -178,7 +178,7 @@ def test_records_that_are_no_array_are_refused() -> None:
     record = recorded(layer, tokens(layer, 2, 5))
     two = RoutingRecord({"": [*record.calls[""], *record.calls[""]]})
     other = RoutingRecord({"a": record.calls[""], "b": [record.calls[""][0][:1]]})
-    with pytest.raises(ValueError, match=r"^the layers of the record must have one call of the same shape for each time that "):
+    with pytest.raises(ValueError, match=r"^the layers of the record must have one call of the same shape for each"):
         two.to_array()
     with pytest.raises(ValueError, match=r"^the layers of the record must have one call of the same shape"):
         other.to_array()

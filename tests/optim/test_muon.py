@@ -1,6 +1,6 @@
 """Muon in one process: against torch.optim.Muon, bit by bit where possible, and a definition in float64."""
 
-import copy
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -174,10 +174,10 @@ def test_full_state_dicts_of_torch() -> None:
         return layer, optimizer
 
     (layer, optimizer), (other, loaded) = stepped(0), stepped(1)
-    state = copy.deepcopy(get_optimizer_state_dict(layer, optimizer, options=full))
+    state = deepcopy(get_optimizer_state_dict(layer, optimizer, options=full))
     other.load_state_dict(layer.state_dict())
     set_optimizer_state_dict(other, loaded, state, options=full)
-    both = copy.deepcopy((layer, optimizer))
+    both = deepcopy((layer, optimizer))
     for module, each in ((layer, optimizer), (other, loaded), both):
         torch.manual_seed(2)
         for parameter in module.parameters():

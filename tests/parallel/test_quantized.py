@@ -215,7 +215,7 @@ def test_the_module_after_parallelize() -> None:
             optimizer.step()
         with pytest.raises(ValueError, match=r"experts.gate_proj must not be quantized yet, got int8"):
             quantize_experts(model, "int8")
-        with pytest.raises(ValueError, match=r"^dequantize_experts needs whole tensors, got .*gate_proj as a DTensor on"):
+        with pytest.raises(ValueError, match=r"^dequantize_experts needs whole tensors, got .*_proj as a DTensor"):
             dequantize_experts(model)
 
 

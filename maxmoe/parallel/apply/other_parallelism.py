@@ -19,12 +19,13 @@ def refuse_other_parallelism() -> None:
 
 
 def _refuse_ddp(outer: nn.Module, _name: str, inner: nn.Module | None) -> None:
-    if isinstance(outer, DistributedDataParallel) and inner is not None:
-        if any(isinstance(module, GuardedModule) for module in inner.modules()):
-            raise ValueError(
-                f"DistributedDataParallel must not wrap a module after parallelize, got {type(inner).__name__}: "
-                "parallelize reduces the gradients over all axes of the mesh, of which 'data' replicates the model"
-            )
+    if not isinstance(outer, DistributedDataParallel) or inner is None:
+        return
+    if any(isinstance(module, GuardedModule) for module in inner.modules()):
+        raise ValueError(
+            f"DistributedDataParallel must not wrap a module after parallelize, got {type(inner).__name__}: "
+            "parallelize reduces the gradients over all axes of the mesh, of which 'data' replicates the model"
+        )
 
 
 def _refuse_zero(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
@@ -33,6 +34,6 @@ def _refuse_zero(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
         return
     if any(isinstance(parameter, DTensor) for group in optimizer.param_groups for parameter in group["params"]):
         raise ValueError(
-            "ZeroRedundancyOptimizer must not hold parameters of a module after parallelize: each rank has its shards of "
-            "parameters and optimizer states already, so use the optimizer that it wraps"
+            "ZeroRedundancyOptimizer must not hold parameters of a module after parallelize: the optimizer that it "
+            "wraps has the states of this rank's shards alone, so use that one"
         )

@@ -142,7 +142,7 @@ class ModulePlan:
 
     @property
     def hidden_size(self) -> int:
-        """Hidden size of input and output of a tensor-parallel module: the dim "embed" or "embed_attn" of its weights."""
+        """Hidden size of input and output of a tensor-parallel module: "embed" or "embed_attn" of its weights."""
         if self.stream_size is not None:
             return self.stream_size
         for plan in self.parameters.values():
