@@ -23,6 +23,7 @@ MESHES = {
     "default": {"fsdp": 2, "expert": 2, "tensor": 2},
     "pure-fsdp": {"fsdp": 4},
     "ep-as-dp": {"fsdp": 2, "expert": 2},
+    "fsdp-as-dp-for-attn": {"fsdp": 2, "expert": 2},
     "ep-as-cp": {"fsdp": 2, "expert": 2},
     "cp-as-ep": {"context": 2, "expert": 2},
     "pipeline-large-moe": {"expert": 2, "tensor": 2},

@@ -1,11 +1,14 @@
 """One adapter of a model of PEFT in parts, for inference servers. Parts that a server would drop or misread raise.
 
-Servers read the two factors of each adapted matrix, and one rank and one scale for all of them from the config.
+Servers read the two factors of each adapted matrix, and one rank and one scale for all of them from the config. Factors
+of a lower rank get rows and columns of zeros, another scale is multiplied into B: the product stays the same.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from maxmoe.adapters.peft import wrappers_of
@@ -56,8 +59,29 @@ def served_adapter(model: nn.Module, adapter: str | None) -> ServedAdapter:
             for factor in ("lora_A", "lora_B"):
                 del others[f"{path}.{factor}.weight"]
     _check_names(others)
-    rank, scale = _rank_and_scale(model, name)
-    return ServedAdapter(experts, others, rank, scale, config.to_dict())
+    scales = _scales(model, name)
+    rank = max(rank for rank, _ in scales.values())
+    # The most frequent scale, so that as few factors as possible are multiplied.
+    ((scale, _),) = Counter(scale for _, scale in scales.values() if scale).most_common(1) or [(1.0, 0)]
+    folded = {
+        owner: {
+            parameter: LowRankFactors(_padded(a, 2, rank), _padded(b, 1, rank) * (own / scale), scale)
+            for parameter, (a, b, own) in factors.items()
+        }
+        for owner, factors in experts.items()
+    }
+    for key, factor in others.items():
+        path, _, kind = key.rpartition(".lora_")
+        is_b = kind.removeprefix("embedding_").startswith("B")
+        others[key] = _padded(factor, 1, rank) * (scales[path][1] / scale) if is_b else _padded(factor, 0, rank)
+    return ServedAdapter(folded, others, rank, scale, config.to_dict())
+
+
+def _padded(factor: Tensor, dim: int, rank: int) -> Tensor:
+    """Return a factor with zeros up to a rank."""
+    shape = [*factor.shape]
+    shape[dim] = rank - shape[dim]
+    return torch.cat([factor, factor.new_zeros(shape)], dim)
 
 
 def _check_config(config: Any) -> None:
@@ -85,11 +109,11 @@ def _check_names(others: Mapping[str, Tensor]) -> None:
             )
 
 
-def _rank_and_scale(model: nn.Module, adapter: str) -> tuple[int, float]:
-    """Return rank and scale of all modules with an adapter; raise if they differ, as servers read one for all."""
+def _scales(model: nn.Module, adapter: str) -> dict[str, tuple[int, float]]:
+    """Return rank and scale of the modules with an adapter by their paths; raise for what is more than two factors."""
     from peft.tuners.lora import LoraLayer, ParamWrapper
 
-    found: dict[tuple[int, float], str] = {}
+    found: dict[str, tuple[int, float]] = {}
     for path, module in model.named_modules():
         if not isinstance(module, LoraLayer) or adapter not in module.scaling:
             continue
@@ -101,9 +125,5 @@ def _rank_and_scale(model: nn.Module, adapter: str) -> tuple[int, float]:
                 f"servers read adapters of linear modules and of experts, got one of {path}.{module.parameter_name}: "
                 "merge it, or leave it out of target_parameters"
             )
-        found.setdefault((module.r[adapter], float(module.scaling[adapter])), path)
-    if len(found) > 1:
-        listed = ", ".join(f"r={rank} and scale {scale:g} of {path}" for (rank, scale), path in found.items())
-        raise ValueError(f"servers read one rank and one scale for all modules of an adapter, got {listed}")
-    ((rank, scale),) = found
-    return rank, scale
+        found[path] = module.r[adapter], float(module.scaling[adapter])
+    return found

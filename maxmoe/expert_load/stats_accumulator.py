@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from maxmoe._torch.join import is_within_join, watch_joins
 from maxmoe._torch.wrappers import unwrapped_path
 from maxmoe.expert_load.metrics_accumulator import MetricsAccumulator, packed_size, unpacked
 from maxmoe.expert_load.stats import MoEStats
@@ -66,6 +67,8 @@ class StatsAccumulator:
         if not self._layers and self._stages is None:
             raise ValueError(f"{type(model).__name__} must have layers of type MoE, got none")
         self._process_group = process_group
+        if dist.is_initialized():
+            watch_joins()
         for layer in self._layers.values():
             num_bins = NUM_BINS if layer.config.correction_bias_rule == "quantile" else 0
             device = next(layer.parameters()).device
@@ -90,7 +93,13 @@ class StatsAccumulator:
 
         Raises:
             ValueError: if the correction bias of a layer has 16 bits, or differs between the ranks.
+            RuntimeError: within the `join` of DDP, where ranks may take different numbers of steps.
         """
+        if is_within_join():
+            raise RuntimeError(
+                "update() must be called by all ranks, and within join a rank may end before the others: call it after "
+                "the context, once for all its steps"
+            )
         sums = self._sums_over_ranks()
         sizes = {name: packed_size(layer.config.num_selectable_experts) for name, layer in self._layers.items()}
         metrics = {name: sums[name][:size] for name, size in sizes.items()}

@@ -116,10 +116,10 @@ class Attention(Checkpointed):
         """Declare logical names, tensor-parallel heads and saved tensors."""
         return Declaration(
             logical_names={
-                "q_proj.weight": ("q_heads", "embed"),
-                "k_proj.weight": ("kv_heads", "embed"),
-                "v_proj.weight": ("kv_heads", "embed"),
-                "o_proj.weight": ("embed", "q_heads"),
+                "q_proj.weight": ("q_heads", "embed_attn"),
+                "k_proj.weight": ("kv_heads", "embed_attn"),
+                "v_proj.weight": ("kv_heads", "embed_attn"),
+                "o_proj.weight": ("embed_attn", "q_heads"),
             },
             tensor_parallel_dims={"q_heads": self.num_heads, "kv_heads": self.num_key_value_heads},
             saved_tensors=self._saved_tensors,

@@ -240,7 +240,7 @@ class MoE(nn.Module):
         inputs = region.enter(tokens)
         router, experts = self.router, self.experts
         # Hooks that give no experts do not decide: a recomputation, which may have others, takes the same way.
-        given = given_experts(hooks, leading_dims, x.device) if hooks else None
+        given = given_experts(hooks, leading_dims, x.device, token_mask) if hooks else None
         if fits_one_operator(self.config, self.runner, router, experts, token_mask, given):
             routing, routed, dropped = in_one_operator(inputs.router, router, experts)
         else:

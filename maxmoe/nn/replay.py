@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias, get_args
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,6 +15,7 @@ from maxmoe._torch import never_compiled
 from maxmoe._torch.autograd import backward_id, checkpoint_frames, is_reentrant_checkpoint
 from maxmoe._torch.wrappers import unwrapped_path
 from maxmoe.config import MoEConfig
+from maxmoe.nn.routing import NO_EXPERT, chooses_itself
 from maxmoe.nn.routing_record import RoutingRecord, is_integer
 from maxmoe.recompute.selective import is_recomputation
 
@@ -27,6 +28,8 @@ class RoutingLayer(Protocol):
 
 
 Finder: TypeAlias = Callable[[nn.Module], RoutingLayer | None]
+# What happens to a token without a route in the record.
+Missing = Literal["error", "natural", "zero"]
 
 # Functions that know the layers of other libraries.
 _finders: list[Finder] = []
@@ -62,7 +65,7 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
 
 
 @contextmanager
-def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[None]:
+def replay_routing(model: nn.Module, record: RoutingRecord, *, missing: Missing = "error") -> Iterator[None]:
     """Route tokens to the recorded experts, with routing weights from the current parameters.
 
     The router gets its gradient through the weights of the recorded experts. Each forward uses the next call of the
@@ -71,22 +74,27 @@ def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[None]:
 
     Args:
         model: model with MoE layers at the same paths as in the record.
-        record: record from `record_routing` or `RoutingRecord.load`; on a mesh, of this rank's tokens.
+        record: record from `record_routing`, `RoutingRecord.load` or `RoutingRecord.from_array`; on a mesh, of this
+            rank's tokens.
+        missing: what happens to a token without a route, -1 in all slots, which is not padding of the call: "error";
+            "natural": the router chooses its experts; "zero": the routed experts compute nothing for it.
 
     Yields:
         Nothing.
 
     Raises:
         ValueError: for a record of other layers, or with another top_k or unknown experts; in a call, for other
-            leading dims than in the record, such as ``(S, B)``, if the record has no more calls, for a router that
-            selects other experts, or in a checkpoint with ``use_reentrant=True``; at the end, if the model was called
-            less often than in the record.
+            leading dims than in the record, such as ``(S, B)``, for tokens without a route unless `missing` says
+            otherwise, if the record has no more calls, for a router that selects other experts, or in a checkpoint with
+            ``use_reentrant=True``; at the end, if the model was called less often than in the record.
     """
+    if missing not in get_args(Missing):
+        raise ValueError(f"missing must be one of {', '.join(get_args(Missing))}, got {missing!r}")
     layers = _layers(model)
-    missing, unknown = sorted(layers.keys() - record.calls.keys()), sorted(record.calls.keys() - layers.keys())
-    if missing or unknown:
-        raise ValueError(f"the record must have the layers of the model: missing {missing}, unexpected {unknown}")
-    replays = {path: _Replay(path, layer, record.calls[path]) for path, layer in layers.items()}
+    absent, unknown = sorted(layers.keys() - record.calls.keys()), sorted(record.calls.keys() - layers.keys())
+    if absent or unknown:
+        raise ValueError(f"the record must have the layers of the model: missing {absent}, unexpected {unknown}")
+    replays = {path: _Replay(path, layer, record.calls[path], missing) for path, layer in layers.items()}
     with _hooked((replay.layer, replay) for replay in replays.values()):
         yield
     for replay in replays.values():
@@ -105,8 +113,8 @@ class _Hook:
     def __init__(self) -> None:
         self.thread = threading.get_ident()
 
-    def experts(self, _leading_dims: Sequence[int], _device: torch.device) -> Tensor | None:
-        """Return the expert ids ``(T, K)``, int64; None to let the router choose."""
+    def experts(self, _leading_dims: Sequence[int], _device: torch.device, _token_mask: Tensor | None) -> Tensor | None:
+        """Return the expert ids ``(T, K)``, int64, as `maxmoe.nn.Router` takes them; None to let the router choose."""
         return None
 
     def observe(self, experts: Tensor, leading_dims: Sequence[int]) -> None:
@@ -125,14 +133,16 @@ class _Recorder(_Hook):
     def observe(self, experts: Tensor, leading_dims: Sequence[int]) -> None:
         """Append the ids, unless the call is a recomputation."""
         if not is_recomputation():
-            self._calls.append(experts.detach().to(self._dtype).view(*leading_dims, self._top_k))
+            known = experts.detach().masked_fill(experts < 0, NO_EXPERT)
+            self._calls.append(known.to(self._dtype).view(*leading_dims, self._top_k))
 
 
 class _Replay(_Hook):
     """Recorded expert ids of one layer, and the ids that a recomputation in the backward pass may need again."""
 
-    def __init__(self, path: str, layer: RoutingLayer, calls: list[Tensor]) -> None:
+    def __init__(self, path: str, layer: RoutingLayer, calls: list[Tensor], missing: Missing) -> None:
         self.path, self.layer, self.calls, self.num_calls = path or "the layer", layer, calls, 0
+        self.missing = missing
         super().__init__()
         self.has_ended = False  # then only recomputations of its calls get expert ids
         self.checkpointed: WeakKeyDictionary[object, _CheckpointedCalls] = WeakKeyDictionary()  # by its frame
@@ -146,13 +156,13 @@ class _Replay(_Hook):
                 f"the ids of {self.path} must be integers of shape [..., S, top_k ({config.top_k})], "
                 f"got {ids.dtype} of shape {tuple(ids.shape)}"
             )
-        if ids.numel() and not -1 <= int(ids.min()) <= int(ids.max()) < config.num_selectable_experts:
+        if ids.numel() and not NO_EXPERT <= int(ids.min()) <= int(ids.max()) < config.num_selectable_experts:
             raise ValueError(
-                f"the ids of {self.path} must be in [-1, num_experts ({config.num_selectable_experts})), "
+                f"the ids of {self.path} must be in [-2, num_experts ({config.num_selectable_experts})), "
                 f"got from {int(ids.min())} to {int(ids.max())}"
             )
 
-    def experts(self, leading_dims: Sequence[int], device: torch.device) -> Tensor | None:
+    def experts(self, leading_dims: Sequence[int], device: torch.device, token_mask: Tensor | None) -> Tensor | None:
         """Return the recorded ids of the call that runs; None if this replay does not know it."""
         if self.has_ended and not self._is_known():
             return None
@@ -164,7 +174,22 @@ class _Replay(_Hook):
                 f"call {self.num_calls} of {self.path} has tokens of shape {(*leading_dims,)}, the record "
                 f"{tuple(ids.shape[:-1])}"
             )
-        return ids.reshape(-1, ids.shape[-1]).to(device, torch.int64)
+        return self._with_routes(ids.reshape(-1, ids.shape[-1]).to(torch.int64), leading_dims, token_mask).to(device)
+
+    def _with_routes(self, ids: Tensor, leading_dims: Sequence[int], token_mask: Tensor | None) -> Tensor:
+        """Return ids ``(T, K)`` in which -1 stands in all slots of a token, if the router chooses its experts."""
+        is_missing = chooses_itself(ids)
+        if token_mask is not None:
+            is_missing &= token_mask.to(ids.device)
+        if self.missing == "error" and is_missing.any():
+            place = torch.unravel_index(is_missing.nonzero()[0, 0], tuple(leading_dims))
+            raise ValueError(
+                f"call {self.num_calls} of {self.path} has no route for {int(is_missing.sum())} of {len(ids)} tokens, "
+                f"first for token {[int(index) for index in place]}: missing='natural' lets the router choose, "
+                "missing='zero' computes nothing for them"
+            )
+        is_own = is_missing.unsqueeze(1) if self.missing == "natural" else False
+        return ids.where((ids >= 0) | is_own, NO_EXPERT)
 
     def end(self) -> None:
         """Stay with the layer for recomputations after the context, until no checkpointed graph is left."""
@@ -247,9 +272,11 @@ def _hooked(hooks: Iterable[tuple[RoutingLayer, _Hook]]) -> Iterator[None]:
 
 
 @never_compiled
-def given_experts(hooks: Sequence[_Hook], leading_dims: Sequence[int], device: torch.device) -> Tensor | None:
+def given_experts(
+    hooks: Sequence[_Hook], leading_dims: Sequence[int], device: torch.device, token_mask: Tensor | None
+) -> Tensor | None:
     """Return the expert ids of the last hook that gives any; None if the router chooses them."""
-    given = [hook.experts(leading_dims, device) for hook in _of_this_call(hooks)]
+    given = [hook.experts(leading_dims, device, token_mask) for hook in _of_this_call(hooks)]
     return next((experts for experts in reversed(given) if experts is not None), None)
 
 

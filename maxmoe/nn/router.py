@@ -15,7 +15,7 @@ from maxmoe.expert_load.stats_accumulator import NUM_BINS
 from maxmoe.nn.module_path import module_path
 from maxmoe.nn.random_numbers import rand_of_tokens
 from maxmoe.nn.router_mlp import RouterMLP
-from maxmoe.nn.routing import Routing
+from maxmoe.nn.routing import Routing, completed
 from maxmoe.ops import linear, route
 from maxmoe.ranks.token_group import LocalTokens, TokenGroupAttribute
 
@@ -78,8 +78,8 @@ class Router(ConvertedModule):
         Args:
             x: ``(B, S, D)`` or ``(T, D)``, floating, tokens; must be finite where `token_mask` is False.
             token_mask: ``(T,)``, bool, False for padding, which is not routed.
-            experts: ``(T, K)``, int64, experts to route to, -1 for none; the weights come from their scores. None to
-                choose the experts with the best scores.
+            experts: ``(T, K)``, int64, experts to route to, whose scores give the weights; -2 for no expert, -1 in all
+                slots of a token to choose its experts here. None to choose the experts with the best scores.
             state: ``(T, R)``, floating, state of the router of the layer before, with `router_takes_state`.
 
         Returns:
@@ -116,7 +116,7 @@ class Router(ConvertedModule):
         """Declare logical names and saved tensors."""
         return Declaration(
             logical_names={
-                "weight": (None, "embed" if self.mlp is None else None),
+                "weight": (None, "embed_router" if self.mlp is None else None),
                 "bias": (None,),
                 "scale": (None,),
             },
@@ -218,6 +218,9 @@ def select_experts(
     config: MoEConfig, logits: Tensor, correction_bias: Tensor | None, token_mask: Tensor | None, experts: Tensor | None
 ) -> Routing:
     """Route tokens by their logits ``(T, E)``, with `shared_expert_scores` ``(T, E + n)``; else as `Router.forward`."""
+    if experts is not None:
+        fixed = logits.detach()
+        experts = completed(experts, lambda: select_experts(config, fixed, correction_bias, None, None).experts)
     is_unpadded, of_shared = experts is None, None
     normalization, scale = config.normalization, config.routed_scaling_factor
     if config.shared_expert_scores:  # normalized below, with the scores of the shared experts

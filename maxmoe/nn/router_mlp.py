@@ -76,7 +76,8 @@ class RouterMLP(nn.Module):
         names: dict[str, tuple[str | None, ...]] = {
             name: (None,) * parameter.dim() for name, parameter in self.named_parameters(recurse=False)
         }
-        return Declaration(logical_names={**names, "down_weight": (None, "embed")}, saved_tensors=self._saved_tensors)
+        names["down_weight"] = (None, "embed_router")
+        return Declaration(logical_names=names, saved_tensors=self._saved_tensors)
 
     def _saved_tensors(self, batch: int, length: int) -> dict[str, SavedTensor]:
         """Describe the saved tensors; `MoE` declares the input, the router the hidden rows."""

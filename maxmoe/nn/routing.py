@@ -1,5 +1,6 @@
 """Result of a router: the experts of each token, their weights, and what the losses read."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -134,11 +135,31 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
+# In the ids of a replay: a slot that computes nothing. -1 in all slots of a token lets the router choose its experts.
+NO_EXPERT = -2
+
+
+def chooses_itself(given: Tensor) -> Tensor:
+    """Return for which tokens ``(T,)`` of the ids ``(T, K)`` of a replay the router chooses the experts."""
+    return (given == -1).all(1)
+
+
+def completed(given: Tensor, choose: Callable[[], Tensor]) -> Tensor:
+    """Return the ids ``(T, K)`` of a replay with what the router chooses where it does, and -1 for no expert."""
+    is_own = chooses_itself(given)
+    if is_own.any():
+        given = torch.where(is_own.unsqueeze(1), choose(), given)
+    return given.clamp_min(-1)
+
+
 def checked_routing(
     router: nn.Module, config: MoEConfig, x: Tensor, token_mask: Tensor | None, given: Tensor | None
 ) -> Routing:
     """Call a custom router, with the experts ``(T, K)`` of a replay if they are given; raise if its output is wrong."""
     with choices_are_kept():
+        if given is not None:
+            with torch.no_grad():
+                given = completed(given, lambda: router(x, token_mask).experts)
         routing: Routing = router(x, token_mask) if given is None else router(x, token_mask, experts=given)
     _check_routing(routing, config, x, token_mask, router)
     if given is not None:

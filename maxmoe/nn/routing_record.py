@@ -1,5 +1,6 @@
 """Expert ids of the MoE layers of a model: of recorded calls, in files, and in the arrays of inference servers."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from maxmoe.files import replacing
+from maxmoe.nn.routing import NO_EXPERT
 
 
 @dataclass(frozen=True)
@@ -17,7 +19,8 @@ class RoutingRecord:
 
     Args:
         calls: for each path of a layer, the expert ids ``(..., S, K)``, integer, of each call, with the leading dims of
-            the layer's input, ``(B, S)`` in a language model; -1 for a slot that was not routed.
+            the layer's input, ``(B, S)`` in a language model. -1 in all slots of a token: its route is not known, see
+            `maxmoe.replay_routing`. -2: the slot computes nothing, as padding and what the router has dropped.
     """
 
     calls: Mapping[str, list[Tensor]] = field(default_factory=dict)
@@ -39,7 +42,13 @@ class RoutingRecord:
         return RoutingRecord({path: ids[calls] for path, ids in self.calls.items()})
 
     def joined(self) -> "RoutingRecord":
-        """Join all calls to one along the sequence, such as prompt and generated tokens of a model with a cache."""
+        """Join all calls to one along the sequence, such as prompt and generated tokens of a model with a cache.
+
+        Every layer must be called once in a forward; raises ValueError if the layers have different numbers of calls.
+        """
+        counts = {path: len(ids) for path, ids in self.calls.items()}
+        if len({*counts.values()}) > 1:
+            raise ValueError(f"the layers of the record must have the same number of calls, got {counts}")
         return RoutingRecord({path: [torch.cat(ids, dim=-2)] for path, ids in self.calls.items() if ids})
 
     def save(self, path: str | Path) -> None:
@@ -84,18 +93,20 @@ class RoutingRecord:
             experts: ``(tokens, layers, K)``, or ``(B, S, layers, K)`` for a padded batch, integer, numpy array or
                 tensor, expert ids.
             layers: for each index of the dim of layers, the path of the MoE layer in the model, or None for a layer
-                that is left out: a dense one, or one of multi-token prediction.
+                that is left out: a dense one, or one of multi-token prediction. Layers that share one bank of experts
+                have one path, whose calls are in the order of the layers.
             cu_seqlens: ``(B + 1,)``, integer, rising from 0 to the number of tokens, where sequences that follow each
                 other begin and end. They become a padded batch ``(B, S)``. None for one sequence, ``(1, tokens)``,
                 such as a packed batch.
             padding_side: side of the padding with `cu_seqlens`, "right" or "left".
-            sentinel: id that stands for a slot that was not routed, such as padding. It becomes -1.
+            sentinel: id that stands for a slot whose route is not known, such as padding or a cached prefix. It becomes
+                -1. Padding that `cu_seqlens` adds becomes -2.
 
         Returns:
             Record with the ids ``(B, S, K)``, int32, of each layer in `layers`, on the device of `experts`.
 
         Raises:
-            ValueError: for other dims or dtypes, a path that is there twice, `cu_seqlens` that do not fit, a negative
+            ValueError: for other dims or dtypes, `layers` without a path, `cu_seqlens` that do not fit, a negative
                 id other than the sentinel, an id that int32 cannot hold, and a token with the same expert twice in a
                 layer, as in an array whose dims have another order or in the zeros of a dense layer. `replay_routing`
                 checks layers, top_k, the range of the ids and the number of tokens.
@@ -103,9 +114,8 @@ class RoutingRecord:
         Source: arXiv:2510.11370.
         """
         ids = experts if isinstance(experts, Tensor) else torch.tensor(experts)
-        paths = [path for path in layers if path is not None]
-        if not paths or len(set(paths)) < len(paths):
-            raise ValueError(f"layers must have the path of each MoE layer once, got {[*layers]}")
+        if not {*layers} - {None}:
+            raise ValueError(f"layers must have the path of each MoE layer, got {[*layers]}")
         _check_array(ids, len(layers))
         is_token = None
         if cu_seqlens is not None:
@@ -115,13 +125,13 @@ class RoutingRecord:
                     f"cu_seqlens up to {num_tokens} need experts of shape [{num_tokens}, layers, K], "
                     f"got {(*ids.shape,)}"
                 )
-        calls = {}
+        calls: dict[str, list[Tensor]] = {}
         for path, of_layer in zip(layers, ids.unbind(-2), strict=True):  # one by one: sorting needs memory
             if path is not None:
                 checked = _checked_ids(of_layer, path, sentinel)
                 if is_token is not None:
                     checked = _padded(checked, is_token)
-                calls[path] = [checked if checked.dim() == 3 else checked.unsqueeze(0)]
+                calls.setdefault(path, []).append(checked if checked.dim() == 3 else checked.unsqueeze(0))
         return cls(calls)
 
     def to_array(
@@ -135,11 +145,11 @@ class RoutingRecord:
         """Return the expert ids of a record of one call in one array, which `from_array` reads.
 
         Args:
-            layers: path of the layer for each index of the dim of layers; None for a layer that has the sentinel for
-                all ids. By default all layers of the record, in its order.
+            layers: path of the layer for each index of the dim of layers, as in `from_array`; None for a layer that has
+                the sentinel for all ids. By default all layers of the record, in its order.
             cu_seqlens: ``(B + 1,)``, integer, as in `from_array`: the tokens of a padded batch without the padding.
             padding_side: side of the padding with `cu_seqlens`, "right" or "left".
-            sentinel: id that stands for a slot that was not routed.
+            sentinel: id that stands for a slot without an expert.
 
         Returns:
             ``(..., S, layers, K)``, int32; with `cu_seqlens` ``(tokens, layers, K)``.
@@ -152,18 +162,22 @@ class RoutingRecord:
         if {*layers} - {None} != {*self.calls} or not self.calls:
             raise ValueError(f"layers must have all layers of the record {[*self.calls]}, got {[*layers]}")
         shapes = {path: [(*ids.shape,) for ids in calls] for path, calls in self.calls.items()}
-        first = next(iter(shapes.values()))
-        if len(first) != 1 or any(shape != first for shape in shapes.values()):
-            raise ValueError(f"the layers of the record must have one call of the same shape, got {shapes}")
-        absent = self.calls[next(iter(shapes))][0].new_full(first[0], -1)
-        parts = [absent if path is None else self.calls[path][0] for path in layers]
+        counts, first = Counter(layers), next((shape for of_layer in shapes.values() for shape in of_layer), ())
+        if any(of_layer != [first] * counts[path] for path, of_layer in shapes.items()):
+            raise ValueError(
+                "the layers of the record must have one call of the same shape for each time that layers names them, "
+                f"got {shapes} for {[*layers]}"
+            )
+        of_layers = {path: iter(calls) for path, calls in self.calls.items()}
+        absent = next(iter(self.calls.values()))[0].new_full(first, -1)
+        parts = [absent if path is None else next(of_layers[path]) for path in layers]
         ids = torch.stack([part.to(torch.int32) for part in parts], dim=-2)
         if cu_seqlens is not None:
             is_token = _token_places(cu_seqlens, padding_side).to(ids.device)
             if ids.shape[:-2] != is_token.shape:
                 raise ValueError(
                     f"cu_seqlens of a batch {(*is_token.shape,)} need ids of shape {(*is_token.shape, 'K')}, got "
-                    f"{(*first[0],)}"
+                    f"{first}"
                 )
             ids = ids[is_token]
         return ids.masked_fill(ids < 0, sentinel)
@@ -203,8 +217,8 @@ def _checked_ids(ids: Tensor, path: str, sentinel: int) -> Tensor:
 
 
 def _padded(ids: Tensor, is_token: Tensor) -> Tensor:
-    """Return ids ``(tokens, K)`` at the places ``(B, S)`` of the tokens, -1 elsewhere."""
-    padded = ids.new_full((*is_token.shape, ids.shape[-1]), -1)
+    """Return ids ``(tokens, K)`` at the places ``(B, S)`` of the tokens, no expert elsewhere."""
+    padded = ids.new_full((*is_token.shape, ids.shape[-1]), NO_EXPERT)
     padded[is_token] = ids
     return padded
 

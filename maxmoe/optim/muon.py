@@ -19,12 +19,12 @@ from maxmoe.optim.distributed_newton_schulz import (
 )
 from maxmoe.optim.newton_schulz import QUINTIC, Coefficients, Matrix, fast_dtype, orthogonalize, steps_of
 
-MUON = ("momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn", "ns_dtype", *Matrix._fields)
+MUON = ("momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn", *Matrix._fields)
 OPTIONS = {"muon": ("lr", "weight_decay", *MUON), "adamw": ("lr", "weight_decay", "betas", "eps")}
+NS_DTYPES = (None, torch.bfloat16, torch.float32, torch.float64)
 COMMON = ("params", "param_names", "algorithm", "initial_lr")
 CHOICES = {
     "adjust_lr_fn": (None, "original", "match_rms_adamw"),
-    "ns_dtype": (None, torch.bfloat16, torch.float32, torch.float64),
     "input_dim": (-1, -2),
     "fused_gate": (None, *get_args(FusedGate)),
 }
@@ -78,6 +78,8 @@ class Muon(torch.optim.Optimizer):
         *,
         ns_dtype: torch.dtype | None = None,
     ) -> None:
+        if ns_dtype not in NS_DTYPES:
+            raise ValueError(f"ns_dtype must be one of {NS_DTYPES}, got {ns_dtype!r}")
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -87,7 +89,7 @@ class Muon(torch.optim.Optimizer):
             "eps": eps,
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
-            "ns_dtype": ns_dtype,
+            "ns_dtype": ns_dtype,  # of the optimizer, not of its groups: torch's full state dicts refuse dtypes
         }
         super().__init__(params, defaults)
         if all(group["algorithm"] == "adamw" for group in self.param_groups):
@@ -134,7 +136,7 @@ class Muon(torch.optim.Optimizer):
         self._init_state()
         if self._distributed is None:
             self._distributed = distributed_newton_schulz(
-                ShardedParameter(parameter, _matrix(group), _ns_dtype(parameter, group))
+                ShardedParameter(parameter, _matrix(group), self._ns_dtype(parameter))
                 for group in self.param_groups
                 for parameter in group["params"]
                 if group["algorithm"] == "muon" and isinstance(parameter, DTensor)
@@ -172,7 +174,7 @@ class Muon(torch.optim.Optimizer):
 
     def _update(self, parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
         """Update the momentum of the local shard and return what is orthogonalised: zeros if there is no gradient."""
-        dtype = _ns_dtype(parameter, group)
+        dtype = self._ns_dtype(parameter)
         if parameter.grad is None:
             return torch.zeros_like(_local(parameter), dtype=dtype)
         gradient, momentum = _local_gradient(parameter), _local(self.state[parameter]["momentum_buffer"])
@@ -181,14 +183,13 @@ class Muon(torch.optim.Optimizer):
             return gradient.lerp(momentum, group["momentum"]).to(dtype)
         return momentum.to(dtype, copy=True)
 
+    def _ns_dtype(self, parameter: Tensor) -> torch.dtype:
+        dtype: torch.dtype = self.defaults["ns_dtype"] or fast_dtype(parameter.device)
+        return dtype
+
 
 def _matrix(group: Mapping[str, Any]) -> Matrix:
     return Matrix(group["input_dim"], group["fused_gate"])
-
-
-def _ns_dtype(parameter: Tensor, group: Mapping[str, Any]) -> torch.dtype:
-    dtype: torch.dtype = group["ns_dtype"] or fast_dtype(parameter.device)
-    return dtype
 
 
 def _orthogonalized(matrices: Tensor, group: Mapping[str, Any]) -> Tensor:

@@ -12,6 +12,7 @@ from maxmoe.nn import MoE, check_recompute, recompute_of, set_recompute
 from maxmoe.parallel.apply.apply import apply_plan
 from maxmoe.parallel.apply.input_gradients import InputGradientCheck
 from maxmoe.parallel.apply.interruptions import guard_calls
+from maxmoe.parallel.apply.other_parallelism import refuse_other_parallelism
 from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.parallel.plan.fsdp_units import SHARD_AXIS
 from maxmoe.parallel.plan.parameter_sharding import names_without_rules
@@ -108,6 +109,7 @@ def parallelize(
         name = type(module).__name__  # FSDP2 replaces the class
         apply_plan(module, plan, num_chunks, InputGradientCheck(module, mesh))
         guard_calls(module, mesh, name)
+        refuse_other_parallelism()
         return module
 
 

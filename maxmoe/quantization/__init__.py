@@ -17,11 +17,11 @@ A row holds the inputs of one output. Blocks at the end of a row or column may b
 from maxmoe.quantization.encoding import quantize
 from maxmoe.quantization.formats import FORMATS, Format
 from maxmoe.quantization.stack import QuantizedStack
-from maxmoe.quantization.weight import QuantizedWeight, StackPart
+from maxmoe.quantization.weight import QuantizedWeight, StackPart, dequantize_experts
 from maxmoe.quantization.weight import on_meta as on_meta
 from maxmoe.quantization.weight import put_stack as put_stack
 from maxmoe.quantization.weight import stack_parts as stack_parts
 from maxmoe.quantization.weight import state_with_stacks as state_with_stacks
 from maxmoe.quantization.weight import weights as weights
 
-__all__ = ["FORMATS", "Format", "QuantizedStack", "QuantizedWeight", "StackPart", "quantize"]
+__all__ = ["FORMATS", "Format", "QuantizedStack", "QuantizedWeight", "StackPart", "dequantize_experts", "quantize"]

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.weak import WeakIdKeyDictionary
 
 from maxmoe._torch import ConvertedModule, parameter_table
-from maxmoe.checks.whole_tensors import is_dtensor
+from maxmoe.checks.whole_tensors import check_whole, is_dtensor
 from maxmoe.quantization.formats import check_values, format_named
 from maxmoe.quantization.stack import QuantizedStack
 
@@ -130,6 +131,42 @@ def put_stack(owner: nn.Module, name: str, stack: QuantizedStack) -> None:
     """Put a quantized weight in the place of a weight of a module."""
     delattr(owner, name)
     setattr(owner, name, stack if isinstance(stack, QuantizedWeight) else QuantizedWeight(stack))
+
+
+def dequantize_experts(model: nn.Module) -> None:
+    """Replace the quantized weights of a model by ordinary frozen parameters, in place.
+
+    The inverse of `maxmoe.quantize_experts`, up to the rounding of the format. The outputs have the same bits. PEFT
+    merges adapters into the weights then::
+
+        dequantize_experts(model)
+        model = model.merge_and_unload()
+
+    Each quantized weight is freed as soon as it has been replaced. The peak memory is the model with the weights in
+    their dtype plus the largest of them.
+
+    Args:
+        model: model with quantized weights, not sharded, with or without adapters.
+
+    Raises:
+        ValueError: for a model without quantized weights, or with sharded ones. Nothing has been changed then.
+    """
+    codes = {path: weight.codes for path, weight in quantized_weights(model)}
+    if not codes:
+        raise ValueError(f"the model must have quantized weights, got none in {type(model).__name__}")
+    check_whole("dequantize_experts", codes)
+    paths = [*codes]
+    del codes  # otherwise they would be held
+    known = WeakIdKeyDictionary()  # by the quantized weight, which several modules may share
+    for path in paths:
+        owner, _, name = path.rpartition(".")
+        module, weight = model.get_submodule(owner), model.get_submodule(path)
+        assert isinstance(weight, QuantizedWeight)
+        if weight not in known:
+            known[weight] = nn.Parameter(weight.dequantize().contiguous(), requires_grad=False)
+        delattr(module, name)
+        module.register_parameter(name, known[weight])
+        del weight  # otherwise it would be held while the next one is replaced
 
 
 def on_meta(weight: Any) -> Any:

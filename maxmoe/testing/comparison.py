@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -19,8 +19,11 @@ from maxmoe.testing.measurement import (
     ParameterEntries,
     Training,
     gradients_of_terms,
+    measure_one_process,
+    measure_rank,
     update_between,
 )
+from maxmoe.testing.module_outputs import first_wrong_module
 from maxmoe.testing.report import Comparison, Noun, RankComparison, Verdict
 from maxmoe.testing.run_facts import batches_of_shares, partitions, sizes, weights_of
 from maxmoe.testing.starts import by_name, different_buffers
@@ -53,12 +56,13 @@ class RankComparer:
             self.notes.extend(different_buffers(self.one_process, self.ranks, self.tolerance))
         loss, outputs, gradients = self._loss(), self._outputs(), self._gradients()
         is_equal = all(item.equal for item in (*loss, *outputs, *gradients))
+        module = "" if all(item.equal for item in outputs or loss) else self._wrong_module()
         not_finite = [item.name for item in (*loss, *gradients) if not math.isfinite(item.one_process)]
         verdict: Verdict = "not finite" if not_finite else "equal" if is_equal else "different"
         culprits: tuple[str, ...] = (f"Infinite or NaN in one process: {listed(not_finite)}.",) if not_finite else ()
         run, notes = (len(self.ranks), self.dtype, self.tolerance), tuple(dict.fromkeys(self.notes))
         step = self.training.steps
-        return RankComparison(verdict, *run, loss, outputs, gradients, culprits, notes, step, self.noun)
+        return RankComparison(verdict, *run, loss, outputs, gradients, culprits, notes, step, self.noun, module)
 
     def update(self, after: "RankComparer") -> "RankComparer":
         """Return the comparison of the update before the next step, without gradients that may be rounding."""
@@ -126,6 +130,20 @@ class RankComparer:
             explanation = "" if error <= self.tolerance * scale else "differs"
             found.append(Comparison(name, error / scale, norm, () if explanation else (norm,), explanation))
         return tuple(found)
+
+    def _wrong_module(self) -> str:
+        """Return the name of the module in which the forward goes wrong, "" if no module that can be compared does.
+
+        The step runs again, because hooks on modules may change what they run.
+        """
+        training = replace(self.training, records_modules=True)
+        try:
+            one_process = self.processes.run_alone(measure_one_process, training, self.dtype)[0][-1]
+            ranks = self.processes.run(measure_rank, len(self.ranks), training, self.dtype)
+        except RankError as error:
+            self.notes.append(f"The outputs of modules cannot be compared: {str(error).splitlines()[-1]}")
+            return ""
+        return first_wrong_module(one_process.modules, [steps[-1].modules for steps in ranks], self.tolerance)
 
     def _gradients(self) -> tuple[Comparison, ...]:
         """Compare the gradients, those with most entries first: what explains them is tried for small ones."""

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from maxmoe._torch import TorchDispatchMode, process_groups
-from maxmoe.testing.batches import map_tensors, tensors_in
+from maxmoe.testing.batches import map_tensors
 from maxmoe.testing.layout import Entries
+from maxmoe.testing.module_outputs import CallsOfModules, Outputs, outputs_of, recorded
 
 WHOLE = "loss"  # name of the loss if it has no terms
 ADDED = "added in the backward"  # name of the gradient that the backward adds beside the loss
@@ -36,6 +37,7 @@ class Training:
     steps: int = 1
     vary_constants: bool = True  # see _vary_constants
     has_dropout: bool = True
+    records_modules: bool = False  # keep the outputs of all modules
 
     def mode(self) -> AbstractContextManager[Any]:
         """Return the context in which the model runs."""
@@ -56,13 +58,14 @@ class Measurement:
     """What a step computes in one process or on one rank."""
 
     loss: dict[str, float]  # terms of the loss; empty if the step returns none
-    outputs: list[dict[str, Entries]]  # floating-point tensors that the model returns, by name, for each call
+    outputs: list[Outputs]  # floating-point tensors that the model returns, by name, for each call
     parameters: dict[str, ParameterEntries]  # in the order of their gradients in the backward, others last
     buffers: dict[str, dict[str, Entries]]  # "before" and "after" the step, by name
     batch: Any
     groups: dict[str, list[int]] = field(default_factory=dict)  # ranks of each process group of this rank
     random_state: int = 0  # checksum of torch's random state that `parallelize` left
     narrow: tuple[torch.dtype, str] | None = None  # dtype below the parameters' in which a function computes, its name
+    modules: CallsOfModules = field(default_factory=dict)  # outputs of modules, if the training records them
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients of all parameters, zeros for those without one."""
@@ -232,8 +235,15 @@ def _measure_steps(training: Training, model: Any, dtype: torch.dtype, seed: int
             if number:
                 update()
             batch = make_batch(training, *place, dtype)
-            found.append(_measure(model, run, batch, seed=seed + number, has_backward=has_backward))
+            with _recorder(training, model) as modules:
+                measured = _measure(model, run, batch, seed=seed + number, has_backward=has_backward)
+            found.append(replace(measured, modules=modules))
     return found
+
+
+def _recorder(training: Training, model: Any) -> AbstractContextManager[CallsOfModules]:
+    """Return the context that records the outputs of modules, if the training asks for them."""
+    return recorded(model) if training.records_modules and isinstance(model, nn.Module) else nullcontext({})
 
 
 def _measure(
@@ -242,7 +252,7 @@ def _measure(
     """Run a step and measure it; without `has_backward`, `step` is the loss."""
     values = {name: Entries.of(parameter) for name, parameter in model.named_parameters()}
     buffers = {"before": _buffers_of(model)}
-    outputs: list[dict[str, Entries]] = []
+    outputs: list[Outputs] = []
     order: dict[str, None] = {}  # of the parameters in the backward
     recorded = map_tensors(lambda _, tensor: tensor.detach().clone(), batch)  # the step may change the batch
     handles: list[Any] = [
@@ -251,7 +261,7 @@ def _measure(
         if parameter.requires_grad and not dist.is_initialized()
     ]
     if isinstance(model, nn.Module):
-        handles.append(model.register_forward_hook(lambda *call: outputs.append(_output_of(call[2]))))
+        handles.append(model.register_forward_hook(lambda *call: outputs.append(outputs_of(call[2]))))
     _seed(seed)
     loss = step(model, batch)
     terms = {} if loss is None and has_backward else terms_of(loss, "step" if has_backward else "loss")
@@ -308,12 +318,4 @@ def _gradients_of(model: nn.Module, term: Tensor) -> dict[str, Tensor]:
     return {
         name: torch.zeros_like(parameter) if parameter.grad is None else Entries.of(parameter.grad).values
         for name, parameter in model.named_parameters()
-    }
-
-
-def _output_of(output: Any) -> dict[str, Entries]:
-    return {
-        f"output{place}": Entries.of(tensor)
-        for place, tensor in tensors_in(output).items()
-        if tensor.is_floating_point() and tensor.ndim
     }

@@ -67,6 +67,8 @@ class RankComparison:
             step.
         step: number of the step: the first one that differs, or the last one.
         noun: "update" if the gradients of the step are right, but not the update after it.
+        first_wrong_module: name of the first module in the order of the forward whose output differs, if an output of
+            the model differs, or the loss of a model that returns nothing else; "" if there is none.
     """
 
     verdict: Verdict
@@ -80,6 +82,7 @@ class RankComparison:
     notes: tuple[str, ...] = ()
     step: int = 1
     noun: Noun = "gradient"
+    first_wrong_module: str = ""
 
     @property
     def equal(self) -> bool:
@@ -110,7 +113,9 @@ class RankComparison:
         dtype = str(self.dtype).removeprefix("torch.")
         head = f"compare_ranks: {HEADS[self.verdict]}{self._place()}. {self.num_ranks} ranks beside one process"
         lines = [f"{head}, {dtype}, tolerance {self.tolerance:.0e}.", *self.culprits]
-        if wrong := [output.name for output in self.outputs if not output.equal]:
+        if self.first_wrong_module:
+            lines.append(f"The mistake is in the forward pass, first in the output of {self.first_wrong_module}.")
+        elif wrong := [output.name for output in self.outputs if not output.equal]:
             lines.append(f"The mistake is in the forward pass: {', '.join(wrong)} differs.")
         lines += [*self._first_wrong(), *self.notes]
         text = "\n".join(paragraph(line, width=width) for line in lines)

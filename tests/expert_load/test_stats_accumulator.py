@@ -242,6 +242,26 @@ def test_ranks_add_up_to_one_process() -> None:
     run_cases(check, 2, [(ddp,), *((mesh, *arguments) for arguments in meshes)])
 
 
+def test_an_update_within_join_is_refused() -> None:
+    """Where ranks have different numbers of batches; after the context, it has the tokens of all of them."""
+
+    def check() -> None:
+        model = DistributedDataParallel(block())
+        accumulator = StatsAccumulator(model)
+        x = torch.randn(2, 7, dtype=torch.float64)
+        with model.join():
+            for _ in range(2 + dist.get_rank()):
+                model(x).sum().backward()
+                with pytest.raises(RuntimeError, match=r"^update\(\) must be called by all ranks, and within join"):
+                    accumulator.update()
+        assert accumulator.update().layers["moe"].tokens_per_expert.sum() == 5 * 2 * 3
+        with model.join(enable=False):
+            model(x).sum().backward()
+            assert accumulator.update().layers["moe"].tokens_per_expert.sum() == 2 * 2 * 3
+
+    run_ranks(check, 2)
+
+
 def test_models_with_a_process_group_are_copied() -> None:
     def check() -> None:
         group = dist.new_group([0])

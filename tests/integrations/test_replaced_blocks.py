@@ -126,6 +126,10 @@ def test_recorded_routing_is_replayed(preset: str) -> None:
         expected = step(model, IDS, mask)
     with replay_routing(model, record):
         assert_same(step(model, IDS, mask), expected, mask, 1e-12)
+    for (ids,) in record.calls.values():
+        ids[:, 2:] = -1  # as if a server had not reported them
+    with replay_routing(model, record, missing="natural"):
+        assert_same(step(model, IDS, mask), expected, mask, 1e-12)
 
 
 def test_a_block_without_the_logits_of_its_shared_experts_replays_nothing() -> None:

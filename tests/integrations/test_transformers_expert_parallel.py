@@ -16,16 +16,21 @@ from transformers.distributed.expert_parallel import AllToAllEP, EPImplementatio
 
 from maxmoe import parallelize
 from maxmoe.integrations.transformers import replace_moe_blocks
-from maxmoe.integrations.transformers.expert_parallel import RaggedAllToAllEP, RingOfExpertsEP
+from maxmoe.integrations.transformers.expert_parallel import LeastLoadedEP, RaggedAllToAllEP, RingOfExpertsEP
 from maxmoe.parallel import token_sharding
 from maxmoe.sharding import Mesh
+from support.moved_experts import moving_experts
 from support.parts import assert_same
 from support.run_ranks import run_ranks
 from support.small_models import blocks_of, import_models, model_of
 
 import_models("mixtral", "gpt_oss", "qwen3_moe")
 IDS = torch.randint(0, 32, (4, 6), generator=torch.Generator().manual_seed(1))
-OURS = {"maxmoe_ring_of_experts": RingOfExpertsEP, "maxmoe_ragged_all_to_all": RaggedAllToAllEP}
+OURS = {
+    "maxmoe_ring_of_experts": RingOfExpertsEP,
+    "maxmoe_ragged_all_to_all": RaggedAllToAllEP,
+    "maxmoe_least_loaded": LeastLoadedEP,
+}
 
 
 def model(preset: str) -> Any:
@@ -58,6 +63,8 @@ def check_gradients(module: nn.Module, whole: nn.Module) -> None:
     [
         ("mixtral", "maxmoe_ring_of_experts"),
         ("gpt_oss", "maxmoe_ragged_all_to_all"),
+        ("gpt_oss", "maxmoe_least_loaded"),
+        ("mixtral", "maxmoe_least_loaded"),
         ("mixtral", "all_to_all"),
         pytest.param("gpt_oss", "maxmoe_ring_of_experts", marks=pytest.mark.sampled(0)),
         pytest.param("mixtral", "maxmoe_ragged_all_to_all", marks=pytest.mark.sampled(0)),
@@ -77,7 +84,8 @@ def test_other_tokens_on_every_rank(preset: str, implementation: str) -> None:
         apply_expert_parallelism(ours, meshes.get_mesh("ep"), meshes.get_mesh("tp"), plan, config.ep_implementation)
         (block, *_) = blocks_of(ours).values()
         assert block.experts.num_experts == 3 and block.experts.down_proj.to_local().shape[0] == 3
-        loss = step(ours, IDS.chunk(2)[dist.get_rank()])
+        with moving_experts(implementation == "maxmoe_least_loaded"):
+            loss = step(ours, IDS.chunk(2)[dist.get_rank()])
         dist.all_reduce(loss)
         assert_same(loss, expected)
         for parameter in ours.parameters():

@@ -39,7 +39,7 @@ def rotated(record: RoutingRecord) -> RoutingRecord:
     calls = {}
     for path, (ids,) in record.calls.items():
         moved = (ids + 1) % 6
-        moved[0, 2, 1] = moved[2, -1] = -1
+        moved[0, 2, 1] = moved[2, -1] = -2
         calls[path] = [moved]
     return RoutingRecord(calls)
 
@@ -66,6 +66,11 @@ def test_the_ids_are_those_of_the_family(preset: str) -> None:
         assert_same(step(model, IDS), expected, None)
     for path, (ids,) in again.calls.items():
         assert torch.equal(ids, record.calls[path][0])
+        ids[:, :2] = -1  # a cached prefix, of which a server reports no route
+    with pytest.raises(ValueError, match="has no route for 6 of 21 tokens"), maxmoe.replay_routing(model, again):
+        step(model, IDS)
+    with maxmoe.replay_routing(model, again, missing="natural"):
+        assert_same(step(model, IDS), expected, None)
 
 
 def test_a_router_without_the_logits_of_shared_experts_replays_nothing() -> None:
@@ -214,6 +219,6 @@ def test_other_models_are_refused() -> None:
     with pytest.raises(ValueError, match=message), maxmoe.replay_routing(model, fewer):
         model(input_ids=IDS, use_cache=False)
     of_all = RoutingRecord({path: [ids + 1] for path, (ids,) in record.calls.items()})
-    message = r"^the ids of model.layers.0.mlp must be in \[-1, num_experts \(6\)\), got from 1 to 6$"
+    message = r"^the ids of model.layers.0.mlp must be in \[-2, num_experts \(6\)\), got from 1 to 6$"
     with pytest.raises(ValueError, match=message), maxmoe.replay_routing(model, of_all):
         pass

@@ -13,9 +13,10 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import maxmoe
 from maxmoe import MoE, MoEConfig
-from maxmoe.nn import Routing
+from maxmoe.nn import Routing, RoutingRecord
 from support.documented_routers import ROUTERS
 from support.operator_checks import count_operators
+from support.replayed_layers import recorded
 
 E, D, F = 6, 8, 10
 each_router = pytest.mark.parametrize("name", ROUTERS)
@@ -121,8 +122,13 @@ def test_replay(name: str) -> None:
     with maxmoe.replay_routing(layer, record), maxmoe.record_routing(layer) as again:
         after = layer(x)
     assert not torch.equal(after.hidden_states, before.hidden_states)
-    is_same = record.calls[""][0] == again.calls[""][0]
-    assert is_same.all()
+    (ids,), (own,) = record.calls[""], recorded(layer, x).calls[""]
+    assert torch.equal(ids, again.calls[""][0])
+    is_missing = torch.arange(7).view(7, 1) < 2
+    served = RoutingRecord({"": [ids.masked_fill(is_missing, -1)]})
+    with maxmoe.replay_routing(layer, served, missing="natural"), maxmoe.record_routing(layer) as again:
+        layer(x)
+    assert torch.equal(again.calls[""][0], own.where(is_missing, ids))
 
 
 @each_router

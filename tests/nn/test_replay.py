@@ -124,13 +124,44 @@ def test_padding_is_recorded_and_replayed() -> None:
     layer = moved(before := make())
     x, mask = tokens(layer), torch.tensor([[1, 1, 0, 0, 1], [0, 1, 1, 1, 0]]).bool()
     record = recorded(before, x, mask)
-    assert torch.equal(record.calls[""][0] == -1, ~mask.unsqueeze(-1).expand(2, 5, 3))
+    assert torch.equal(record.calls[""][0] == -2, ~mask.unsqueeze(-1).expand(2, 5, 3))
     with maxmoe.replay_routing(layer, record):
         masked = layer(x, mask)
     with maxmoe.replay_routing(layer, record):
         unmasked = layer(x)
     assert torch.equal(masked.hidden_states, unmasked.hidden_states)
     assert torch.equal(masked.stats.tokens_per_expert, unmasked.stats.tokens_per_expert)
+
+
+@each_family
+def test_tokens_without_a_route(options: Options) -> None:
+    """A cached prefix, of which a server reports no route: an error, what the router selects now, or nothing."""
+    layer = moved(before := make(**{**options, "num_shared_experts": 0, "shared_expert_gate": False}))
+    x = tokens(before).requires_grad_()
+    ids = recorded(before, x).calls[""][0].int()
+    ids[:, :2] = ids[1, 4, 0] = -1  # a single slot is not a route
+    record = RoutingRecord.from_array(ids.unsqueeze(2), [""])
+    message = "call 1 of the layer has no route for 4 of 10 tokens, first for token [0, 0]: missing='natural' lets the"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"), maxmoe.replay_routing(layer, record):
+        layer(x)
+    completed = torch.where((ids < 0).all(-1, keepdim=True), recorded(layer, x).calls[""][0], ids)
+    with maxmoe.replay_routing(layer, RoutingRecord({"": [completed]})):
+        expected = layer(x)
+    with maxmoe.record_routing(layer) as again, maxmoe.replay_routing(layer, record, missing="natural"):
+        natural = layer(x)
+    assert torch.equal(again.calls[""][0].int().clamp_min(-1), completed)
+    assert torch.equal(natural.hidden_states, expected.hidden_states) and expected.hidden_states[:, :2].all()
+    inputs = (x, *layer.parameters())
+    gradients = [torch.autograd.grad(output.hidden_states.sin().sum(), inputs) for output in (natural, expected)]
+    assert all(torch.equal(got, right) for got, right in zip(*gradients, strict=True))
+    padding = torch.arange(5).expand(2, 5) < 2
+    with maxmoe.replay_routing(layer, record, missing="zero"):
+        zero = layer(x)
+    assert not zero.hidden_states[:, :2].any()
+    with maxmoe.replay_routing(layer, record):  # no error for padding
+        masked = layer(x, ~padding)
+    for output in (zero, masked):
+        torch.testing.assert_close(output.hidden_states[:, 2:], expected.hidden_states[:, 2:], rtol=1e-12, atol=1e-13)
 
 
 def test_a_record_is_saved_and_loaded(tmp_path: Path) -> None:
@@ -171,7 +202,7 @@ def test_hooks_are_gone_afterwards() -> None:
             lambda ids: ids.float(),
             "the ids of the layer must be integers of shape [..., S, top_k (3)], got torch.float32 of",
         ),
-        (lambda ids: ids + 1, "the ids of the layer must be in [-1, num_experts (6)), got from 1 to 6"),
+        (lambda ids: ids + 1, "the ids of the layer must be in [-2, num_experts (6)), got from 1 to 6"),
         (lambda ids: ids > 2, "the ids of the layer must be integers of shape [..., S, top_k (3)], got torch.bool of"),
         (lambda ids: ids[:1], "call 1 of the layer has tokens of shape (2, 5), the record (1, 5)"),
         (lambda ids: ids.transpose(0, 1), "call 1 of the layer has tokens of shape (2, 5), the record (5, 2)"),
@@ -190,6 +221,11 @@ def test_other_ids_are_refused(change: Callable[[Tensor], Tensor], message: str)
 def test_other_layers_and_other_numbers_of_calls_are_refused() -> None:
     layer, x = make(), tokens(make())
     record = recorded(layer, x)
+    with (
+        pytest.raises(ValueError, match=r"^missing must be one of error, natural, zero, got None$"),
+        maxmoe.replay_routing(layer, record, missing=None),  # type: ignore[arg-type]
+    ):
+        pass
     message = "the record must have the layers of the model: missing ['0'], unexpected ['']"
     with (
         pytest.raises(ValueError, match=f"^{re.escape(message)}$"),

@@ -44,7 +44,7 @@ def test_requests_become_a_padded_batch(side: Any) -> None:
     ids, ends = served(), [0, 4, 4, 10]
     record = RoutingRecord.from_array(ids, LAYERS, cu_seqlens=torch.tensor(ends), padding_side=side)
     for index, (of_layer,) in enumerate(record.calls.values(), 1):
-        expected = torch.full((3, 6, TOP_K), -1, dtype=torch.int32)
+        expected = torch.full((3, 6, TOP_K), -2, dtype=torch.int32)
         for sequence, (begin, end) in enumerate(pairwise(ends)):
             for place, token in enumerate(range(begin, end)):
                 expected[sequence, place + (6 - end + begin if side == "left" else 0)] = ids[token, index]
@@ -113,8 +113,7 @@ def test_other_arrays_are_refused(change: Callable[[Tensor], Tensor], message: s
 @pytest.mark.parametrize(
     ("layers", "options", "message"),
     [
-        ([None] * 4, {}, "layers must have the path of each MoE layer once, got [None, None, None, None]"),
-        (["a", "b", "a", None], {}, "layers must have the path of each MoE layer once"),
+        ([None] * 4, {}, "layers must have the path of each MoE layer, got [None, None, None, None]"),
         (LAYERS, {"cu_seqlens": [0, 4, 9]}, "cu_seqlens up to 9 need experts of shape [9, layers, K], got (10, 4, 3)"),
         (LAYERS, {"cu_seqlens": [0, 11, 10]}, "cu_seqlens must rise from 0, one"),
         (LAYERS, {"cu_seqlens": [4, 10]}, "cu_seqlens must rise from 0, one"),
@@ -132,7 +131,7 @@ def test_arrays_that_do_not_fit_the_model_are_refused_by_the_replay() -> None:
     layer, x = torch.nn.ModuleDict({"moe": make()}), tokens(make(), 1, 10)
     ids = served()[:, 1:2]
     cases = {
-        "the ids of moe must be in [-1, num_experts (6)), got from ": (ids + 1, "moe"),
+        "the ids of moe must be in [-2, num_experts (6)), got from ": (ids + 1, "moe"),
         "the record must have the layers of the model: missing ['moe'], unexpected ['moe.1']": (ids, "moe.1"),
         "the ids of moe must be integers of shape [..., S, top_k (3)], got torch.int32 of": (ids[..., :2], "moe"),
         "call 1 of moe has tokens of shape (1, 10), the record (1, 9)": (ids[1:], "moe"),
@@ -143,12 +142,43 @@ def test_arrays_that_do_not_fit_the_model_are_refused_by_the_replay() -> None:
             layer["moe"](x)
 
 
+def test_layers_that_share_a_bank_of_experts() -> None:
+    """Two of three layers are one module: its path is there twice, with a call for each of them."""
+
+    class Shared(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.shared = make(), make()
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in (self.shared, self.first, self.shared):
+                x = x + layer(x).hidden_states
+            return x
+
+    model, layers = Shared(), ["shared", "first", None, "shared"]
+    x = tokens(model.first, 2, 5)
+    record = recorded(model, x)
+    array = record.to_array(layers)
+    shared, (first,) = record.calls["shared"], record.calls["first"]
+    assert all(torch.equal(array[:, :, index], ids) for index, ids in enumerate((shared[0], first)))
+    assert torch.equal(array[:, :, 3], shared[1]) and not torch.equal(*shared) and (array[:, :, 2] == -1).all()
+    read = RoutingRecord.from_array(array, layers)
+    assert all(torch.equal(*pair) for pair in zip(read.calls["shared"], shared, strict=True))
+    with maxmoe.record_routing(model) as again, maxmoe.replay_routing(model, read):
+        model(x)
+    assert torch.equal(again.to_array(layers), array)
+    with pytest.raises(ValueError, match=r"^the layers of the record must have one call of the same shape for each "):
+        record.to_array(["shared", "first"])
+    with pytest.raises(ValueError, match=r"^the layers of the record must have the same number of calls, got"):
+        record.joined()
+
+
 def test_records_that_are_no_array_are_refused() -> None:
     layer = make()
     record = recorded(layer, tokens(layer, 2, 5))
     two = RoutingRecord({"": [*record.calls[""], *record.calls[""]]})
     other = RoutingRecord({"a": record.calls[""], "b": [record.calls[""][0][:1]]})
-    with pytest.raises(ValueError, match=r"^the layers of the record must have one call of the same shape, got \{'': "):
+    with pytest.raises(ValueError, match=r"^the layers of the record must have one call of the same shape for each"):
         two.to_array()
     with pytest.raises(ValueError, match=r"^the layers of the record must have one call of the same shape"):
         other.to_array()

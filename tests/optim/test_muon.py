@@ -1,10 +1,16 @@
 """Muon in one process: against torch.optim.Muon, bit by bit where possible, and a definition in float64."""
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from maxmoe.optim import Muon, parameter_groups
 from support.moe_layers import make
@@ -161,6 +167,33 @@ def test_the_default_dtype_does_not_round_the_number_of_steps() -> None:
     optimizer = Muon([{"params": [matrix]}, {"params": [parameter], "algorithm": "adamw"}])
     trained(optimizer, 258)
     assert optimizer.state[parameter]["step"] == 258
+
+
+def test_full_state_dicts_of_torch() -> None:
+    """Groups hold what torch's state dicts carry; a loaded optimizer and a copy take the same next step."""
+    full = StateDictOptions(full_state_dict=True)
+
+    def stepped(seed: int) -> tuple[nn.Module, Muon]:
+        layer = make(dtype=torch.float32)
+        optimizer = Muon(parameter_groups(layer), lr=0.1, ns_dtype=torch.float64)
+        torch.manual_seed(seed)
+        for parameter in layer.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        return layer, optimizer
+
+    (layer, optimizer), (other, loaded) = stepped(0), stepped(1)
+    state = deepcopy(get_optimizer_state_dict(layer, optimizer, options=full))
+    other.load_state_dict(layer.state_dict())
+    set_optimizer_state_dict(other, loaded, state, options=full)
+    both = deepcopy((layer, optimizer))
+    for module, each in ((layer, optimizer), (other, loaded), both):
+        torch.manual_seed(2)
+        for parameter in module.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        each.step()
+    for name, parameter in layer.named_parameters():
+        assert parameter.equal(other.get_parameter(name)) and parameter.equal(both[0].get_parameter(name))
 
 
 def test_a_schedule_moves_the_learning_rates() -> None:

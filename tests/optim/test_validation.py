@@ -27,13 +27,15 @@ def matrix(*shape: int) -> nn.Parameter:
         ({"weight_decay": -0.1}, "weight_decay must be at least 0, got -0.1"),
         ({"eps": float("nan")}, "eps must be at least 0, got nan"),
         ({"adjust_lr_fn": "spectral"}, r"adjust_lr_fn must be one of \(None, 'original', .*got 'spectral'"),
-        ({"ns_dtype": torch.float16}, "ns_dtype must be one of .*got torch.float16"),
+        ({"ns_dtype": torch.float32}, "a group of muon has no option 'ns_dtype'"),
         ({"input_dim": 1}, r"input_dim must be one of \(-1, -2\), got 1"),
         ({"fused_gate": "stacked"}, "fused_gate must be one of .*got 'stacked'"),
         ({"fused_gate": "interleaved", "input_dim": -2}, r"w must have an even number of outputs .* shape \(4, 3\)"),
     ],
 )
 def test_options_of_a_group(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=r"^ns_dtype must be one of .*got torch.float16"):
+        Muon([matrix()], ns_dtype=torch.float16)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=message):
         Muon([{"params": [("w", matrix())], **options}])
 

@@ -82,8 +82,8 @@ def check_step(config: DecoderConfig, layout: MeshRules) -> None:
 STEPS = [
     (variant, layout) for layout in layouts(4, 8) for variant in list(VARIANTS)[: None if layout.world_size == 4 else 1]
 ]
-# Every variant; latent experts with tensor parallelism.
-BY_DEFAULT = list(zip(reversed(VARIANTS), layouts(4)[1::2], strict=True))
+# Every variant; latent experts with tensor parallelism; attention and routers under rules of their own.
+BY_DEFAULT = [*zip(reversed(VARIANTS), layouts(4)[1:9:2], strict=True), ("every part", layouts(4)[-1])]
 
 
 @pytest.mark.filterwarnings("ignore:no rule for the logical name")

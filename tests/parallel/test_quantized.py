@@ -20,7 +20,7 @@ from maxmoe.ops import Projection, gmm
 from maxmoe.parallel import Declaration, parallelize, reset_parameters
 from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.planning import estimate
-from maxmoe.quantization import QuantizedStack, QuantizedWeight, quantize
+from maxmoe.quantization import QuantizedStack, QuantizedWeight, dequantize_experts, quantize
 from maxmoe.sharding import LogicalRules, Mesh
 from support.moved_experts import moving_experts
 from support.parallel_decoder import BLOCK, CONFIG, MOE, MeshRules, batch, decoder, layouts, loss, token_spec
@@ -58,20 +58,13 @@ def adapted(format: str, config: DecoderConfig = WIDE) -> Any:
     return model
 
 
-def dequantize(model: nn.Module) -> None:
-    for owner in list(model.modules()):
-        for name, weight in list(owner.named_children()):
-            if isinstance(weight, QuantizedWeight):
-                setattr(owner, name, nn.Parameter(weight.dequantize(), requires_grad=False))
-
-
 Expected = tuple[Tensor, dict[str, Tensor]]
 
 
 def of_one_process(format: str, config: DecoderConfig = WIDE, has_adapters: bool = True) -> Expected:
     """Output and gradients with the dequantized weights."""
     model = (adapted if has_adapters else quantized)(format, config)
-    dequantize(model)
+    dequantize_experts(model)
     tokens, targets = batch()
     output = model(tokens)
     loss(output, targets).backward()
@@ -222,6 +215,8 @@ def test_the_module_after_parallelize() -> None:
             optimizer.step()
         with pytest.raises(ValueError, match=r"experts.gate_proj must not be quantized yet, got int8"):
             quantize_experts(model, "int8")
+        with pytest.raises(ValueError, match=r"^dequantize_experts needs whole tensors, got .*_proj as a DTensor"):
+            dequantize_experts(model)
 
 
 def test_parallelized_experts_are_not_quantized() -> None:

@@ -11,6 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 from maxmoe.adapters import packed_as_by_peft
 from maxmoe.models import Decoder
@@ -135,6 +136,32 @@ def test_the_model_in_a_wrapper_generates(wrapper: str, layout: MeshRules) -> No
         assert any(isinstance(module, FSDPModule) for module in model.modules())
 
     run_ranks(check, layout.world_size)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_ddp_and_zero_after_parallelize() -> None:
+    """One sentence each, where an operator of torch would say that it does not know DTensors; before, both work."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    def check() -> None:
+        plain = nn.Linear(2, 2)
+        optimizer = ZeroRedundancyOptimizer(DistributedDataParallel(plain).parameters(), torch.optim.SGD, lr=1.0)
+        model = parallelize(decoder(), Mesh({"expert": 2}), "ep-as-dp")
+        plain(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        DistributedDataParallel(plain)
+        message = r"^DistributedDataParallel must not wrap a module after parallelize, got "
+        for inner in (model, Wrapper(model)):
+            with pytest.raises(ValueError, match=f"{message}{type(inner).__name__}: parallelize reduces"):
+                DistributedDataParallel(inner)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1.0)
+        before = {name: parameter.to_local().clone() for name, parameter in model.named_parameters()}
+        loss(model(batch()[0]), batch()[1]).backward()
+        with pytest.raises(ValueError, match=r"^ZeroRedundancyOptimizer must not hold parameters of a module "):
+            optimizer.step()
+        assert all(torch.equal(parameter.to_local(), before[name]) for name, parameter in model.named_parameters())
+
+    run_ranks(check, 2)
 
 
 def test_training_without_the_wrapper_is_refused_on_every_rank() -> None:

@@ -38,7 +38,7 @@ def test_tensor_parallel_dims_of_any_name() -> None:
         assert costs.memory["activations"] == 2 * 4 * 16 * 4 // size
     unnamed = BiasedFeedForward()
     unnamed.declaration = replace(unnamed.declaration, logical_names={"up_bias": ("ffn",), "up": ("ffn", None)})
-    with pytest.raises(ValueError, match=r"one of its parameters must have the logical name 'embed', got {'up_bias'"):
+    with pytest.raises(ValueError, match=r"must have the logical name 'embed' or 'embed_attn', got {'up_bias'"):
         estimate(unnamed, Mesh.planned({"tensor": 2}), rules, allow_unused=True, **step)
 
 

@@ -11,7 +11,14 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import maxmoe
 from maxmoe import MoE, MoEConfig, quantize_experts
-from maxmoe.quantization import FORMATS, QuantizedStack, QuantizedWeight, quantize, state_with_stacks
+from maxmoe.quantization import (
+    FORMATS,
+    QuantizedStack,
+    QuantizedWeight,
+    dequantize_experts,
+    quantize,
+    state_with_stacks,
+)
 
 pytest.importorskip("transformers")
 
@@ -33,14 +40,6 @@ def expert_weights(model: nn.Module) -> dict[str, Any]:
     return {name: parameter for name, parameter in stacks.items() if not any(other in name for other in others)}
 
 
-def dequantized(model: nn.Module) -> None:
-    """Put the dequantized weights in the place of the quantized ones."""
-    for name, parameter in expert_weights(model).items():
-        path, _, last = name.rpartition(".")
-        assert isinstance(parameter, QuantizedStack)
-        setattr(model.get_submodule(path), last, nn.Parameter(parameter.dequantize(), requires_grad=False))
-
-
 @each_format
 @pytest.mark.parametrize("options", [{}, {"gated": False, "shared_expert_gate": True}, {"expert_bias": True}])
 def test_moe_layer(format: str, options: dict[str, Any]) -> None:
@@ -57,10 +56,13 @@ def test_moe_layer(format: str, options: dict[str, Any]) -> None:
     x = torch.randn(11, 48, requires_grad=True)
     got = model(x).hidden_states
     (gradient,) = torch.autograd.grad(got.square().sum(), x)
-    dequantized(model)
+    dequantize_experts(model)
     expected = model(x).hidden_states
     assert torch.equal(got, expected)
     assert torch.equal(gradient, torch.autograd.grad(expected.square().sum(), x)[0])
+    after = dict(model.named_parameters())
+    assert after.keys() == before.keys() and not any(parameter.requires_grad for parameter in after.values())
+    assert all(parameter.is_contiguous() for parameter in after.values())
 
 
 @pytest.mark.parametrize("name", small_models.STANDARD_MODELS)
@@ -78,7 +80,7 @@ def test_models_of_transformers(name: str) -> None:
         assert isinstance(got, QuantizedStack) and got.shape == weights.shape and got.is_transposed == is_first_in
         assert torch.equal(got.codes, expected.codes) and torch.equal(got.scales, expected.scales)
     got_outputs = outputs(model)
-    dequantized(model)
+    dequantize_experts(model)
     assert all(torch.equal(one, other) for one, other in zip(got_outputs, outputs(model), strict=True))
 
 
@@ -114,9 +116,13 @@ def test_adapters_of_peft(name: str, is_adapted_first: bool) -> None:
         return [*torch.autograd.grad(sum(output.square().sum() for output in outputs(model)), trained)]
 
     assert any(isinstance(module, QuantizedWeight) for module in model.modules())
-    got = gradients()
-    dequantized(model)
+    got, with_adapters = gradients(), outputs(model)
+    with pytest.raises(RuntimeError, match=r"int4: keep it beside them, or call maxmoe.quantization.dequantize_ex"):
+        model.merge_adapter()
+    dequantize_experts(model)
     assert got and all(torch.equal(one, other) and one.any() for one, other in zip(got, gradients(), strict=True))
+    for one, other in zip(outputs(model.merge_and_unload()), with_adapters, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 def test_adapters_beside_a_layer() -> None:
@@ -126,8 +132,6 @@ def test_adapters_beside_a_layer() -> None:
     x = torch.randn(11, 48)
     model(x).hidden_states.square().sum().backward()
     assert all(parameter.grad.any() for name, parameter in model.named_parameters() if "lora" in name)
-    with pytest.raises(RuntimeError, match="cannot be added to weights quantized as nf4"):
-        model.merge_and_unload()
 
 
 @pytest.mark.parametrize("options", [{}, {"use_buffers": True}])
@@ -178,6 +182,8 @@ def test_meta_and_state() -> None:
 
 
 def test_models_that_cannot_be_quantized() -> None:
+    with pytest.raises(ValueError, match=r"^the model must have quantized weights, got none in MoE$"):
+        dequantize_experts(layer())
     with pytest.raises(ValueError, match="the model must have experts that maxmoe computes, got none"):
         quantize_experts(nn.Linear(2, 2), "mxfp4")
     with pytest.raises(ValueError, match="the model must have experts that maxmoe computes, got none"):
@@ -258,3 +264,5 @@ def test_tied_experts_stay_tied() -> None:
     weights = dict(model[1].experts.named_children())
     assert len(weights) == 3 and all(weights[name] is weight for name, weight in model[0].experts.named_children())
     assert len(list(model.parameters())) == len(list(model[0].parameters())) + 4  # router and shared expert
+    dequantize_experts(model)
+    assert len(list(model.parameters())) == len(list(model[0].parameters())) + 4

@@ -12,7 +12,7 @@ from support.call_in_fork import call_in_fork
 from support.compared_models import Case
 from support.run_ranks import LONGER, prepare
 
-NUM_STARTS = 4  # upper bound for the starts of processes in a comparison
+NUM_STARTS = 10  # upper bound for the starts of processes in a comparison
 
 
 def compare(case: Case, timeout: float = 60.0, dtype: torch.dtype | None = None) -> RankComparison:

@@ -1,4 +1,7 @@
-"""MaxText's rule tables in tests/golden/sharding.json, and the specs that flax resolved (MaxText commit e591f30c)."""
+"""MaxText's rule tables in tests/golden/sharding.json, and the specs that flax resolved.
+
+MaxText commit e591f30c; 9056a35a for fsdp-as-dp-for-attn, which is newer.
+"""
 
 import json
 from typing import NamedTuple
@@ -16,7 +19,7 @@ class Table(NamedTuple):
 
 
 def golden_tables() -> list[Table]:
-    """All seven rule tables."""
+    """All eight rule tables."""
     return [
         Table(
             table["rule"],

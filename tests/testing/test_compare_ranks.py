@@ -287,7 +287,7 @@ def test_a_wrong_forward_is_told() -> None:
     case = Case(tensor_parallel, 2, loss=mean_square, build=Small, make_batch=same_batch)
     comparison = compare(case, dtype=torch.float64)
     assert [output.explanation for output in comparison.outputs] == ["differs"]
-    assert str(comparison).splitlines()[1] == "The mistake is in the forward pass: output differs."
+    assert str(comparison).splitlines()[1] == "The mistake is in the forward pass, first in the output of last."
 
 
 def test_gradients_that_are_not_finite() -> None:

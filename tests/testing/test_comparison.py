@@ -21,6 +21,7 @@ from support.compared_models import (
     WIDTH,
     Case,
     alone,
+    build,
     ddp,
     expert_parallel,
     same_batch,
@@ -28,7 +29,7 @@ from support.compared_models import (
     whole_batch,
 )
 from support.forked_comparison import compare
-from support.parallel_by_hand import reduced
+from support.parallel_by_hand import Dense, SumOfParts, dense_loss, reduced
 from support.right_training import RIGHT, build_equal
 from support.sampling import by_default
 from support.wrong_training import WRONG
@@ -236,6 +237,50 @@ def test_a_term_of_the_loss_that_is_zero() -> None:
     comparison = explained(Case(ddp, 2, loss=terms))
     (other,) = (term for term in comparison.loss if not term.equal)
     assert (other.name, other.explanation) == ("other", "neither the sum nor the mean over ranks: the mean is not zero")
+
+
+class RowParallel(Dense):
+    """`down` computes its rows of the weight; the model sums the outputs of the ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return self.head(SumOfParts.apply(y) if dist.is_initialized() else y)
+
+
+def test_the_module_in_which_a_forward_goes_wrong() -> None:
+    """A row-parallel layer adds its bias on every rank. Summands, and what a right module does within, are right."""
+
+    def row_parallel(model: Any) -> nn.Module:
+        rank, count = dist.get_rank(), dist.get_world_size()
+        for layer, name, dim in ((model.up, "weight", 0), (model.up, "bias", 0), (model.down, "weight", 1)):
+            setattr(layer, name, nn.Parameter(getattr(layer, name).detach().chunk(count, dim)[rank].clone()))
+        return model
+
+    def right(model: Any) -> Any:
+        row_parallel(model).down.register_forward_hook(lambda layer, _, y: y - layer.bias * dist.get_rank())
+        return model
+
+    def wrong_head(model: Any) -> nn.Module:
+        right(model).head[1].register_forward_hook(lambda _layer, _x, y: 2 * y)
+        return model
+
+    def wrong_model(model: Any) -> nn.Module:
+        right(model).head[0].register_forward_hook(lambda _layer, _x, y: 2 * y)
+        model.head[1].register_forward_pre_hook(lambda _layer, x: x[0] / 2)
+        model.register_forward_hook(lambda _layer, _x, y: 2 * y)
+        return model
+
+    case = Case(right, 2, loss=dense_loss, build=partial(build, RowParallel), make_batch=same_batch)
+    assert explained(case).first_wrong_module == ""
+    for parallelize, module in ((row_parallel, "down"), (wrong_head, "head.1"), (wrong_model, "")):
+        found = explained(case._replace(parallelize=parallelize))
+        assert found.first_wrong_module == module, found
+        named = f", first in the output of {module}." if module else ": output differs."
+        assert str(found).splitlines()[1] == f"The mistake is in the forward pass{named}"
 
 
 def test_what_is_not_finite() -> None:

@@ -7,8 +7,8 @@
     replace_moe_blocks(model)  # or layers of maxmoe in the place of the sparse blocks
 
 Importing this module registers the experts implementation "maxmoe". Parameters, checkpoints and routers of the models
-are unchanged. From transformers 5.21 on, it also registers the expert parallelism "maxmoe_ring_of_experts" and
-"maxmoe_ragged_all_to_all". docs/families.md lists the families of models.
+are unchanged. From transformers 5.21 on, it also registers the expert parallelism "maxmoe_ring_of_experts",
+"maxmoe_ragged_all_to_all" and "maxmoe_least_loaded". docs/families.md lists the families of models.
 """
 
 import importlib.util

@@ -12,15 +12,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 
 from maxmoe.integrations.transformers.experts import experts_forward
-from maxmoe.nn import Dispatcher, ExpertRunner, LocalDispatcher, LocalExperts, TopK
+from maxmoe.nn import Dispatcher, ExpertRunner, ForeignExperts, LocalDispatcher, LocalExperts, TopK
 from maxmoe.ops import RaggedPlan
-from maxmoe.parallel.dispatch import ExpertRanks, RaggedAllToAll, RingOfExperts
+from maxmoe.parallel.dispatch import ExpertRanks, LeastLoaded, RaggedAllToAll, RingOfExperts
 
 
 def register() -> None:
-    """Register "maxmoe_ring_of_experts" and "maxmoe_ragged_all_to_all" as implementations of expert parallelism."""
+    """Register the strategies of maxmoe as implementations of expert parallelism."""
     EPImplementationInterface.register("maxmoe_ring_of_experts", RingOfExpertsEP)
     EPImplementationInterface.register("maxmoe_ragged_all_to_all", RaggedAllToAllEP)
+    EPImplementationInterface.register("maxmoe_least_loaded", LeastLoadedEP)
 
 
 class _DispatcherEP(EPImplementation):
@@ -38,27 +39,38 @@ class _DispatcherEP(EPImplementation):
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Compute the output ``(T, D)`` of this rank's tokens; `top_k_index` ``(T, K)`` are experts of all ranks."""
 
-        def compute(x: Tensor, weights: Tensor | None, plan: RaggedPlan) -> Tensor:
-            return experts_forward(self.experts, x, plan, weights)
+        def compute(
+            x: Tensor, weights: Tensor | None, plan: RaggedPlan, foreign: ForeignExperts | None = None
+        ) -> Tensor:
+            return experts_forward(self.experts, x, plan, weights, foreign)
 
         top_k = TopK(top_k_weights, top_k_index, is_unpadded=True)
         combined, _ = self.runner.run(compute, hidden_states, top_k)
         return combined
 
     @abstractmethod
-    def _dispatcher(self, local: Dispatcher[Any, int], experts: LocalExperts) -> Dispatcher[Any, Any]: ...
+    def _dispatcher(self, local: LocalDispatcher, experts: LocalExperts) -> Dispatcher[Any, Any]: ...
 
 
 class RingOfExpertsEP(_DispatcherEP):
     """All-gathers the tokens, computes the local experts, and reduce-scatters the partial sums."""
 
-    def _dispatcher(self, local: Dispatcher[Any, int], experts: LocalExperts) -> Dispatcher[Any, Any]:
+    def _dispatcher(self, local: LocalDispatcher, experts: LocalExperts) -> Dispatcher[Any, Any]:
         return RingOfExperts(local, self.ep_mesh.get_group())
 
 
 class RaggedAllToAllEP(_DispatcherEP):
     """Sends every routed row to the rank of its expert, and the weighted output back."""
 
-    def _dispatcher(self, local: Dispatcher[Any, int], experts: LocalExperts) -> Dispatcher[Any, Any]:
-        first_experts = tuple(range(0, experts.total, experts.count))
-        return RaggedAllToAll(local, ExpertRanks(self.ep_mesh.get_group(), experts, first_experts))
+    def _dispatcher(self, local: LocalDispatcher, experts: LocalExperts) -> Dispatcher[Any, Any]:
+        return RaggedAllToAll(local, self._ranks(experts))
+
+    def _ranks(self, experts: LocalExperts) -> ExpertRanks:
+        return ExpertRanks(self.ep_mesh.get_group(), experts, tuple(range(0, experts.total, experts.count)))
+
+
+class LeastLoadedEP(RaggedAllToAllEP):
+    """As `RaggedAllToAllEP`, but ranks with few rows receive rows and weights of other ranks' experts."""
+
+    def _dispatcher(self, local: LocalDispatcher, experts: LocalExperts) -> Dispatcher[Any, Any]:
+        return LeastLoaded(local, self._ranks(experts))

@@ -19,6 +19,7 @@ from maxmoe.nn import Experts, MoE, MoEFeedForward, Router, Routing, ZeroComputa
 from maxmoe.nn.dispatcher import LayerInputs, sum_of
 from maxmoe.nn.module_path import module_path
 from maxmoe.nn.router import select_experts
+from maxmoe.nn.routing import chooses_itself
 from maxmoe.ops import RaggedPlan, ragged_sort, ragged_unsort, route
 from maxmoe.presets.family import Family
 from maxmoe.presets.layouts import Entry
@@ -136,9 +137,11 @@ class TransformersMoE(MoEFeedForward):
             raise ValueError(f"{module_path(self)}: {error}") from error
         if family.has_state:
             routing = routing._replace(state=outputs[-1].flatten(0, -2))
+        if not family.has_capacity:
+            return routing
+        is_dropped = ~outputs[0].flatten(0, -2).any(1)
         # A replay has been recorded without the slots of dropped tokens.
-        drops = family.has_capacity and given is None
-        return _without(routing, ~outputs[0].flatten(0, -2).any(1)) if drops else routing
+        return _without(routing, is_dropped if given is None else is_dropped & chooses_itself(given))
 
     def _routed_with_shared(
         self, outputs: Sequence[Tensor], token_mask: Tensor | None, given: Tensor | None

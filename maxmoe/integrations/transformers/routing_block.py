@@ -100,7 +100,7 @@ class RoutingBlock:
                 f"the router of {type(block).__name__} has run in code that was compiled before its routing was "
                 "recorded or replayed: call torch.compiler.reset() first"
             )
-        given, num_experts = given_experts(self._hooks, leading_dims, experts.device), self.config.num_experts
+        given, num_experts = given_experts(self._hooks, leading_dims, experts.device, None), self.config.num_experts
         bias = correction_bias_of(block, self._keys) if self.config.score_correction_bias else None
         if given is None:
             selected = experts
@@ -110,8 +110,9 @@ class RoutingBlock:
             return experts, weights
         check_replayable(self.config, type(block).__name__)
         routing = select_experts(self.config, logits, bias, None, given)
-        observe(self._hooks, given, leading_dims)
-        plan = ragged_plan(given.masked_fill(given >= num_experts, -1), num_experts)
+        selected = routing.experts
+        observe(self._hooks, selected, leading_dims)
+        plan = ragged_plan(selected.masked_fill(selected >= num_experts, -1), num_experts)
         return plan, routing.weights.to(weights.dtype)
 
 

@@ -45,6 +45,9 @@ def export_adapter(
 ) -> None:
     """Write an adapter of PEFT, with its factors beside experts, as inference servers name and stack them.
 
+    Servers read one rank and one scale. Where they differ between modules, factors get rows of zeros up to the highest
+    rank, and other scales are multiplied into B, which rounds it once unless the quotient is a power of two.
+
     PEFT's own file has all experts of a layer in tensors with names that servers do not know: they leave out the
     adapters of the experts. Everything that a server would leave out or misread raises here::
 
@@ -61,8 +64,8 @@ def export_adapter(
         adapter: name of the adapter; by default the active one.
 
     Raises:
-        ValueError: for a layout that the family does not have; for a model that is sharded or not of PEFT; for ranks or
-            scales that differ between modules; and for other parts than factors of linear modules and of experts:
+        ValueError: for a layout that the family does not have; for a model that is sharded or not of PEFT; and for
+            other parts than factors of linear modules and of experts:
             `modules_to_save`, biases, DoRA, routers, weights that the initialization has changed. Nothing has been
             written then.
 

@@ -142,16 +142,17 @@ class ModulePlan:
 
     @property
     def hidden_size(self) -> int:
-        """Hidden size of input and output of a tensor-parallel module: the dim "embed" of its weights."""
+        """Hidden size of input and output of a tensor-parallel module: "embed" or "embed_attn" of its weights."""
         if self.stream_size is not None:
             return self.stream_size
         for plan in self.parameters.values():
-            if plan.parameter.names is not None and "embed" in plan.parameter.names:
-                return plan.parameter.shape[plan.parameter.names.index("embed")]
+            for name, size in zip(plan.parameter.names or (), plan.parameter.shape, strict=False):
+                if name in ("embed", "embed_attn"):
+                    return size
         names = {path: plan.parameter.names for path, plan in self.parameters.items()}
         raise ValueError(
             f"{type(self.module).__name__} declares tensor_parallel_dims, so one of its parameters must have the "
-            f"logical name 'embed', got {names}"
+            f"logical name 'embed' or 'embed_attn', got {names}"
         )
 
     def planned_reductions(self, num_calls: int = 1) -> Iterator[PlannedCollective]:
