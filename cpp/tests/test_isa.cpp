@@ -25,10 +25,17 @@ TEST(Isa, ActiveIsTheOneOfTheEnvironment) {
 TEST(Isa, TheBestOneIsTheDefault) {
   if (std::getenv("MAXMOE_ISA") != nullptr) GTEST_SKIP() << "MAXMOE_ISA is set";
   for (const Isa isa : all_isas) {
-    if (is_supported(isa)) {
+    if (is_supported(isa) && isa != Isa::amx_emulated) {
       EXPECT_LE(isa, active_isa());
     }
   }
+}
+
+// What has no variant for matrix units runs with vectors of the same processor.
+TEST(Isa, VectorKernelsHaveNoMatrixUnits) {
+  EXPECT_TRUE(is_supported(vector_isa()));
+  EXPECT_LE(vector_isa(), Isa::avx512bf16);
+  EXPECT_EQ(vector_isa() == active_isa(), active_isa() <= Isa::avx512bf16);
 }
 
 TEST(Isa, NamesAreParsedBack) {

@@ -48,7 +48,7 @@ def test_environment_variable_lowers_the_isa(isa: str) -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    "isa", ["sse", *sorted({"baseline", "avx2", "avx512", "avx512bf16"} - set(INFO["supported_isas"]))]
+    "isa", ["sse", *sorted({"baseline", "avx2", "avx512", "avx512bf16", "amx"} - set(INFO["supported_isas"]))]
 )
 def test_unsupported_isa_says_what_is_possible(isa: str) -> None:
     message = error_line(python("import maxmoe.ops", isa))

@@ -23,6 +23,7 @@ from support.sampling import by_default
 
 ROOT = Path(__file__).parents[2]
 ISAS = maxmoe.build_info()["supported_isas"]
+BEST = max(set(ISAS) - {"amx_emulated"}, key=ISAS.index)
 PROGRAMS = ("maxmoe_kernels_tests", "maxmoe_cuda_tests", "maxmoe_kernels_benchmarks")
 # The cmake and ninja that pip installed beside this Python precede the system's.
 PATH = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
@@ -60,10 +61,10 @@ def build_folder() -> Path:
 
 
 # By default the best instruction set of this processor: all are compiled from the same sources.
-@pytest.mark.parametrize("isa", by_default(ISAS, ISAS[-1:]))
+@pytest.mark.parametrize("isa", by_default(ISAS, [BEST]))
 def test_kernels(build_folder: Path, isa: str) -> None:
-    """Run all tests in one process, not one per test. Tests of Pairs call no kernel of an instruction set."""
-    options = ["--gtest_brief=1", *(["--gtest_filter=-Pairs.*"] if isa != ISAS[-1] else [])]
+    """Run all tests in one process, not one per test. Tests of Pairs and Amx choose their kernels themselves."""
+    options = ["--gtest_brief=1", *(["--gtest_filter=-Pairs.*:Amx.*"] if isa != BEST else [])]
     done = run(str(build_folder / "cpp/tests/maxmoe_kernels_tests"), *options, MAXMOE_ISA=isa)
     if done.returncode != 0 or not re.search(r"PASSED.* [1-9]\d* tests", done.stdout):
         pytest.fail("\n".join([f"MAXMOE_ISA={isa}", *done.stdout.splitlines()[-200:]]), pytrace=False)
@@ -75,7 +76,7 @@ def test_cuda_kernels(build_folder: Path) -> None:
         pytest.fail("\n".join(done.stdout.splitlines()[-200:]), pytrace=False)
 
 
-@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512", "avx512bf16"])
+@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512", "avx512bf16", "amx", "amx_emulated"])
 def test_instruction_sets_share_no_code(build_folder: Path, isa: str) -> None:
     """The linker keeps one definition of a weak symbol: two instruction sets must not define the same one."""
     objects = sorted(build_folder.glob(f"CMakeFiles/maxmoe_kernels_{isa}.dir/**/*.o"))
@@ -93,7 +94,12 @@ def test_instruction_sets_share_no_code(build_folder: Path, isa: str) -> None:
 def test_names_say_what_is_compiled_for_each_instruction_set(build_folder: Path, isa: str) -> None:
     commands = json.loads((build_folder / "compile_commands.json").read_text())
     compiled = {c["file"] for c in commands if f"CMakeFiles/maxmoe_kernels_{isa}.dir" in c["command"]}
-    assert compiled == {str(path) for path in (ROOT / "cpp/kernels").rglob("*.simd.cpp")}
+    for_tiles = {str(path) for path in (ROOT / "cpp/kernels").rglob("*.amx.cpp")}
+    for_vectors = {str(path) for path in (ROOT / "cpp/kernels").rglob("*.simd.cpp")}
+    if isa.startswith("amx"):
+        assert for_tiles < compiled < for_tiles | for_vectors
+    else:
+        assert compiled == for_vectors
 
 
 def run_benchmarks(build_folder: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -120,6 +120,9 @@ TESTED_BY = {
     "vnni": "quantized_gemm",
     "float_product": "quantized_gemm",
     "pack_quantized": "quantized_gemm",
+    "micro_kernel_quantized": "quantized_gemm",
+    "amx_product": "amx",
+    "emulated_tiles": "amx",
     "decode_rows": "dequantize",
 }
 
@@ -230,14 +233,15 @@ def test_kernels_know_nothing_of_torch() -> None:
 
 
 def test_names_say_what_is_compiled_per_instruction_set() -> None:
-    """cpp/cmake/kernels.cmake compiles *.simd.cpp once for each."""
+    """cpp/cmake/kernels.cmake compiles *.simd.cpp once for each, and *.amx.cpp for AMX and its emulation."""
     for path in CPP_FILES:
         opens = re.search(r"^namespace maxmoe::MAXMOE_ISA_NAMESPACE", path.read_text(), re.MULTILINE) is not None
-        assert opens == (".simd." in path.name), f"{relative(path)}: .simd is for files that open MAXMOE_ISA_NAMESPACE"
+        is_named = ".simd." in path.name or ".amx." in path.name
+        assert opens == is_named, f"{relative(path)}: .simd and .amx are for files that open MAXMOE_ISA_NAMESPACE"
         if path.name != "target.simd.h" and opens:
             assert not re.search(r"(def|defined\(|defined) *MAXMOE_", path.read_text()), f"{relative(path)}: use #if"
-    others = [path for path in CPP_FILES if ".simd." not in path.name]
-    assert not including(others, r'[^">]*[.]simd[.]h')
+    others = [path for path in CPP_FILES if not re.search("[.](simd|amx)[.]", path.name)]
+    assert not including(others, r'[^">]*[.](simd|amx)[.]h')
 
 
 def test_private_names_of_torch_are_in_one_file() -> None:

@@ -43,6 +43,7 @@ class FlushedSubnormals {
 // sum + factor * vector, rounded once.
 MAXMOE_INLINE Vector<float> fused(Vector<float> sum, float factor, Vector<float> vector) {
 #if MAXMOE_EMULATES_TILES
+#pragma GCC unroll 1
   for (int i = 0; i < kLanes<float>; ++i) sum[i] = emulated_tiles::multiply_add(sum[i], factor, vector[i]);
   return sum;
 #else
@@ -52,6 +53,7 @@ MAXMOE_INLINE Vector<float> fused(Vector<float> sum, float factor, Vector<float>
 
 MAXMOE_INLINE Vector<float> added_to(Vector<float> sum, Vector<float> even_steps, Vector<float> odd_steps) {
 #if MAXMOE_EMULATES_TILES
+#pragma GCC unroll 1
   for (int i = 0; i < kLanes<float>; ++i) {
     sum[i] = emulated_tiles::add(sum[i], emulated_tiles::add(even_steps[i], odd_steps[i]));
   }
