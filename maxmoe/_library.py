@@ -75,7 +75,7 @@ def build_info() -> dict[str, Any]:
 
     See `maxmoe.build_info`, which answers without the core too.
     """
-    return {"core": _core._name} | cast(dict[str, Any], json.loads(_core.maxmoe_build_info()))
+    return {"core": str(_fitting_core())} | cast(dict[str, Any], json.loads(_core.maxmoe_build_info()))
 
 
 def force_path(name: str) -> str:

@@ -23,7 +23,7 @@ def test_learns_a_repeated_sequence() -> None:
     model = Decoder(DecoderConfig(**{**SIZES, "num_layers": 2}))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.0)
     tokens = torch.tensor([[1, 5, 2, 5, 3, 5, 4, 1, 5, 2, 5, 3, 5, 4, 1]])
-    for _ in range(100):
+    for _ in range(200):  # on another processor, other roundings took the loss of 100 steps from 0.19 to 0.24
         output = model(tokens[:, :-1])
         loss = F.cross_entropy(output.logits[0], tokens[0, 1:])
         optimizer.zero_grad()

@@ -118,7 +118,7 @@ def take_step(layer: MoE, batch: Batch, forward: Callable[..., MoEOutput] | None
     layer.zero_grad()
     x = batch.x.detach().clone().requires_grad_()
     record = None if batch.experts is None else RoutingRecord({"": [batch.experts]})
-    with nullcontext() if record is None else maxmoe.replay_routing(layer, record):
+    with nullcontext() if record is None else maxmoe.replay_routing(layer, record, missing="zero"):
         output = (layer if forward is None else forward)(x, batch.token_mask)
         ((output.hidden_states * batch.cotangent).sum() + output.aux_loss).backward()
     gradients: dict[str, Any] = {"x": x.grad, **{name: value.grad for name, value in layer.named_parameters()}}

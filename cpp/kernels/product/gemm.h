@@ -18,7 +18,7 @@ struct GemmOperand {
   int64_t divisor = 1;
   QuantizedMatrix quantized = {};
 
-  GemmOperand() = default;
+  MAXMOE_INLINE GemmOperand() = default;
 
   // A matrix in either layout: a matrix with contiguous columns is stored as its transpose.
   MAXMOE_INLINE GemmOperand(ConstMatrixView<T> matrix)  // NOLINT(google-explicit-constructor): matrices are operands

@@ -52,7 +52,7 @@ struct BlockSize {
 };
 
 BlockSize block_size(const GemmOperand<BFloat16>& b, const RowTiles& rows) {
-  if (rows.count > kFewRowTiles) return {kPanelDepth, 128};
+  if (rows.count > kFewRowTiles) return {256, 128};
   return b.is_transposed ? BlockSize{4096, kPanelColumns} : BlockSize{64, 1024};
 }
 
