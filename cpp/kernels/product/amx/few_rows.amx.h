@@ -113,6 +113,8 @@ class FewRowsProduct {
 
  private:
   using Sums = Vector<float>[kRows][2];  // of even and odd columns, or steps
+  // Panels at a time: the four chains of one row and one panel would wait for each other.
+  static constexpr int kPanels = kRows <= 2 ? 2 : 1;
 
   float* panel(int64_t column) const { return sums_ + column * kRows; }
 
@@ -128,46 +130,59 @@ class FewRowsProduct {
       BlockPrefetch lines = next.size() > 0
                                 ? BlockPrefetch(GemmOperand<BFloat16>(b), next, {0, b.columns})
                                 : BlockPrefetch(next_b, range_from(0, kTileDepth, next_b.rows()), {0, next_b.columns()});
-      for (int64_t column = 0; column < b.columns; column += kPanelColumns) {
+      int64_t column = 0;
+      for (; column + kPanels * kPanelColumns <= b.columns; column += kPanels * kPanelColumns) {
+        add_panels<kPanels>(b.data + column, b.row_stride, depth, column, lines);
+      }
+      for (; column < b.columns; column += kPanelColumns) {
         const int64_t width = b.columns - column;
         if (width >= kPanelColumns) {
-          add_panel(b.data + column, b.row_stride, depth, panel(column), lines);
+          add_panels<1>(b.data + column, b.row_stride, depth, column, lines);
         } else {
           BFloat16 padded[kTileDepth * kPanelColumns];
           zero_row(padded, kTileDepth * kPanelColumns);
           for (int64_t i = 0; i < depth.size(); ++i) {
             copy_row(b.row(depth.begin + i) + column, padded + i * kPanelColumns, width);
           }
-          add_panel(padded - depth.begin * kPanelColumns, kPanelColumns, depth, panel(column), lines);
+          add_panels<1>(padded - depth.begin * kPanelColumns, kPanelColumns, depth, column, lines);
         }
       }
     }
   }
 
-  // A block of 32 columns: `b` is the first column of row 0.
-  MAXMOE_INLINE void add_panel(const BFloat16* b, int64_t stride, Range depth, float* of_panel, BlockPrefetch& lines) {
-    Sums chains[2]{};  // of even and of odd steps
-    const auto add_step = [&](int64_t d, Sums& chain) MAXMOE_INLINE_LAMBDA {
-      if (lines.num_lines() > 0) lines.advance();
-      const VectorX2<float> row = widened(load_along_depth<BFloat16Pair>(b + d * stride));
+  // A block of kCount panels from `column` on: `b` is their first column in row 0.
+  template <int kCount>
+  MAXMOE_INLINE void add_panels(const BFloat16* b, int64_t stride, Range depth, int64_t column, BlockPrefetch& lines) {
+    Sums chains[kCount][2]{};  // of even and of odd steps
+    const auto add_step = [&](int64_t d, int parity) MAXMOE_INLINE_LAMBDA {
+#pragma GCC unroll 2
+      for (int p = 0; p < kCount; ++p) {
+        if (lines.num_lines() > 0) lines.advance();
+        const VectorX2<float> row = widened(load_along_depth<BFloat16Pair>(b + d * stride + p * kPanelColumns));
+        Sums& chain = chains[p][parity];
 #pragma GCC unroll 6
-      for (int r = 0; r < kRows; ++r) {
-        chain[r][0] = fused(chain[r][0], a_[d * kRows + r], row.first);
-        chain[r][1] = fused(chain[r][1], a_[d * kRows + r], row.second);
+        for (int r = 0; r < kRows; ++r) {
+          chain[r][0] = fused(chain[r][0], a_[d * kRows + r], row.first);
+          chain[r][1] = fused(chain[r][1], a_[d * kRows + r], row.second);
+        }
       }
     };
     int64_t d = depth.begin;
     for (; d + 2 <= depth.end; d += 2) {
-      add_step(d, chains[0]);
-      add_step(d + 1, chains[1]);
+      add_step(d, 0);
+      add_step(d + 1, 1);
     }
-    if (d < depth.end) add_step(d, chains[0]);
-#pragma GCC unroll 6
-    for (int r = 0; r < kRows; ++r) {
+    if (d < depth.end) add_step(d, 0);
 #pragma GCC unroll 2
-      for (int v = 0; v < 2; ++v) {
-        float* const sum = of_panel + r * kPanelColumns + v * kLanes<float>;
-        store_vector<float>(sum, added_to(load_vector(sum), chains[0][r][v], chains[1][r][v]));
+    for (int p = 0; p < kCount; ++p) {
+      float* const of_panel = panel(column + p * kPanelColumns);
+#pragma GCC unroll 6
+      for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+        for (int v = 0; v < 2; ++v) {
+          float* const sum = of_panel + r * kPanelColumns + v * kLanes<float>;
+          store_vector<float>(sum, added_to(load_vector(sum), chains[p][0][r][v], chains[p][1][r][v]));
+        }
       }
     }
   }
