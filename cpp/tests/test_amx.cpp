@@ -1,7 +1,7 @@
 // Tests of the product on tiles, in the emulation on every processor, and on the tiles of this one if it has them.
 //
-// The expected bits are computed one by one: chains of fused multiply-adds over the even and the odd steps of each block
-// of 32, which are added to each other and then to the sum.
+// The expected bits are computed one by one: chains of fused multiply-adds over the even and the odd steps of each
+// block of 32, which are added to each other and then to the sum.
 #include <cfenv>
 #include <cmath>
 #include <limits>

@@ -237,8 +237,7 @@ class MoE(nn.Module):
             router_state = checked_state(self.config, router_state, x, token_mask)
         leading_dims, hooks, region = x.shape[:-1], self.routing_hooks, self.runner.region
         # One tensor per part of the layer, because the gradients of the parts are reduced differently.
-        inputs = region.enter(tokens)
-        router, experts = self.router, self.experts
+        inputs, router, experts = region.enter(tokens), self.router, self.experts
         # Hooks that give no experts do not decide: a recomputation, which may have others, takes the same way.
         given = given_experts(hooks, leading_dims, x.device, token_mask) if hooks else None
         if fits_one_operator(self.config, self.runner, router, experts, token_mask, given):
@@ -267,7 +266,7 @@ class MoE(nn.Module):
 
     def _checked(self, x: Tensor, token_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Check the inputs of `forward`; return tokens ``(T, D)``, zero for padding, and their mask ``(T,)``."""
-        config, hidden_size, dtype = self.config, self.config.hidden_size, self.expert_dtype
+        hidden_size, dtype = self.config.hidden_size, self.expert_dtype
         if x.dim() < 2 or x.shape[-1] != hidden_size:
             raise ValueError(f"x must have shape [..., S, hidden_size ({hidden_size})], got {tuple(x.shape)}")
         if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
@@ -327,9 +326,8 @@ class MoE(nn.Module):
         Without a backward they are over this rank's tokens alone, and the scope "step" has the balance loss of the
         scope "batch", so that evaluation communicates for the hidden states only.
         """
-        tokens, sums, step = self.token_group, self.metrics_accumulator, None
-        if sums is not None and self._balances_step():
-            step = sums.step
+        tokens, sums = self.token_group, self.metrics_accumulator
+        step = sums.step if sums is not None and self._balances_step() else None
         communicates = step is not None or not isinstance(tokens, LocalTokens)
         if communicates and not has_backward():
             tokens, step = tokens if self.losses.are_recorded else LOCAL, None
@@ -339,8 +337,7 @@ class MoE(nn.Module):
 
     def _balances_step(self) -> bool:
         """Return whether the running forward has a balance loss over its optimizer step."""
-        config = self.config
-        has_loss = config.load_balance_loss_weight > 0 and config.load_balance_scope == "step"
+        has_loss = self.config.load_balance_loss_weight > 0 and self.config.load_balance_scope == "step"
         return has_loss and of_forward(self, self.training)
 
     def observed(self, hidden_states: Tensor, routing: Routing, aux_loss: Tensor, stats: MoEStats | None) -> Tensor:

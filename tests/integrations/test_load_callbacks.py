@@ -117,12 +117,8 @@ def test_a_model_without_layers(tmp_path: Path) -> None:
         Trainers(tmp_path).run(model_of("qwen3_moe").float(), LoadCallback())
 
 
-@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
-def test_lightning(tmp_path: Path) -> None:
-    lightning = pytest.importorskip("lightning", reason="of the extra 'trainers'")
-    from lightning.pytorch.loggers import CSVLogger
-
-    from maxmoe.integrations.lightning import LoadCallback
+def modules_of_lightning(lightning: Any) -> tuple[type, type]:
+    """Modules with one optimizer, and with two that step together."""
 
     class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
@@ -149,13 +145,24 @@ def test_lightning(tmp_path: Path) -> None:
             others = [p for name, p in self.named_parameters() if "gate.weight" not in name]
             return torch.optim.SGD(router, lr=0.1), torch.optim.SGD(others, lr=0.1)
 
+    return Module, TwoOptimizers
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+def test_lightning(tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning", reason="of the extra 'trainers'")
+    from lightning.pytorch.loggers import CSVLogger
+
+    from maxmoe.integrations.lightning import LoadCallback
+
+    one_optimizer, two_optimizers = modules_of_lightning(lightning)
     callback, logger = LoadCallback(), CSVLogger(tmp_path)
 
-    def trained(callback: Any, max_steps: int, kind: type = Module, **options: Any) -> Any:
+    def trained(callback: Any, max_steps: int, kind: type = one_optimizer, **options: Any) -> Any:
         trainer = lightning.Trainer(
             accelerator="cpu",
             max_steps=max_steps,
-            accumulate_grad_batches=MICRO_BATCHES if kind is Module else 1,
+            accumulate_grad_batches=MICRO_BATCHES if kind is one_optimizer else 1,
             log_every_n_steps=2,
             logger=logger,
             callbacks=[callback],
@@ -178,8 +185,8 @@ def test_lightning(tmp_path: Path) -> None:
     assert second.history.rows()[: len(first.history.rows())] == first.history.rows()
     assert {row.step for row in second.history.rows()} == {1, 2, 3, 4, 5}
     # Lightning counts the steps of two optimizers twice.
-    trained(first, 8, TwoOptimizers).save_checkpoint(tmp_path / "checkpoint.pt")
-    trained(second, 16, TwoOptimizers, ckpt_path=tmp_path / "checkpoint.pt")
+    trained(first, 8, two_optimizers).save_checkpoint(tmp_path / "checkpoint.pt")
+    trained(second, 16, two_optimizers, ckpt_path=tmp_path / "checkpoint.pt")
     assert {row.step for row in first.history.rows()} == {1, 2, 3, 4}
     assert {row.step for row in second.history.rows()} == {1, 2, 3, 4, 5, 6, 7, 8}
     assert second.history.rows()[: len(first.history.rows())] == first.history.rows()

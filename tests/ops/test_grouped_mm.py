@@ -134,7 +134,7 @@ class LeftHandSides(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
     def check(self, left: Tensor) -> None:
-        """Rows are followed by zeros up to a multiple of DEPTH elements; transposed ones are not read past their end."""
+        """Rows are followed by zeros up to a multiple of DEPTH elements; transposed ones are not read further."""
         if left.stride(1) != 1 or left.shape[1] % self.DEPTH == 0:
             return
         memory = torch.empty(0, dtype=left.dtype).set_(left.untyped_storage())

@@ -255,12 +255,11 @@ void expert_ffn_backward_input(const ExpertFfnBackwardInput<T>& a, const Executo
 template <class T>
 void expert_ffn_backward_up(const ExpertFfnBackwardUp<T>& a, const Executor& executor) {
   const int64_t multiply_adds = a.x.columns * a.grad_preactivations.columns;
-  run_groups(a.routed, a.x.columns, multiply_adds, executor,
-             [&](const GroupTile& rows, int64_t begin, int64_t end) {
-               grad_up_rows(a, rows, begin, end);
-               // The biases do not depend on the hidden size: the first task of an expert computes them.
-               if (begin == 0) grad_up_biases(a, rows);
-             });
+  run_groups(a.routed, a.x.columns, multiply_adds, executor, [&](const GroupTile& rows, int64_t begin, int64_t end) {
+    grad_up_rows(a, rows, begin, end);
+    // The biases do not depend on the hidden size: the first task of an expert computes them.
+    if (begin == 0) grad_up_biases(a, rows);
+  });
 }
 
 MAXMOE_INSTANTIATE(expert_ffn_backward_down_factors, ExpertFfnBackwardDownFactors)

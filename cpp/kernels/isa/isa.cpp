@@ -133,7 +133,7 @@ Isa parse_isa(const char* text) {
 
 const char* name(Isa isa) {
   static constexpr const char* kNames[] = {"baseline",   "avx2", "avx512",
-                                             "avx512bf16", "amx",  "amx_emulated"};  // in the order of Isa
+                                           "avx512bf16", "amx",  "amx_emulated"};  // in the order of Isa
   return kNames[static_cast<int>(isa)];
 }
 

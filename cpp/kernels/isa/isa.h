@@ -34,8 +34,7 @@ class Executor;
 // and is never chosen by default: the product of amx, with tiles in memory and their instructions in plain code.
 enum class Isa { baseline, avx2, avx512, avx512bf16, amx, amx_emulated };
 
-inline constexpr Isa all_isas[] = {Isa::baseline,   Isa::avx2, Isa::avx512,
-                                   Isa::avx512bf16, Isa::amx,  Isa::amx_emulated};
+inline constexpr Isa all_isas[] = {Isa::baseline, Isa::avx2, Isa::avx512, Isa::avx512bf16, Isa::amx, Isa::amx_emulated};
 
 // The instruction set that kernels run with: the one that the environment variable MAXMOE_ISA names, otherwise the best
 // one of this processor. The variable is read once. Throws std::invalid_argument, with the supported names, if it names

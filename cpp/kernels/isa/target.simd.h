@@ -22,8 +22,8 @@
 #define MAXMOE_COUNT_PACKED 0
 #endif
 
-// 1 where tiles of AMX are emulated: vectors have 64 bytes, as beside the tiles of a processor, and compilers divide them
-// into the registers of the processor.
+// 1 where tiles of AMX are emulated: vectors have 64 bytes, as beside the tiles of a processor, and compilers divide
+// them into the registers of the processor.
 #ifndef MAXMOE_EMULATES_TILES
 #define MAXMOE_EMULATES_TILES 0
 #endif

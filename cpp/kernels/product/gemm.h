@@ -1,5 +1,5 @@
-// The interface of the matrix product that the kernels are built on. Its implementation is tile_gemm, or for bfloat16 on
-// processors with matrix units product/amx.
+// The interface of the matrix product that the kernels are built on. Its implementation is tile_gemm, or for bfloat16
+// on processors with matrix units product/amx.
 #pragma once
 
 #include "kernels/matrix/matrix_view.h"

@@ -3,7 +3,6 @@
 None has a public alternative. Checked with transformers 5.20 and later.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch

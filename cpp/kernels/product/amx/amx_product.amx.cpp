@@ -4,9 +4,9 @@
 // dimension, with a tile of B, 16 pairs of the inner dimension and 16 columns, and adds the result to a tile of C. A
 // micro-tile of C is 32 x 32 numbers in four tiles.
 //
-// Packed B has the layout that the kernels of AVX512-BF16 read: micro-panels of 32 columns, pairs of the inner dimension,
-// in each step the even columns before the odd ones. A tile of B is every other cache line of a panel. Panels are padded
-// with zeros to whole tiles.
+// Packed B has the layout that the kernels of AVX512-BF16 read: micro-panels of 32 columns, pairs of the inner
+// dimension, in each step the even columns before the odd ones. A tile of B is every other cache line of a panel.
+// Panels are padded with zeros to whole tiles.
 //
 // The loops, outermost first:
 //
@@ -25,8 +25,8 @@
 // few long rows of a row-major B, whole columns of a transposed one.
 //
 // A number of C is the sum of blocks of 32 numbers of the inner dimension, in their order; the processor computes a
-// block as two chains of 16 fused multiply-adds, which are added to each other and then to the sum. So the bits of a row
-// depend neither on the rows beside it nor on the tiling.
+// block as two chains of 16 fused multiply-adds, which are added to each other and then to the sum. So the bits of a
+// row depend neither on the rows beside it nor on the tiling.
 #include "kernels/product/amx/amx_product.h"
 
 #include <array>
@@ -238,7 +238,8 @@ class Multiplication {
 
   void finish_packing(Packing packing) {
     if (packing == Packing::row_major) beside_.panel.advance<Packing::row_major>(beside_.panel.units(), beside_.lines);
-    if (packing == Packing::transposed) beside_.panel.advance<Packing::transposed>(beside_.panel.units(), beside_.lines);
+    if (packing == Packing::transposed)
+      beside_.panel.advance<Packing::transposed>(beside_.panel.units(), beside_.lines);
   }
 
   static void pack_panel(const GemmOperand<BFloat16>& b, Range depth, Range columns, BFloat16Pair* target) {
@@ -274,15 +275,12 @@ class Multiplication {
       BFloat16* const c = of.c.row(row) + at.column;
       beside_.c = is_last && !of.is_nontemporal ? c : nullptr;
       const bool has_two = tile + 1 < rows_.count;
-      (has_two ? micro_kernel_of<2>(packing) : micro_kernel_of<1>(packing))(
-          a.panel(at.depth.begin, tile), rows_.height, panel, steps_of(at.depth), has_sums ? sums : nullptr, out, beside_);
+      (has_two ? micro_kernel_of<2>(packing) : micro_kernel_of<1>(packing))(a.panel(at.depth.begin, tile), rows_.height,
+                                                                            panel, steps_of(at.depth),
+                                                                            has_sums ? sums : nullptr, out, beside_);
       if (!is_last) continue;
-      beside_.finished = {out,
-                          c,
-                          of.c.row_stride,
-                          num_rows,
-                          at_most(kPanelColumns, at.columns.end - at.column),
-                          of.is_nontemporal};
+      beside_.finished = {
+          out, c, of.c.row_stride, num_rows, at_most(kPanelColumns, at.columns.end - at.column), of.is_nontemporal};
       which_ = 1 - which_;
     }
   }

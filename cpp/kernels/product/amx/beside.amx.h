@@ -49,8 +49,7 @@ struct FinishedTile {
       return order;
     }();
     const __m512bh halves = _mm512_cvtne2ps_pbh(x2.second, x2.first);
-    const __m512i row =
-        _mm512_permutexvar_epi16(_mm512_load_si512(kOrder.data()), std::bit_cast<__m512i>(halves));
+    const __m512i row = _mm512_permutexvar_epi16(_mm512_load_si512(kOrder.data()), std::bit_cast<__m512i>(halves));
     if constexpr (kNonTemporal) {
       _mm512_stream_si512(reinterpret_cast<__m512i*>(target), row);
     } else {
@@ -65,8 +64,8 @@ struct FinishedTile {
 // How a panel of B is packed: at once, or in units beside the products of the panel before.
 enum class Packing { at_once, row_major, transposed };
 
-// A panel of B that is packed unit by unit. A unit is a step of a row-major B, two rows of 32 columns, which an index may
-// select; or 16 steps of the even or of the odd columns of a transposed one.
+// A panel of B that is packed unit by unit. A unit is a step of a row-major B, two rows of 32 columns, which an index
+// may select; or 16 steps of the even or of the odd columns of a transposed one.
 class PanelToPack {
  public:
   PanelToPack() = default;

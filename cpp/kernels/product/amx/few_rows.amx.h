@@ -2,8 +2,8 @@
 // takes longer than the multiply-adds, and for few steps of the inner dimension, of which a tile multiplies 32.
 //
 // An element is computed as multiply_tiles computes it: for each block of 32 of the inner dimension a chain of fused
-// multiply-adds over its even steps and one over its odd steps, from zero, which are added to each other and then to the
-// sum.
+// multiply-adds over its even steps and one over its odd steps, from zero, which are added to each other and then to
+// the sum.
 #pragma once
 
 #include "kernels/product/amx/beside.amx.h"
@@ -104,7 +104,7 @@ class FewRowsProduct {
     // Row by row, in the order of memory.
     for (int r = 0; r < kRows; ++r) {
       for (int64_t column = 0; column < c.columns; column += kPanelColumns) {
-        FinishedTile{panel(column) + r * kPanelColumns, c.row(r) + column, c.row_stride, 1,
+        FinishedTile{panel(column) + r * kPanelColumns,          c.row(r) + column, c.row_stride, 1,
                      at_most(kPanelColumns, c.columns - column), is_nontemporal}
             .store();
       }
@@ -127,9 +127,9 @@ class FewRowsProduct {
     for (int64_t d = 0; d < b.rows; d += kTileDepth) {
       const Range depth = range_from(d, kTileDepth, b.rows);
       const Range next = range_from(depth.end, kTileDepth, b.rows);
-      BlockPrefetch lines = next.size() > 0
-                                ? BlockPrefetch(GemmOperand<BFloat16>(b), next, {0, b.columns})
-                                : BlockPrefetch(next_b, range_from(0, kTileDepth, next_b.rows()), {0, next_b.columns()});
+      BlockPrefetch lines =
+          next.size() > 0 ? BlockPrefetch(GemmOperand<BFloat16>(b), next, {0, b.columns})
+                          : BlockPrefetch(next_b, range_from(0, kTileDepth, next_b.rows()), {0, next_b.columns()});
       int64_t column = 0;
       for (; column + kPanels * kPanelColumns <= b.columns; column += kPanels * kPanelColumns) {
         add_panels<kPanels>(b.data + column, b.row_stride, depth, column, lines);
@@ -194,9 +194,13 @@ class FewRowsProduct {
       const bool has_next = next_b.is_transposed && !next_b.is_quantized() && next_b.index == nullptr &&
                             next_b.memory.rows >= kPanelColumns && next_b.memory.columns >= memory.columns;
       // Columns of the same depth, of this product or the next one; these columns again if there are none.
-      const BFloat16* ahead = is_last && has_next ? next_b.memory.data : memory.row(at_most(column + kPanelColumns, memory.rows - 1));
+      const BFloat16* ahead =
+          is_last && has_next ? next_b.memory.data : memory.row(at_most(column + kPanelColumns, memory.rows - 1));
       const int64_t stride_ahead = is_last && has_next ? next_b.memory.row_stride : is_last ? 0 : memory.row_stride;
-      const int64_t columns_ahead = is_last && !has_next ? 0 : at_most(kPanelColumns, is_last ? next_b.memory.rows : memory.rows - column - kPanelColumns);
+      const int64_t columns_ahead =
+          is_last && !has_next
+              ? 0
+              : at_most(kPanelColumns, is_last ? next_b.memory.rows : memory.rows - column - kPanelColumns);
       for (int vector = 0; vector < 2; ++vector) {
         Vector<float> sums[kRows];
         load(panel(column), vector, sums);

@@ -37,8 +37,8 @@ struct RowTiles {
   int64_t padded_rows() const { return count * height; }
 };
 
-// Two neighbouring tiles of A, or one, for each step of the inner dimension: where the first step is, and the bytes from
-// one row to the next, from one tile to the next of the same step, and from one step to the next.
+// Two neighbouring tiles of A, or one, for each step of the inner dimension: where the first step is, and the bytes
+// from one row to the next, from one tile to the next of the same step, and from one step to the next.
 struct PanelOfA {
   const std::byte* data;
   int64_t row_bytes;
@@ -47,8 +47,8 @@ struct PanelOfA {
 };
 
 // The tiles of A, in blocks of kPanelDepth of the inner dimension. A block is packed when it is first needed, and kept
-// for the other columns and the other products of the same rows. Rows of whole tiles that are contiguous along the inner
-// dimension are read where they are.
+// for the other columns and the other products of the same rows. Rows of whole tiles that are contiguous along the
+// inner dimension are read where they are.
 //
 // Packed tiles have rows of 64 bytes. The two tiles of a step of a panel are neighbours, and steps follow each other.
 // The inner dimension is padded with zeros; rows past the last one repeat it, and their results are not read.
@@ -92,7 +92,9 @@ class TilesOfA {
     const bool is_legal = !a.is_transposed && a.index == nullptr && a.columns() % kTileDepth == 0;
     return is_legal && a.memory.row_stride * int64_t{sizeof(BFloat16)} % 2048 != 0;
   }
-  Range block_at(int64_t depth) const { return range_from(depth / kPanelDepth * kPanelDepth, kPanelDepth, a_.columns()); }
+  Range block_at(int64_t depth) const {
+    return range_from(depth / kPanelDepth * kPanelDepth, kPanelDepth, a_.columns());
+  }
   int64_t tile_size() const { return tiles_.height * kTileDepth; }
   // Elements from one step of a panel to the next: two tiles, or one if the last panel has one.
   int64_t step_size(int64_t tile) const { return tile / 2 * 2 + 1 < tiles_.count ? 2 * tile_size() : tile_size(); }
@@ -128,8 +130,8 @@ class TilesOfA {
     }
   }
 
-  // Rows of a are columns in memory. 32 x 32 numbers at a time become pairs of the inner dimension, by two shuffles that
-  // mix columns within blocks of 16 bytes, and pairs are transposed like numbers of 32 bits.
+  // Rows of a are columns in memory. 32 x 32 numbers at a time become pairs of the inner dimension, by two shuffles
+  // that mix columns within blocks of 16 bytes, and pairs are transposed like numbers of 32 bits.
   void pack_transposed(Range block) const {
     for (int64_t d = block.begin; d < block.end; d += kTileDepth) {
       const int64_t count = at_most(kTileDepth, block.end - d);

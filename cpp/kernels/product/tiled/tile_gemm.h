@@ -27,8 +27,8 @@ namespace maxmoe {
 // false.
 bool multiply_with_amx(const TileGemm<BFloat16>& products);
 
-// tile_gemm, on matrix units if there are any, behind the interface Gemm. Not for files that are compiled per instruction set: the table of virtual
-// functions is a weak symbol.
+// tile_gemm, on matrix units if there are any, behind the interface Gemm. Not for files that are compiled per
+// instruction set: the table of virtual functions is a weak symbol.
 template <class T>
 class KernelGemm final : public Gemm<T> {
  public:
