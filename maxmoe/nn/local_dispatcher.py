@@ -211,7 +211,7 @@ class CapacityDispatcher(InProcess):
         # one_hot of torch writes in place, which selective checkpointing refuses for an output that it saves.
         one_hot = (assigned.unsqueeze(2) == torch.arange(num_experts, device=x.device)) & is_local.unsqueeze(2)
         place = one_hot.cumsum(1).gather(2, assigned.unsqueeze(2)).squeeze(2) - 1
-        capacity = torch.sym_min(self._capacity(slots_per_sequence), slots_per_sequence)
+        capacity = torch.sym_min(self._capacity(slots_per_sequence), slots_per_sequence)  # type: ignore[no-untyped-call]
         # The buffer is allocated for sequences without padding, so that its shape is static. The capacity of a sequence
         # with padding is smaller, and leaves rows of the buffer empty.
         limit = capacity if top_k.is_unpadded else self._capacities((slots >= 0).sum(1, keepdim=True), capacity)
@@ -242,7 +242,8 @@ class CapacityDispatcher(InProcess):
         """Return the number of slots that an expert accepts from a sequence with `num_slots` slots."""
         # Functions that torch.export traces for a length that is not fixed.
         per_expert = -(-num_slots // self.experts.num_selectable)
-        capacity: int = torch.sym_int(torch.sym_max(per_expert * self.factor, self.factor))
+        most = torch.sym_max(per_expert * self.factor, self.factor)  # type: ignore[no-untyped-call]
+        capacity: int = torch.sym_int(most)  # type: ignore[no-untyped-call]
         return capacity
 
     def _capacities(self, num_slots: Tensor, largest: int) -> Tensor:

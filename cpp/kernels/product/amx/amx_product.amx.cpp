@@ -30,7 +30,6 @@
 #include "kernels/product/amx/amx_product.h"
 
 #include <array>
-#include <optional>
 
 #include "kernels/product/amx/few_rows.amx.h"
 #include "kernels/product/amx/micro_kernel.amx.h"
@@ -72,6 +71,7 @@ class Multiplication {
   Multiplication(const GemmOperand<BFloat16>& a, const Product<BFloat16>* products, int64_t count)
       : rows_(a.rows()),
         tiles_of_a_(a, kPackedAScratch),
+        reduced_(GemmOperand<BFloat16>(), kPackedReducedScratch),
         products_(products),
         count_(count),
         panels_(scratch<BFloat16Pair>(kPackedBScratch, 2 * kPanelSize)) {
@@ -160,7 +160,7 @@ class Multiplication {
     current_ = at.product;
     const Product<BFloat16>& of = product(at.product);
     // The reduced rows may be the result of the product before.
-    reduced_.emplace(of.reduced, kPackedReducedScratch);
+    reduced_ = TilesOfA(of.reduced, kPackedReducedScratch);
     const int64_t columns = round_up(at_most(block_size(of.b, rows_).columns, of.c.columns), kPanelColumns);
     const int64_t micro_tile = 2 * rows_.height * kPanelColumns;
     rounded_ = scratch<float>(kSumsScratch, rows_.padded_rows() * columns + 2 * micro_tile);
@@ -264,7 +264,7 @@ class Multiplication {
     const Product<BFloat16>& of = product(at.product);
     const bool has_sums = at.part == 1 || at.depth.begin > 0 || of.accumulate;
     const bool is_last = at.depth.end == b_of(at).rows() && (at.part == 1 || !of.has_low_rank_term());
-    TilesOfA& a = at.part == 0 ? tiles_of_a_ : *reduced_;
+    TilesOfA& a = at.part == 0 ? tiles_of_a_ : reduced_;
     a.prepare(at.depth.end);
     beside_.c_stride = of.c.row_stride;
     for (int64_t tile = 0; tile < rows_.count; tile += 2) {
@@ -287,7 +287,7 @@ class Multiplication {
 
   RowTiles rows_;
   TilesOfA tiles_of_a_;
-  std::optional<TilesOfA> reduced_;
+  TilesOfA reduced_;  // of the product that is computed
   const Product<BFloat16>* products_;
   int64_t count_;
   int64_t current_ = -1;  // the product that is computed

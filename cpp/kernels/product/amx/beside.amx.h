@@ -109,32 +109,34 @@ class PanelToPack {
   }
 
   // The cache lines that a unit writes.
-  template <Packing kPacking>
-  static constexpr int64_t kLinesOfUnit = kPacking == Packing::row_major ? 2 : 16;
+  static constexpr int64_t lines_of_unit(Packing packing) { return packing == Packing::row_major ? 2 : 16; }
   MAXMOE_INLINE const BFloat16Pair* target() const { return target_; }
-  // The next row, `distance` rows ahead; only without an index.
-  MAXMOE_INLINE const BFloat16* row_ahead(int64_t distance) const { return memory_ + (depth_ + distance) * stride_; }
+  // The next row; only without an index.
+  MAXMOE_INLINE const BFloat16* row() const { return memory_ + depth_ * stride_; }
   MAXMOE_INLINE bool has_index() const { return index_ != nullptr; }
   MAXMOE_INLINE int64_t stride() const { return stride_; }
 
  private:
+  static constexpr int64_t kPairs = kLanes<BFloat16Pair>;
+
   MAXMOE_INLINE const BFloat16* row(int64_t d) const {
     return memory_ + (index_ == nullptr ? d : index_[d] / divisor_) * stride_;
   }
   static MAXMOE_INLINE void store_step(const StepX2<BFloat16Pair>& step, BFloat16Pair* target) {
     store_vector(target, step.first);
-    store_vector(target + kLanes<BFloat16Pair>, step.second);
+    store_vector(target + kPairs, step.second);
   }
   MAXMOE_INLINE void pack_transposed_unit() {
     Vector<BFloat16Pair> block[16];
 #pragma GCC unroll 16
-    for (int lane = 0; lane < 16; ++lane) block[lane] = load_along_depth<BFloat16Pair>(memory_ + 2 * lane * stride_);
+    for (int64_t lane = 0; lane < 16; ++lane)
+      block[lane] = load_along_depth<BFloat16Pair>(memory_ + 2 * lane * stride_);
     transpose_square<BFloat16Pair>(block);
 #pragma GCC unroll 16
-    for (int step = 0; step < 16; ++step) store_vector<BFloat16Pair>(target_ + step * kPanelColumns, block[step]);
+    for (int64_t step = 0; step < 16; ++step) store_vector<BFloat16Pair>(target_ + step * kPanelColumns, block[step]);
     is_odd_ = !is_odd_;
-    memory_ += is_odd_ ? stride_ : 2 * kLanes<BFloat16Pair> - stride_;
-    target_ += is_odd_ ? kLanes<BFloat16Pair> : 16 * kPanelColumns - kLanes<BFloat16Pair>;
+    memory_ += is_odd_ ? stride_ : 2 * kPairs - stride_;
+    target_ += is_odd_ ? kPairs : 16 * kPanelColumns - kPairs;
   }
 
   const BFloat16* memory_ = nullptr;

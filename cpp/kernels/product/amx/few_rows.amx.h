@@ -116,11 +116,9 @@ class FewRowsProduct {
   // Panels at a time: the four chains of one row and one panel would wait for each other.
   static constexpr int kPanels = kRows <= 2 ? 2 : 1;
 
-  float* panel(int64_t column) const { return sums_ + column * kRows; }
+  static constexpr int64_t kVector = kLanes<float>;
 
-  MAXMOE_INLINE void load(const float* of_panel, int vector, Vector<float> (&sums)[kRows]) const {
-    for (int r = 0; r < kRows; ++r) sums[r] = load_vector(of_panel + r * kPanelColumns + vector * kLanes<float>);
-  }
+  float* panel(int64_t column) const { return sums_ + column * kRows; }
 
   // Blocks of 32 rows of B, in the order of memory, with the next block prefetched.
   void add_row_major(ConstMatrixView<BFloat16> b, const GemmOperand<BFloat16>& next_b) {
@@ -132,25 +130,25 @@ class FewRowsProduct {
                           : BlockPrefetch(next_b, range_from(0, kTileDepth, next_b.rows()), {0, next_b.columns()});
       int64_t column = 0;
       for (; column + kPanels * kPanelColumns <= b.columns; column += kPanels * kPanelColumns) {
-        add_panels<kPanels>(b.data + column, b.row_stride, depth, column, lines);
+        add_panels<kPanels>(b.row(depth.begin) + column, b.row_stride, depth, column, lines);
       }
       for (; column < b.columns; column += kPanelColumns) {
         const int64_t width = b.columns - column;
         if (width >= kPanelColumns) {
-          add_panels<1>(b.data + column, b.row_stride, depth, column, lines);
+          add_panels<1>(b.row(depth.begin) + column, b.row_stride, depth, column, lines);
         } else {
           BFloat16 padded[kTileDepth * kPanelColumns];
           zero_row(padded, kTileDepth * kPanelColumns);
           for (int64_t i = 0; i < depth.size(); ++i) {
             copy_row(b.row(depth.begin + i) + column, padded + i * kPanelColumns, width);
           }
-          add_panels<1>(padded - depth.begin * kPanelColumns, kPanelColumns, depth, column, lines);
+          add_panels<1>(padded, kPanelColumns, depth, column, lines);
         }
       }
     }
   }
 
-  // A block of kCount panels from `column` on: `b` is their first column in row 0.
+  // A block of kCount panels from `column` on: `b` is their first column in row depth.begin.
   template <int kCount>
   MAXMOE_INLINE void add_panels(const BFloat16* b, int64_t stride, Range depth, int64_t column, BlockPrefetch& lines) {
     Sums chains[kCount][2]{};  // of even and of odd steps
@@ -158,7 +156,8 @@ class FewRowsProduct {
 #pragma GCC unroll 2
       for (int p = 0; p < kCount; ++p) {
         if (lines.num_lines() > 0) lines.advance();
-        const VectorX2<float> row = widened(load_along_depth<BFloat16Pair>(b + d * stride + p * kPanelColumns));
+        const VectorX2<float> row =
+            widened(load_along_depth<BFloat16Pair>(b + (d - depth.begin) * stride + p * kPanelColumns));
         Sums& chain = chains[p][parity];
 #pragma GCC unroll 6
         for (int r = 0; r < kRows; ++r) {
@@ -180,41 +179,40 @@ class FewRowsProduct {
       for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2
         for (int v = 0; v < 2; ++v) {
-          float* const sum = of_panel + r * kPanelColumns + v * kLanes<float>;
+          float* const sum = of_panel + r * kPanelColumns + v * kVector;
           store_vector<float>(sum, added_to(load_vector(sum), chains[p][0][r][v], chains[p][1][r][v]));
         }
       }
     }
   }
 
+  // The columns that are multiplied after these: of the same product, or the first ones of the next.
+  static ConstMatrixView<BFloat16> columns_after(ConstMatrixView<BFloat16> memory, int64_t column,
+                                                 const GemmOperand<BFloat16>& next_b) {
+    if (column < memory.rows) return memory.row_range(column, at_most(column + kPanelColumns, memory.rows));
+    const bool has_columns = next_b.is_transposed && !next_b.is_quantized() && next_b.index == nullptr &&
+                             next_b.memory.columns >= memory.columns;
+    return has_columns ? next_b.memory.row_range(0, at_most(kPanelColumns, next_b.memory.rows))
+                       : ConstMatrixView<BFloat16>{};
+  }
+
   // 32 columns at a time, along the whole inner dimension; the next columns are prefetched.
   void add_transposed(ConstMatrixView<BFloat16> memory, const GemmOperand<BFloat16>& next_b) {
     for (int64_t column = 0; column < memory.rows; column += kPanelColumns) {
-      const bool is_last = column + kPanelColumns >= memory.rows;
-      const bool has_next = next_b.is_transposed && !next_b.is_quantized() && next_b.index == nullptr &&
-                            next_b.memory.rows >= kPanelColumns && next_b.memory.columns >= memory.columns;
-      // Columns of the same depth, of this product or the next one; these columns again if there are none.
-      const BFloat16* ahead =
-          is_last && has_next ? next_b.memory.data : memory.row(at_most(column + kPanelColumns, memory.rows - 1));
-      const int64_t stride_ahead = is_last && has_next ? next_b.memory.row_stride : is_last ? 0 : memory.row_stride;
-      const int64_t columns_ahead =
-          is_last && !has_next
-              ? 0
-              : at_most(kPanelColumns, is_last ? next_b.memory.rows : memory.rows - column - kPanelColumns);
+      const ConstMatrixView<BFloat16> ahead = columns_after(memory, column + kPanelColumns, next_b);
       for (int vector = 0; vector < 2; ++vector) {
+        float* const of_vector = panel(column) + vector * kVector;
         Vector<float> sums[kRows];
-        load(panel(column), vector, sums);
-        const BFloat16* rows[kLanes<float>];
-        for (int lane = 0; lane < kLanes<float>; ++lane) {
+        for (int r = 0; r < kRows; ++r) sums[r] = load_vector(of_vector + r * kPanelColumns);
+        const BFloat16* rows[kVector];
+        for (int64_t lane = 0; lane < kVector; ++lane) {
           rows[lane] = memory.row(at_most(column + 2 * lane + vector, memory.rows - 1));
         }
         for (int64_t d = 0; d < memory.columns; d += kTileDepth) {
           add_block(rows, d, at_most(kTileDepth, memory.columns - d), sums);
-          for (int64_t i = vector; i < columns_ahead; i += 2) __builtin_prefetch(ahead + i * stride_ahead + d, 0, 2);
+          for (int64_t i = vector; i < ahead.rows; i += 2) __builtin_prefetch(ahead.row(i) + d, 0, 2);
         }
-        for (int r = 0; r < kRows; ++r) {
-          store_vector<float>(panel(column) + r * kPanelColumns + vector * kLanes<float>, sums[r]);
-        }
+        for (int r = 0; r < kRows; ++r) store_vector<float>(of_vector + r * kPanelColumns, sums[r]);
       }
     }
   }
@@ -223,11 +221,11 @@ class FewRowsProduct {
   MAXMOE_INLINE void add_block(const BFloat16* const* rows, int64_t d, int64_t count, Vector<float> (&sums)[kRows]) {
     Vector<BFloat16Pair> steps[16];
 #pragma GCC unroll 16
-    for (int lane = 0; lane < 16; ++lane) steps[lane] = load_along_depth<BFloat16Pair>(rows[lane] + d, count);
+    for (int64_t lane = 0; lane < 16; ++lane) steps[lane] = load_along_depth<BFloat16Pair>(rows[lane] + d, count);
     transpose_square<BFloat16Pair>(steps);
     Sums chains{};
 #pragma GCC unroll 16
-    for (int k = 0; k < 16; ++k) {
+    for (int64_t k = 0; k < 16; ++k) {
       if (2 * k >= count) break;
       const VectorX2<float> pair = widened(steps[k]);
       const float* const of_step = a_ + (d + 2 * k) * kRows;

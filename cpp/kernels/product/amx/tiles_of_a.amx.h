@@ -178,7 +178,7 @@ class TilesOfA {
     using Halves = VectorOf<uint16_t, kVectorBytes>::type;
     Vector<uint32_t> pairs[16];
 #pragma GCC unroll 16
-    for (int p = 0; p < 16; ++p) {
+    for (int64_t p = 0; p < 16; ++p) {
       Halves even;
       Halves odd;
       std::memcpy(&even, rows[2 * p], sizeof(even));
