@@ -6,7 +6,7 @@ from pathlib import Path
 import maxmoe
 from support import programs
 
-# Prints a hash of outputs and gradients of a layer with sizes that fill no tile, for experts with few and with many rows.
+# Prints a hash of outputs and gradients of a layer whose sizes fill no tile, with few and with many rows for an expert.
 CODE = """
 import copy, hashlib
 import torch
