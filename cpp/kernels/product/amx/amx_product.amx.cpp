@@ -179,19 +179,17 @@ class Multiplication {
     Position last = at;
     last.column = at.columns.end;
     last.depth = {at.block.end, at.block.end};
-    beside_.lines = advance(last) ? lines_of(b_of(last), last.block, last.columns) : lines_of(of.next_b);
+    beside_.lines =
+        advance(last) ? BlockPrefetch(b_of(last), last.block, last.columns) : lines_of_first_block(of.next_b);
     const int64_t panels = (at.columns.size() + kPanelColumns - 1) / kPanelColumns;
     const int64_t steps = num_row_panels() * steps_of(at.block) * panels;
     beside_.lines_per_step = steps == 0 ? 0 : (beside_.lines.num_lines() + steps - 1) / steps;
     const bool is_first = at.part == 0 && at.block.begin == 0;
-    if (is_first && of.accumulate) load_sums(of.c.column_range(at.columns.begin, at.columns.end).as_const());
+    if (is_first && of.accumulate) begin_with(of.c.column_range(at.columns.begin, at.columns.end).as_const());
   }
 
-  static BlockPrefetch lines_of(const GemmOperand<BFloat16>& b, Range depth, Range columns) {
-    return {b, depth, columns};
-  }
-  // The first block of a product that another call computes.
-  BlockPrefetch lines_of(const GemmOperand<BFloat16>& next_b) const {
+  // Of a product that another call computes.
+  BlockPrefetch lines_of_first_block(const GemmOperand<BFloat16>& next_b) const {
     const BlockSize size = block_size(next_b, rows_);
     return {next_b, range_from(0, size.depth, next_b.rows()), range_from(0, size.columns, next_b.columns())};
   }
@@ -199,20 +197,10 @@ class Multiplication {
   float* sums_of(const Position& at) const { return sums_ + (at.column - at.columns.begin) * rows_.padded_rows(); }
 
   // The sums of a product that is added to c begin with c.
-  void load_sums(ConstMatrixView<BFloat16> c) {
+  void begin_with(ConstMatrixView<BFloat16> c) {
     for (int64_t column = 0; column < c.columns; column += kPanelColumns) {
       float* const sums = sums_ + column * rows_.padded_rows();
-      const int64_t width = c.columns - column;
-      for (int64_t r = 0; r < c.rows; ++r) {
-        const BFloat16* row = c.row(r) + column;
-        BFloat16 padded[kPanelColumns];
-        if (width < kPanelColumns) {
-          zero_row(padded, kPanelColumns);
-          copy_row(row, padded, width);
-          row = padded;
-        }
-        store_narrowed_x2<float>(sums + r * kPanelColumns, load_x2(row));
-      }
+      for (int64_t r = 0; r < c.rows; ++r) load_sums(c.row(r) + column, c.columns - column, sums + r * kPanelColumns);
     }
   }
 
@@ -297,12 +285,6 @@ class Multiplication {
   int64_t which_ = 0;
   Beside beside_;
 };
-
-// Whether micro-tiles write whole cache lines of c: rows begin on one, and so does every panel.
-bool begins_on_cache_lines(MatrixView<BFloat16> c) {
-  const auto address = reinterpret_cast<uintptr_t>(c.data);
-  return address % kCacheLineBytes == 0 && c.row_stride * int64_t{sizeof(BFloat16)} % kCacheLineBytes == 0;
-}
 
 // At most gate and up, each after the product with its factor.
 constexpr int64_t kMaxProducts = 4;

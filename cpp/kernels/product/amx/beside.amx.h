@@ -12,6 +12,17 @@ namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 
 constexpr int64_t kPanelColumns = 32;  // of B and C: two tiles
 
+// Sets the sums of kPanelColumns columns of a row to the first `columns` numbers of c, and to zeros after them.
+MAXMOE_INLINE void load_sums(const BFloat16* c, int64_t columns, float* sums) {
+  BFloat16 padded[kPanelColumns];
+  if (columns < kPanelColumns) {
+    zero_row(padded, kPanelColumns);
+    copy_row(c, padded, columns);
+    c = padded;
+  }
+  store_narrowed_x2<float>(sums, load_x2(c));
+}
+
 // The sums of a micro-tile of C that are still to be rounded and stored. A row is kPanelColumns sums, in the order of
 // VectorX2.
 struct FinishedTile {

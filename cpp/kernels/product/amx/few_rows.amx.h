@@ -78,10 +78,7 @@ class FewRowsProduct {
   void begin(ConstMatrixView<BFloat16> c, bool accumulate) {
     for (int64_t column = 0; column < c.columns; column += kPanelColumns) {
       for (int r = 0; r < kRows; ++r) {
-        BFloat16 row[kPanelColumns];
-        zero_row(row, kPanelColumns);
-        if (accumulate) copy_row(c.row(r) + column, row, at_most(kPanelColumns, c.columns - column));
-        store_narrowed_x2<float>(panel(column) + r * kPanelColumns, load_x2(row));
+        load_sums(c.row(r) + column, accumulate ? c.columns - column : 0, panel(column) + r * kPanelColumns);
       }
     }
   }

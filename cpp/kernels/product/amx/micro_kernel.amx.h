@@ -19,34 +19,28 @@ inline TileConfiguration configuration_for(int64_t rows_of_a) {
 constexpr int64_t kTileColumns = kTileRowBytes / int64_t{sizeof(float)};
 constexpr int64_t kSumsStride = kPanelColumns * int64_t{sizeof(float)};
 
-// The tiles of C begin with `sums`, or with zeros if it is null.
-template <int kRowTiles>
-MAXMOE_INLINE void begin_sums(const float* sums, int64_t height) {
-  if (sums == nullptr) {
-    zero_tile<0>();
-    zero_tile<1>();
-    if constexpr (kRowTiles == 2) {
-      zero_tile<2>();
-      zero_tile<3>();
-    }
-    return;
-  }
-  load_tile<0>(sums, kSumsStride);
-  load_tile<1>(sums + kTileColumns, kSumsStride);
+// Calls body<kTile>(place) for the tiles of C, where `place` is the first element of a tile in the sums of a
+// micro-tile.
+template <int kRowTiles, class Body>
+MAXMOE_INLINE void for_tiles_of_c(int64_t height, const Body& body) {
+  body.template operator()<0>(int64_t{0});
+  body.template operator()<1>(kTileColumns);
   if constexpr (kRowTiles == 2) {
-    load_tile<2>(sums + height * kPanelColumns, kSumsStride);
-    load_tile<3>(sums + height * kPanelColumns + kTileColumns, kSumsStride);
+    body.template operator()<2>(height * kPanelColumns);
+    body.template operator()<3>(height * kPanelColumns + kTileColumns);
   }
 }
 
+// The tiles of C begin with `sums`, or with zeros if it is null.
 template <int kRowTiles>
-MAXMOE_INLINE void store_sums(float* out, int64_t height) {
-  store_tile<0>(out, kSumsStride);
-  store_tile<1>(out + kTileColumns, kSumsStride);
-  if constexpr (kRowTiles == 2) {
-    store_tile<2>(out + height * kPanelColumns, kSumsStride);
-    store_tile<3>(out + height * kPanelColumns + kTileColumns, kSumsStride);
-  }
+MAXMOE_INLINE void begin_sums(const float* sums, int64_t height) {
+  for_tiles_of_c<kRowTiles>(height, [&]<int kTile>(int64_t place) MAXMOE_INLINE_LAMBDA {
+    if (sums == nullptr) {
+      zero_tile<kTile>();
+    } else {
+      load_tile<kTile>(sums + place, kSumsStride);
+    }
+  });
 }
 
 // Adds the products of one step. `b` is the step of a packed panel: its even cache lines are the tile of even columns,
@@ -132,7 +126,8 @@ void multiply_micro_tile(const PanelOfA& panel_of_a, int64_t height, const BFloa
   beside.lines = lines;
   beside.panel = panel;
   beside.finished.store();
-  store_sums<kRowTiles>(out, height);
+  for_tiles_of_c<kRowTiles>(
+      height, [&]<int kTile>(int64_t place) MAXMOE_INLINE_LAMBDA { store_tile<kTile>(out + place, kSumsStride); });
 }
 
 }  // namespace maxmoe::MAXMOE_ISA_NAMESPACE

@@ -18,6 +18,13 @@
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 
+// Whether micro-tiles write whole cache lines of c: rows begin on one, and so does every NR-th column.
+template <class T>
+bool begins_on_cache_lines(MatrixView<T> c) {
+  const auto address = reinterpret_cast<uintptr_t>(c.data);
+  return address % kCacheLineBytes == 0 && c.row_stride * int64_t{sizeof(T)} % kCacheLineBytes == 0;
+}
+
 // Prefetch distance in steps. The rows of B may be pages apart, where hardware prefetchers stop.
 constexpr int64_t kPackPrefetchSteps = 8;
 

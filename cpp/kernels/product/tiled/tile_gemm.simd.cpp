@@ -250,13 +250,6 @@ void multiply_skinny_of(const GemmOperand<T>& a, int64_t& stored_group, PackedA<
   stored_group = keeps_rows ? max_group_of<Element>(p.b, p.c.rows) : 0;
 }
 
-// Whether micro-tiles write whole cache lines of c: rows begin on one, and so does every NR-th column.
-template <class T>
-bool begins_on_cache_lines(MatrixView<T> c) {
-  const auto address = reinterpret_cast<uintptr_t>(c.data);
-  return address % kCacheLineBytes == 0 && c.row_stride * int64_t{sizeof(T)} % kCacheLineBytes == 0;
-}
-
 // Computes all products for rows [begin, end) of A.
 template <class T>
 void multiply_rows(const TileGemm<T>& p, int64_t begin, int64_t end) {
