@@ -11,7 +11,7 @@ from torch import nn
 from maxmoe._torch.this_thread import OfThisThread
 
 # Whether this thread calls modules without the code that their method `compile` has compiled.
-runs_uncompiled: OfThisThread[bool] = OfThisThread()
+runs_uncompiled: OfThisThread[bool] = OfThisThread("choice to run uncompiled")
 
 
 def call_uncompiled(module: nn.Module, *arguments: Any, **options: Any) -> Any:

@@ -21,9 +21,13 @@ class OfThisThread(threading.local, Generic[Value]):
     code sees the value of the thread that calls it; a `contextvars.ContextVar` cannot be traced. The backward on an
     accelerator, with its recomputations, runs in a thread of autograd, in which it is None: a module that can be
     recomputed calls `read`.
+
+    Args:
+        name: what the value is, as no other one is called: modules that have read it are marked with its name.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._value: Value | None = None
         self._is_set_in: tuple[object, ...] = ()  # checkpoints
 
@@ -56,33 +60,33 @@ class OfThisThread(threading.local, Generic[Value]):
             RuntimeError: in a recomputation of a module that has read values, if the value of its forward is not known:
                 of compiled code, or by something else than a checkpoint.
         """
-        value, mark, reader = self._value, f"has_read_of_caller_{purpose}", (self, module, purpose)
+        value, mark, reader = self._value, f"has_read {self._name} {purpose}", (self, module, purpose)
         if not getattr(module, mark, False):
             if value is None:
                 return None
             setattr(module, mark, True)
         if torch.compiler.is_compiling():
             if value is None and torch.is_grad_enabled():
-                _refuse_recomputation(module)  # which breaks the graph
+                _refuse_recomputation(module, self._name)  # which breaks the graph
             return value
         if value is None and is_backward_running():
             kept = kept_values(reader)
             if not kept:
-                _refuse_recomputation(module)
+                _refuse_recomputation(module, self._name)
             value = kept[0]
         keep_for_recomputations(reader, value, is_set_in=self._is_set_in)
         return value
 
     def __reduce__(self) -> Any:
         """Copy and pickle it without a value, with the module that has it."""
-        return type(self), ()
+        return type(self), (self._name,)
 
 
 @never_compiled
-def _refuse_recomputation(module: Any) -> None:
+def _refuse_recomputation(module: Any, name: str) -> None:
     """Raise in a recomputation."""
     if is_backward_running():
         raise RuntimeError(
-            f"{type(module).__name__} is recomputed alone, without the values that its caller had set for its forward: "
+            f"{type(module).__name__} is recomputed alone, without the {name} that its caller had set for its forward: "
             "checkpoint the layer around it, or this module uncompiled, with torch.utils.checkpoint"
         )

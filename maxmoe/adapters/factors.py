@@ -23,7 +23,7 @@ class _HandedOver:
 
 
 # By the name of the parameter. If an adapted module calls another one, the factors of the inner module.
-_handed_over: OfThisThread[dict[str, _HandedOver]] = OfThisThread()
+_handed_over: OfThisThread[dict[str, _HandedOver]] = OfThisThread("factors of adapters")
 
 
 def takes(module: nn.Module, parameter: str) -> bool:

@@ -140,7 +140,7 @@ class TokenGroupAttribute:
 
     def __set__(self, module: Any, group: TokenGroup) -> None:
         """Set the token group of all threads."""
-        module.token_group_of_all_threads, module.token_group_of_this_thread = group, OfThisThread()
+        module.token_group_of_all_threads, module.token_group_of_this_thread = group, OfThisThread("token group")
 
 
 def uses_token_group(module: nn.Module) -> bool:

@@ -39,7 +39,7 @@ def is_checkpointed() -> bool:
     return is_packed_by_checkpoint() or is_recomputation()
 
 
-_keeps_choices: OfThisThread[bool] = OfThisThread()
+_keeps_choices: OfThisThread[bool] = OfThisThread("choice to keep routing")
 
 
 @contextmanager

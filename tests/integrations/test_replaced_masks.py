@@ -246,7 +246,7 @@ def test_a_recomputation_without_the_mask_of_its_forward_is_refused() -> None:
     model = replaced("mixtral", num_hidden_layers=1)
     block = model.model.layers[0].mlp
     block.forward = partial(checkpoint, torch.compile(block.forward, backend="eager"), use_reentrant=False)
-    with pytest.raises(RuntimeError, match="TransformersMoE is recomputed alone, without the values that its caller"):
+    with pytest.raises(RuntimeError, match="TransformersMoE is recomputed alone, without the token mask"):
         step(model, IDS, padding(3, "left"))
 
 

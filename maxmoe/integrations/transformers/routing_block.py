@@ -47,7 +47,7 @@ class RoutingBlock:
         self._block = ref(block)  # which keeps this object
         self._hooks: tuple[Any, ...] = ()
         self._handles: list[Any] = []
-        self._call: OfThisThread[tuple[Sequence[int], Tensor | None]] = OfThisThread()
+        self._call: OfThisThread[tuple[Sequence[int], Tensor | None]] = OfThisThread("router logits")
 
     @property
     def routing_hooks(self) -> tuple[Any, ...]:

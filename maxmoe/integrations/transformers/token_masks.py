@@ -17,7 +17,7 @@ from maxmoe._torch.this_thread import OfThisThread
 
 _ARGUMENT = "maxmoe_token_mask"
 # In a tuple, the mask (B, S), False for padding, of the decoder layer that this thread runs, or None.
-_mask_of_this_layer: OfThisThread[tuple[Tensor | None]] = OfThisThread()
+_mask_of_this_layer: OfThisThread[tuple[Tensor | None]] = OfThisThread("token mask")
 
 
 def mask_of_call(block: nn.Module) -> Tensor | None:
