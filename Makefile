@@ -30,7 +30,7 @@ REACHABLE = import sys, urllib.request as u; u.urlopen(sys.argv[1], timeout=10)
 PIP_TORCH = $(if $(TORCH_INDEX),$(shell $(BIN)/python -c '$(REACHABLE)' "$(TORCH_INDEX)" 2>/dev/null \
   && echo --extra-index-url "$(TORCH_INDEX)" || echo "$(TORCH_INDEX) cannot be reached: torch comes from pip's own index" >&2))
 KERNELS := $(shell find cpp/kernels -type f)
-CORE := pyproject.toml setup.py CMakeLists.txt $(wildcard cpp/*.cpp cpp/cmake/*.cmake cpp/ops/* cpp/ops/*/*) $(KERNELS)
+CORE := pyproject.toml setup.py CMakeLists.txt $(wildcard cpp/*.cpp cpp/*.h cpp/cmake/*.cmake cpp/ops/* cpp/ops/*/* cpp/python/*) $(KERNELS)
 CPP = $(shell find cpp -name "*.cpp" -o -name "*.h" -o -name "*.cu")
 
 help:
@@ -48,10 +48,14 @@ test: $(VENV)/test
 	@# With the variable set, as in many containers, every process would compile package and tests again.
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest $(IN_TWO_PROCESSES) $(ARGS)
 
+# The stubs of maxmoe._C, from the signatures and docstrings of the module.
+stubs = $(BIN)/pybind11-stubgen maxmoe._C --output-dir build/stubs >/dev/null && $(BIN)/ruff format --quiet build/stubs
 lint: $(VENV)/dev
 	@$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(stubs)
+	diff maxmoe/_C.pyi build/stubs/maxmoe/_C.pyi || { echo "maxmoe/_C.pyi is not the module's: make format"; exit 1; }
 	$(BIN)/python tests/repository/check_sizes.py
 	$(BIN)/clang-format --dry-run --Werror $(CPP)
 	EIGEN="$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/cmeel.prefix/include/eigen3"
@@ -62,7 +66,9 @@ lint: $(VENV)/dev
 	  -DMAXMOE_ISA_NAMESPACE=amx_emulated -DMAXMOE_EMULATES_TILES=1
 
 format: $(VENV)/dev
-	@$(BIN)/ruff check --fix .
+	@$(stubs)
+	cp build/stubs/maxmoe/_C.pyi maxmoe
+	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CPP)
 
@@ -170,6 +176,7 @@ wheel: $(VENV)/dev $(WHEEL_TORCHES:%=%/requirements)
 	mkdir -p build
 	echo "== sdist and wheel"
 	export MAXMOE_TORCH="$$(ls -d $(addsuffix /lib/python*/site-packages,$(abspath $(WHEEL_HEADERS))) | paste -sd:)"
+	export MAXMOE_PYTHON_HEADERS="$$($(BIN)/python cpp/cmake/python_headers.py build/headers)"
 	export MAXMOE_CUDA=off # no CUDA kernels in wheels, until they have run on a GPU
 	$(BIN)/python -m build --no-isolation --sdist --outdir dist . >build/sdist.log
 	$(BIN)/python -m build --no-isolation --wheel --outdir build/wheel . >build/wheel.log
@@ -191,7 +198,7 @@ build/python$(PYTHON_MINOR)-torch%/requirements: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf .venv .venv-torch* .venv-cuda build dist *.egg-info maxmoe/*.so
+	rm -rf .venv .venv-torch* .venv-cuda build dist *.egg-info maxmoe/*.so maxmoe/torch*
 
 # The package, built in place, and the dependencies of one use: examples, test, docs or dev. The environments share the
 # build of the kernels (setup.py). They are built for this machine alone, until tests need all instruction sets and the
@@ -216,6 +223,7 @@ $(VENV)/python:
 	@missing() {
 	  command -v c++ >/dev/null || echo g++
 	  $(PYTHON) -c 'import ensurepip' 2>/dev/null || echo python3-venv
+	  $(PYTHON) -c "import os, sysconfig; os.stat(sysconfig.get_path('include') + '/Python.h')" 2>/dev/null || echo python3-dev
 	}
 	googletest() { echo '#include <gtest/gtest.h>' | c++ -E -x c++ - >/dev/null 2>&1 || echo libgtest-dev; }
 	if ! $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then

@@ -1,7 +1,8 @@
 """Builds the C++ core with CMake, for one or several releases of torch. The rest of the package is in pyproject.toml.
 
 The core is built for the torch of the environment, also under pip's build isolation. MAXMOE_TORCH, a list of folders
-separated by colons, builds one wheel for several releases: `make wheel` sets it. MAXMOE_ANY_TORCH=1 builds for an older
+separated by colons, builds one wheel for several releases: `make wheel` sets it. MAXMOE_PYTHON_HEADERS, a
+list of folders of Python.h, builds for several Pythons. MAXMOE_ANY_TORCH=1 builds for an older
 torch as well: for device checks alone, whose machine may have no other (tests/device/run.sh). MAXMOE_CORE=off installs
 the Python package alone, without a compiler: enough for maxmoe.testing, configs, presets, rules and the reference.
 
@@ -91,18 +92,15 @@ CUDA = os.environ.get("MAXMOE_CUDA", "auto")
 if CUDA not in ("auto", "on", "off"):
     raise SystemExit(f"MAXMOE_CUDA must be 'auto', 'on' or 'off', got {CUDA!r}")
 TORCHES = torch_folders() if CORE == "on" else {}
+HEADERS = os.environ.get("MAXMOE_PYTHON_HEADERS", sysconfig.get_path("include"))
 
 
 class CMakeBuild(build_ext):
     """Configures, builds and installs the core into the package folder. CMAKE_ARGS adds options."""
 
-    def get_ext_filename(self, fullname: str) -> str:
-        return f"{fullname.replace('.', os.sep)}.so"  # without the version of Python, which the core does not know
-
     def build_extensions(self) -> None:
-        folder = build_folder()
-        package = Path(self.build_lib, "maxmoe").resolve()
-        for earlier in package.glob("libmaxmoe_*.so"):  # for another torch, maybe of other sources
+        folder, package = build_folder(), self._package()
+        for earlier in binaries(package):  # for another torch or Python, maybe of other sources
             earlier.unlink()
         # The cmake and ninja that pip installed beside this Python come before those of the system.
         path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
@@ -110,7 +108,7 @@ class CMakeBuild(build_ext):
         # benchmarks on, `make train` builds for one machine alone.
         options = [f"-DPython_EXECUTABLE={sys.executable}", f"-DMAXMOE_TORCH={';'.join(map(str, TORCHES.values()))}"]
         options += ["-DMAXMOE_BUILD_TESTS=OFF", "-DMAXMOE_BUILD_BENCHMARKS=OFF", "-DMAXMOE_ISAS=all"]
-        options += [f"-DMAXMOE_CUDA={CUDA}"]
+        options += [f"-DMAXMOE_CUDA={CUDA}", f"-DMAXMOE_PYTHON_HEADERS={HEADERS.replace(os.pathsep, ';')}"]
         options += shlex.split(os.environ.get("CMAKE_ARGS", ""))
         if ninja := shutil.which("ninja", path=path):
             options += ["-GNinja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
@@ -120,14 +118,32 @@ class CMakeBuild(build_ext):
             fcntl.flock(lock, fcntl.LOCK_EX)
             run(["cmake", "-S", str(ROOT), "-B", str(folder), *options], path)
             run(["cmake", "--build", str(folder), "--parallel", jobs], path)
-            run(["cmake", "--install", str(folder), "--component", "maxmoe_library", "--prefix", str(package)], path)
+            run(["cmake", "--install", str(folder), "--component", "maxmoe_package", "--prefix", str(package)], path)
+
+    def _package(self) -> Path:
+        return Path(self.build_lib, "maxmoe").resolve()
+
+    def get_outputs(self) -> list[str]:
+        return [str(path) for path in binaries(self._package())]
+
+    def get_output_mapping(self) -> dict[str, str]:
+        package = self._package()
+        return {str(path): str(ROOT / "maxmoe" / path.relative_to(package)) for path in binaries(package)}
 
     def copy_extensions_to_source(self) -> None:
-        """Put the CUDA kernels beside the core in an editable installation as well, or remove an earlier build."""
-        super().copy_extensions_to_source()
-        (ROOT / "maxmoe/libmaxmoe_cuda.so").unlink(missing_ok=True)
-        for library in Path(self.build_lib, "maxmoe").glob("libmaxmoe_cuda.so"):
-            shutil.copy(library, ROOT / "maxmoe")
+        """Put the files into an editable installation, in the place of an earlier build's."""
+        package = self._package()
+        for earlier in set(binaries(ROOT / "maxmoe")) - {ROOT / "maxmoe/libmaxmoe_cuda_emulator.so"}:
+            earlier.unlink()
+        for path in binaries(package):
+            target = ROOT / "maxmoe" / path.relative_to(package)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copy(path, target)
+
+
+def binaries(package: Path) -> list[Path]:
+    """The files of the core in a package: a library for each torch, a module for each Python, and the CUDA kernels."""
+    return sorted([*package.glob("*.so"), *package.glob("torch*/*.so")])
 
 
 def run(command: list[str], path: str) -> None:
@@ -143,7 +159,7 @@ def run(command: list[str], path: str) -> None:
 def build_folder() -> Path:
     """One per checkout, kept between builds: setuptools' is new every time.
 
-    Environments share it: nothing here knows Python, and the kernels and GoogleTest's suite do not know torch.
+    Environments share it: the kernels and GoogleTest's suite know neither torch nor Python.
     """
     key = hashlib.sha256(str(ROOT).encode()).hexdigest()[:8]
     folder = ROOT / "build" / f"core-{key}"
@@ -163,18 +179,15 @@ def source_files() -> list[str]:
 
 
 class AnyPythonWheel(bdist_wheel):
-    """A wheel for every Python 3: py3-none-linux_x86_64."""
+    """A wheel with modules for several Pythons: py3-none-linux_x86_64."""
 
     def get_tag(self) -> tuple[str, str, str]:
         return "py3", "none", super().get_tag()[2]
 
 
 setup(
-    # maxmoe/_library.py loads the one that fits the running torch.
-    ext_modules=[
-        Extension(f"maxmoe.libmaxmoe_torch{major}_{second}", sources=[], depends=source_files())
-        for major, second in TORCHES
-    ],
+    # maxmoe/_C.py loads what fits the running torch and Python.
+    ext_modules=[Extension("maxmoe._C", sources=[], depends=source_files())] if TORCHES else [],
     cmdclass={"build_ext": CMakeBuild, "bdist_wheel": AnyPythonWheel},
     install_requires=[requirement(list(TORCHES) or SUPPORTED), "PyYAML>=6", "numpy"],
 )

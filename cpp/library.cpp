@@ -1,13 +1,7 @@
-// The library libmaxmoe_torch*.so. Loading it registers the operators of cpp/ops. It has no symbols of Python, so that
-// one file serves all versions: maxmoe/_library.py calls these C functions through ctypes. They report the build and
-// the memory in use, release cached memory, and force other implementations in place of the kernels.
-#include <c10/util/Exception.h>
+#include "library.h"
 
 #include <Eigen/Core>
-#include <iomanip>
 #include <sstream>
-#include <stdexcept>
-#include <string>
 
 #include "kernels/isa/caches.h"
 #include "kernels/isa/isa.h"
@@ -15,6 +9,7 @@
 #include "ops/cuda_kernels.h"
 #include "ops/memory.h"
 
+namespace maxmoe {
 namespace {
 
 std::string compiler() {
@@ -25,79 +20,48 @@ std::string compiler() {
 #endif
 }
 
-std::string supported_isas() {
-  std::ostringstream list;
-  for (const maxmoe::Isa isa : maxmoe::all_isas) {
-    if (maxmoe::is_supported(isa)) {
-      list << (list.tellp() > 0 ? ", " : "") << std::quoted(maxmoe::name(isa));
-    }
-  }
-  return list.str();
+std::string eigen() {
+  std::ostringstream version;
+  version << EIGEN_WORLD_VERSION << '.' << EIGEN_MAJOR_VERSION << '.' << EIGEN_MINOR_VERSION;
+  return version.str();
 }
 
-std::string build_info() {
-  std::ostringstream json;
-  json << "{\"version\": " << std::quoted(MAXMOE_VERSION) << ", \"torch\": " << std::quoted(MAXMOE_TORCH_VERSION)
-       << ", \"compiler\": " << std::quoted(compiler()) << ", \"eigen\": \"" << EIGEN_WORLD_VERSION << '.'
-       << EIGEN_MAJOR_VERSION << '.' << EIGEN_MINOR_VERSION << "\", \"openmp\": " << _OPENMP
-       << ", \"isa\": " << std::quoted(maxmoe::name(maxmoe::active_isa())) << ", \"supported_isas\": ["
-       << supported_isas() << "], \"cuda_kernels\": " << std::quoted(maxmoe::ops::state_of_cuda_kernels())
-       << ", \"second_level_cache_bytes\": " << maxmoe::second_level_cache_bytes() << '}';
-  return json.str();
-}
-
-// Why the kernels cannot run, empty if they can.
-std::string error() {
-  try {
-    maxmoe::active_isa();
-    return {};
-  } catch (const std::invalid_argument& invalid) {
-    return invalid.what();
+std::vector<std::string> supported_isas() {
+  std::vector<std::string> names;
+  for (const Isa isa : all_isas) {
+    if (is_supported(isa)) names.emplace_back(name(isa));
   }
+  return names;
 }
 
 }  // namespace
 
-// maxmoe_error comes first: no other function and no operator may be called if its text is not empty.
-#pragma GCC visibility push(default)
-extern "C" {
-
-const char* maxmoe_error() {
-  static const std::string text = error();
-  return text.c_str();
+BuildInfo build_info() {
+  return {MAXMOE_VERSION,
+          MAXMOE_TORCH_VERSION,
+          compiler(),
+          eigen(),
+          _OPENMP,
+          name(active_isa()),
+          supported_isas(),
+          ops::state_of_cuda_kernels(),
+          second_level_cache_bytes()};
 }
 
-// A JSON object.
-const char* maxmoe_build_info() {
-  thread_local std::string text;
-  text = build_info();
-  return text.c_str();
+std::string force_path(const std::string& name) {
+  return ops::force_path(name);
 }
 
-// Returns the previous path, or null and a message.
-const char* maxmoe_force_path(const char* name, const char** message) {
-  thread_local std::string text;
-  try {
-    text = maxmoe::ops::force_path(name);
-    return text.c_str();
-  } catch (const c10::Error& invalid) {
-    text = invalid.what_without_backtrace();
-    *message = text.c_str();
-    return nullptr;
-  }
+void empty_cache() {
+  ops::empty_cache();
 }
 
-void maxmoe_empty_cache() {
-  maxmoe::ops::empty_cache();
+size_t memory_allocated() {
+  return ops::bytes_allocated();
 }
 
-size_t maxmoe_memory_allocated() {
-  return maxmoe::ops::bytes_allocated();
+size_t memory_reserved() {
+  return ops::bytes_reserved();
 }
 
-size_t maxmoe_memory_reserved() {
-  return maxmoe::ops::bytes_reserved();
-}
-
-}  // extern "C"
-#pragma GCC visibility pop
+}  // namespace maxmoe

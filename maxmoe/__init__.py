@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         sharding,
         testing,
     )
-    from maxmoe._library import empty_cache
+    from maxmoe._C import empty_cache
     from maxmoe.convert.expert_quantization import quantize_experts
     from maxmoe.expert_load import MoEStats, StatsAccumulator, StepStats
     from maxmoe.nn import (
@@ -90,7 +90,7 @@ _HOMES = {
     "MoEStats": "maxmoe.expert_load",
     "StatsAccumulator": "maxmoe.expert_load",
     "StepStats": "maxmoe.expert_load",
-    "empty_cache": "maxmoe._library",
+    "empty_cache": "maxmoe._C",
     "parallelize": "maxmoe.parallel",
     "pipeline": "maxmoe.pipelining",
     "quantize_experts": "maxmoe.convert.expert_quantization",
@@ -105,11 +105,10 @@ def build_info() -> dict[str, Any]:
     not built or cannot be loaded, they are core (the reason) and version.
     """
     try:
-        library = importlib.import_module("maxmoe._library")
+        core = importlib.import_module("maxmoe._C")
     except ImportError as error:
         return {"core": str(error), "version": __version__}
-    info: dict[str, Any] = library.build_info()
-    return info
+    return {"core": core.__file__, **core.build_info()}
 
 
 def __getattr__(name: str) -> Any:

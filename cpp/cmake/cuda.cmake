@@ -60,4 +60,4 @@ add_custom_command(OUTPUT ${library} DEPENDS ${MAXMOE_CU_OBJECTS}
     -Xlinker --exclude-libs=ALL -Xlinker --strip-all ${MAXMOE_CU_OBJECTS} -o ${library}
   COMMENT "libmaxmoe_cuda.so" VERBATIM)
 add_custom_target(maxmoe_cuda ALL DEPENDS ${library})
-install(FILES ${library} DESTINATION . COMPONENT maxmoe_library)
+install(FILES ${library} DESTINATION . COMPONENT maxmoe_package)

@@ -1,5 +1,5 @@
 # The operators, in one library for each torch: libmaxmoe_torch2_13.so, ... The kernels are shared. Python is not linked:
-# a library serves all of its versions.
+# C++ programs load it as well (cpp/library.h). maxmoe._C, the module of each Python, is linked to it (python.cmake).
 file(GLOB MAXMOE_OP_SOURCES CONFIGURE_DEPENDS cpp/ops/*.cpp cpp/ops/*/*.cpp)
 
 # By default two translation units, because torch's headers take most of the time of each one. Smaller ones are faster
@@ -18,12 +18,12 @@ foreach(minor IN LISTS MAXMOE_TORCH_MINORS)
   set_target_properties(${ops} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE ${MAXMOE_UNITY_BATCH_SIZE})
 
   set(library maxmoe_library_${minor})
-  add_library(${library} MODULE cpp/library.cpp)
+  add_library(${library} SHARED cpp/library.cpp)
   target_compile_definitions(${library} PRIVATE
     MAXMOE_VERSION="${MAXMOE_VERSION}" MAXMOE_TORCH_VERSION="${MAXMOE_TORCH_VERSION_${minor}}")
-  target_link_libraries(${library} PRIVATE ${ops} ${CMAKE_DL_LIBS})
+  target_link_libraries(${library} PRIVATE ${ops} ${CMAKE_DL_LIBS} PUBLIC maxmoe_torch_${minor})
   # --no-undefined: a symbol of Python, which no linked library has, ends the build.
   target_link_options(${library} PRIVATE -Wl,--as-needed -Wl,--no-undefined -Wl,--exclude-libs,ALL)
   set_target_properties(${library} PROPERTIES OUTPUT_NAME maxmoe_torch${minor} INSTALL_RPATH "$ORIGIN/../torch/lib")
-  install(TARGETS ${library} LIBRARY DESTINATION . COMPONENT maxmoe_library)
+  install(TARGETS ${library} LIBRARY DESTINATION . COMPONENT maxmoe_package)
 endforeach()

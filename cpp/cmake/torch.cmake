@@ -24,6 +24,7 @@ foreach(folder IN LISTS MAXMOE_TORCH)
   message(STATUS "torch ${version}: ${folder}")
   list(APPEND MAXMOE_TORCH_MINORS ${minor})
   set(MAXMOE_TORCH_VERSION_${minor} ${version})
+  set(MAXMOE_TORCH_FOLDER_${minor} ${folder})
 
   add_library(maxmoe_torch_${minor} INTERFACE)
   target_include_directories(maxmoe_torch_${minor} SYSTEM INTERFACE

@@ -1,42 +1,42 @@
 // Router and routed experts of a layer in one call: linear, route, ragged_plan and expert_ffn. With few tokens, four
 // calls from Python take longer than the kernels. The operator has no kernel: each of the four is dispatched, recorded
 // by autograd and cast by autocast as if Python had called it.
-#include "ops/expert_ffn/expert_ffn.h"
+#include "ops/routed_experts.h"
+
+#include <ATen/ops/_unsafe_view.h>
+
 #include "ops/operators.h"
 
 namespace maxmoe::ops {
 namespace {
 
-struct RoutedExpertsArguments {
-  Tensor router;
-  OptionalTensor router_bias;
-  std::string_view score_function;
-  OptionalTensor correction_bias;
-  int64_t num_groups = 1;
-  int64_t top_k_groups = 1;
-  std::string_view group_score;
-  std::string_view normalization;
-  double scale = 1;
-  ExpertFfnArguments ffn;  // weights and plan are computed
+// Below autograd, the dispatcher calls an operator once instead of twice.
+using BelowAutograd = at::AutoDispatchBelowADInplaceOrView;
 
-  // All arguments, in the order of the schema.
-  template <class Self>
-  static auto fields(Self& r) {
-    auto& a = r.ffn;
-    return std::tuple_cat(std::tie(a.x, r.router, r.router_bias, a.top_k, r.score_function, r.correction_bias,
-                                   r.num_groups, r.top_k_groups, r.group_score, r.normalization, r.scale, a.gate.tensor,
-                                   a.up.tensor, a.down.tensor, a.gate.bias, a.up.bias, a.down.bias),
-                          ActivationArguments::fields(a.activation), std::tie(a.recompute));
-  }
-};
-
-using Routed = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+// Whether autograd has nothing to do: no gradient is recorded, no tensor has a tangent, and no transform of torch.func
+// runs, which wraps tensors.
+template <class... T>
+bool is_without_autograd(const std::tuple<T&...>& arguments) {
+  return std::apply(
+      [](const auto&... argument) {
+        return !(at::GradMode::is_enabled() && (requires_grad(argument) || ...)) && !(has_tangent(argument) || ...) &&
+               torch_internals::supports_autograd_function();
+      },
+      arguments);
+}
 
 template <class... Arguments>
-Routed routed_experts(Arguments... arguments) {
+Routed compute(Arguments... arguments) {
   RoutedExpertsArguments given;
-  RoutedExpertsArguments::fields(given) = std::tie(arguments...);
+  const auto fields = RoutedExpertsArguments::fields(given);
+  std::apply([&](auto&... field) { ((field = std::move(arguments)), ...); }, fields);
   ExpertFfnArguments& a = given.ffn;
+  const Tensor x = a.x;
+  TORCH_CHECK_VALUE(x.dim() >= 2, "maxmoe::routed_experts: x must have shape [..., D], got ", x.sym_sizes());
+  if (x.dim() > 2) a.x = x.reshape_symint({-1, x.sym_size(-1)});
+  std::optional<BelowAutograd> guard;
+  if (is_without_autograd(fields)) guard.emplace();
+
   const Tensor logits = linear(a.x, given.router, given.router_bias, std::nullopt);
   const auto [weights, experts, probabilities] =
       route(logits, a.top_k, given.score_function, given.correction_bias, given.num_groups, given.top_k_groups,
@@ -47,7 +47,10 @@ Routed routed_experts(Arguments... arguments) {
   Tensor dropped;
   std::tie(a.slots, a.rows, a.group_sizes, dropped) =
       ragged_plan(experts, given.router.size(0), 0, std::nullopt, num_slots, num_slots);
-  return {call(expert_ffn, a), logits, weights, experts, probabilities, dropped};
+  Tensor out = call(expert_ffn, a);
+  // A view would lose the backward hook that FSDP registers on this tensor.
+  if (x.dim() > 2) out = at::_unsafe_view_symint(out, x.sym_sizes());
+  return {out, logits, weights, experts, probabilities, a.group_sizes, dropped};
 }
 
 TORCH_LIBRARY_FRAGMENT(maxmoe, library) {
@@ -57,9 +60,9 @@ TORCH_LIBRARY_FRAGMENT(maxmoe, library) {
       "gate, Tensor? up, Tensor? down, Tensor? gate_bias, Tensor? up_bias, Tensor? down_bias, ";
   library.def((schema + ActivationArguments::kSchema +
                ", bool recompute=False) -> (Tensor out, Tensor logits, Tensor weights, Tensor experts, Tensor "
-               "probabilities, Tensor dropped)")
+               "probabilities, Tensor tokens_per_expert, Tensor dropped)")
                   .c_str(),
-              static_cast<Signature<Routed, RoutedExpertsArguments>*>(&routed_experts));
+              static_cast<Signature<Routed, RoutedExpertsArguments>*>(&compute));
 }
 
 }  // namespace

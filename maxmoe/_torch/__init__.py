@@ -117,6 +117,16 @@ def parameter_table(module: nn.Module) -> dict[str, Any]:
     return module._parameters
 
 
+def buffer_table(module: nn.Module) -> dict[str, Any]:
+    """Return the buffers of a module itself by name, in less time than an attribute takes."""
+    return module._buffers
+
+
+def child_table(module: nn.Module) -> dict[str, Any]:
+    """Return the modules in a module by name, in less time than an attribute takes."""
+    return module._modules
+
+
 def as_parameter(tensor: Tensor, *, requires_grad: bool) -> nn.Parameter:
     """Make a tensor without autograd history a parameter, and return it.
 
@@ -151,17 +161,19 @@ def has_pre_hook(module: nn.Module, hook: Callable[..., Any]) -> bool:
     return hook in module._forward_pre_hooks.values()
 
 
-def is_called_plainly(module: nn.Module) -> bool:
-    """Return whether a call of a module runs the forward of its class and nothing else, such as a hook."""
-    return not (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or module._compiled_call_impl
-        or "forward" in module.__dict__
-        or nn.modules.module._has_any_global_hook()  # type: ignore[no-untyped-call]
-    )
+def are_called_plainly(*modules: nn.Module) -> bool:
+    """Return whether a call of any of the modules runs the forward of its class and nothing else, such as a hook."""
+    for module in modules:
+        if (
+            module._forward_hooks
+            or module._forward_pre_hooks
+            or module._backward_hooks
+            or module._backward_pre_hooks
+            or module._compiled_call_impl
+            or "forward" in module.__dict__
+        ):
+            return False
+    return not nn.modules.module._has_any_global_hook()  # type: ignore[no-untyped-call]
 
 
 def default_store() -> Any:

@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = parse_options(arguments)
     except ImportError as error:
-        if error.name != "maxmoe._library":
+        if error.name != "maxmoe._C":
             raise
         print(f"error: {error}", file=sys.stderr)  # the command needs the C++ core
         return 2

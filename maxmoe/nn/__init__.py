@@ -1,7 +1,7 @@
 """Mixture-of-Experts layer and its parts."""
 
 # First: names a torch that does not fit before another module misses something in that torch.
-from maxmoe import _library as _library
+from maxmoe import _C as _C
 
 # isort: split
 from maxmoe.declaration import TOKEN_DIMS, Declaration, LogicalNames, ResidualStream, SavedTensor

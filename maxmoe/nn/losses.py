@@ -6,6 +6,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from maxmoe import _C
 from maxmoe.config import MoEConfig
 from maxmoe.declaration import TOKEN_DIMS, SavedTensor
 from maxmoe.expert_load.stats import MoEStats
@@ -186,6 +187,9 @@ class RoutingLosses:
         `routing` and `num_sequences` are of this rank, `dropped` ``()`` is of all processes. Without the counts of the
         step, the scope "step" has the balance loss of the scope "batch".
         """
+        if routing.tokens_per_expert is not None and isinstance(tokens, LocalTokens) and step is None:
+            stats = MoEStats(routing.tokens_per_expert, dropped, _C.router_entropy(routing.probabilities))
+            return self.aux_loss(routing, num_sequences), stats
         counts = self._tokens_per_expert(routing, num_sequences)
         aux_loss = self._weighted_losses(routing, counts, tokens, step)
         entropy = _entropy(routing.probabilities.detach())

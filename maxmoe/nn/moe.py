@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from maxmoe._torch import reshaped
+from maxmoe._torch import is_traced, reshaped
 from maxmoe._torch.forward_values import of_forward
 from maxmoe.adapters import without_adapters
 from maxmoe.config import MoEConfig
@@ -19,14 +19,14 @@ from maxmoe.declaration import TOKEN_DIMS, Declaration, SavedTensor
 from maxmoe.expert_load.metrics_accumulator import MetricsAccumulator
 from maxmoe.expert_load.stats import MoEStats
 from maxmoe.nn.checks import check_parts_are_known, check_replaced_parts, needs_gradient
-from maxmoe.nn.dispatcher import ExpertRunner, LayerInputs
+from maxmoe.nn.dispatcher import ExpertRunner, LayerInputs, sum_of
 from maxmoe.nn.experts import Experts
 from maxmoe.nn.local_dispatcher import local_dispatcher
 from maxmoe.nn.losses import LOCAL, BalanceLoss, RoutingLosses, load_balance_loss
 from maxmoe.nn.output import MoEOutput, StatefulMoEOutput
 from maxmoe.nn.parts import LatentProjection, SharedExperts, ZeroComputationExperts
 from maxmoe.nn.replay import given_experts, observe
-from maxmoe.nn.routed_experts import fits_one_operator, in_one_operator
+from maxmoe.nn.routed_experts import OneOperator
 from maxmoe.nn.router import Router, is_custom_router
 from maxmoe.nn.router_mlp import checked_state
 from maxmoe.nn.routing import Routing, checked_routing
@@ -73,6 +73,7 @@ class MoE(nn.Module):
 
     token_group = TokenGroupAttribute()
     routing_hooks: tuple[Any, ...] = ()  # set by `record_routing` and `replay_routing`
+    one_operator: OneOperator | None = None  # made by the first call
 
     def __init__(
         self,
@@ -103,7 +104,8 @@ class MoE(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles have no hooks, because a context holds for the module that it got.
-        return {name: value for name, value in self.__dict__.items() if name != "routing_hooks"}
+        of_this_module = ("routing_hooks", "one_operator")
+        return {name: value for name, value in self.__dict__.items() if name not in of_this_module}
 
     def set_up_training(self, balance_loss: BalanceLoss) -> None:
         """Set all that is not a module or a parameter."""
@@ -232,41 +234,56 @@ class MoE(nn.Module):
         self, x: Tensor, token_mask: Tensor | None, router_state: Tensor | None
     ) -> tuple[Tensor, Routing, Tensor]:
         """Return hidden states, routing and its state as `forward`, and the number of slots that this rank drops."""
-        tokens, token_mask = self._checked(x, token_mask)
-        if router_state is not None or self.config.router_takes_state:
-            router_state = checked_state(self.config, router_state, x, token_mask)
-        leading_dims, hooks, region = x.shape[:-1], self.routing_hooks, self.runner.region
-        # One tensor per part of the layer, because the gradients of the parts are reduced differently.
-        inputs, router, experts = region.enter(tokens), self.router, self.experts
+        leading_dims, hooks = x.shape[:-1], self.routing_hooks
+        mask = None if token_mask is None else token_mask.reshape(-1)
         # Hooks that give no experts do not decide: a recomputation, which may have others, takes the same way.
-        given = given_experts(hooks, leading_dims, x.device, token_mask) if hooks else None
-        if fits_one_operator(self.config, self.runner, router, experts, token_mask, given):
-            routing, routed, dropped = in_one_operator(inputs.router, router, experts)
-        else:
-            routing = self._route(inputs.router, token_mask, leading_dims, given, router_state)
-            latent_in, latent_out = self.latent_in, self.latent_out
-            rows = inputs.experts if latent_in is None else region.copy_to_experts(latent_in(inputs.experts))
-            routed, dropped = self.runner.run(  # dispatch, experts, combine
-                self._expert_function,
-                rows,
-                region.assign(routing.top_k),
-                num_sequences=math.prod(leading_dims[:-1]),
-                recompute="dispatch" in self.recompute,
-            )
-            if latent_out is not None:
-                routed = latent_out(region.reduce_from_experts(routed))
+        given = given_experts(hooks, leading_dims, x.device, mask) if hooks else None
+        if token_mask is None and given is None and router_state is None and not is_traced():
+            operator = OneOperator.of(self)
+            if operator is not None:
+                return self._in_one_operator(operator, x)
+        tokens = self._checked_tokens(x, token_mask)
+        if router_state is not None or self.config.router_takes_state:
+            router_state = checked_state(self.config, router_state, x, mask)
+        region = self.runner.region
+        # One tensor per part of the layer, because the gradients of the parts are reduced differently.
+        inputs = region.enter(tokens)
+        routing = self._route(inputs.router, mask, leading_dims, given, router_state)
+        latent_in, latent_out = self.latent_in, self.latent_out
+        rows = inputs.experts if latent_in is None else region.copy_to_experts(latent_in(inputs.experts))
+        routed, dropped = self.runner.run(  # dispatch, experts, combine
+            self._expert_function,
+            rows,
+            region.assign(routing.top_k),
+            num_sequences=math.prod(leading_dims[:-1]),
+            recompute="dispatch" in self.recompute,
+        )
+        if latent_out is not None:
+            routed = latent_out(region.reduce_from_experts(routed))
         if hooks:
             observe(hooks, routing.experts, leading_dims)
         # The region sums partial outputs of both, in one collective if they are partial over the same axes.
-        hidden_states = region.leave(routed, *self._compute_others(inputs, token_mask, routing, routed.dtype))
+        hidden_states = region.leave(routed, *self._compute_others(inputs, mask, routing, routed.dtype))
         # A view would lose the backward hook that FSDP registers on this tensor.
         if routing.state is not None:
             routing = routing._replace(state=reshaped(routing.state, (*leading_dims, routing.state.shape[1])))
         return reshaped(hidden_states.contiguous(), (*leading_dims, hidden_states.shape[1])), routing, dropped
 
-    def _checked(self, x: Tensor, token_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Check the inputs of `forward`; return tokens ``(T, D)``, zero for padding, and their mask ``(T,)``."""
-        hidden_size, dtype = self.config.hidden_size, self.expert_dtype
+    def _in_one_operator(self, operator: OneOperator, x: Tensor) -> tuple[Tensor, Routing, Tensor]:
+        """Compute `hidden_states_and_routing` of tokens without a mask in one process."""
+        self._check_input(x, operator.dtype)
+        tokens = x.reshape(-1, x.shape[-1]) if operator.has_others else x
+        hidden_states, routing, dropped = operator(tokens)
+        if self.routing_hooks:
+            observe(self.routing_hooks, routing.experts, x.shape[:-1])
+        if operator.has_others:
+            others = self._compute_others(LayerInputs(tokens, tokens, tokens), None, routing, hidden_states.dtype)
+            hidden_states = reshaped(sum_of(hidden_states, *others).contiguous(), x.shape)
+        return hidden_states, routing, dropped
+
+    def _check_input(self, x: Tensor, dtype: torch.dtype) -> None:
+        """Check the input of `forward`, given the dtype of the experts."""
+        hidden_size = self.config.hidden_size
         if x.dim() < 2 or x.shape[-1] != hidden_size:
             raise ValueError(f"x must have shape [..., S, hidden_size ({hidden_size})], got {tuple(x.shape)}")
         if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
@@ -275,17 +292,20 @@ class MoE(nn.Module):
             raise ValueError(
                 "load_balance_scope 'step' needs maxmoe.StatsAccumulator(model), whose update() ends the step, got none"
             )
-        tokens = x.reshape(-1, hidden_size)
+
+    def _checked_tokens(self, x: Tensor, token_mask: Tensor | None) -> Tensor:
+        """Check the inputs of `forward`, and return tokens ``(T, D)``, zero for padding."""
+        self._check_input(x, self.expert_dtype)
+        tokens = x.reshape(-1, x.shape[-1])
         if token_mask is None:
-            return tokens, None
+            return tokens
         if token_mask.dtype != torch.bool or token_mask.shape != x.shape[:-1]:
             raise ValueError(
                 f"token_mask must be bool of shape {tuple(x.shape[:-1])}, "
                 f"got {token_mask.dtype} of shape {tuple(token_mask.shape)}"
             )
-        token_mask = token_mask.reshape(-1)
         # Zeroed before the first product, so that NaN in padding reaches neither outputs nor gradients.
-        return tokens.masked_fill(~token_mask.unsqueeze(1), 0.0), token_mask
+        return tokens.masked_fill(~token_mask.reshape(-1, 1), 0.0)
 
     def _route(
         self,

@@ -1,11 +1,15 @@
 """Router and routed experts of a layer in one operator, in less time for few tokens than in their modules."""
 
+from __future__ import annotations
+
 import functools
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from maxmoe._torch import is_called_plainly, is_traced
+from maxmoe import _C
+from maxmoe._torch import are_called_plainly, buffer_table, child_table, parameter_table
 from maxmoe.config import MoEConfig
 from maxmoe.nn.dispatcher import ExpertRunner
 from maxmoe.nn.experts import Experts
@@ -13,78 +17,96 @@ from maxmoe.nn.local_dispatcher import LocalDispatcher, LocalExperts
 from maxmoe.nn.module_path import module_path
 from maxmoe.nn.router import Router
 from maxmoe.nn.routing import Routing
-from maxmoe.quantization import QuantizedWeight
+
+if TYPE_CHECKING:
+    from maxmoe.nn.moe import MoE
 
 
-def fits_one_operator(
-    config: MoEConfig,
-    runner: ExpertRunner,
-    router: nn.Module,
-    experts: nn.Module,
-    token_mask: Tensor | None,
-    given: Tensor | None,
-) -> bool:
-    """Return whether `in_one_operator` computes all that the modules of a layer would compute in a call."""
-    return (
-        not is_traced()
-        # The operator routes all tokens by their scores,
-        and token_mask is None
-        and given is None
-        and config.router == "learned"
-        and config.selection == "scores"
-        and not config.scores_other_groups
-        and not config.router_scale
-        and config.router_hidden_size is None
-        and config.logit_scale == 1
-        and not config.expert_norm
-        and not config.shared_expert_scores
-        # makes one plan for experts that are all in this process and get the tokens themselves,
-        and runner == _runner_of_one_process(config.num_experts)
-        and config.latent_size is None
-        # and calls no module: a call of one must be no more than its forward, without hooks, adapters or subclasses.
-        and type(router) is Router
-        and is_called_plainly(router)
-        and type(experts) is Experts
-        and is_called_plainly(experts)
-        # It has no argument for quantized matrices and functions.
-        and isinstance(experts.activation, str)
-        and QuantizedWeight not in map(type, (experts.gate_proj, experts.up_proj, experts.down_proj))
-    )
+class OneOperator:
+    """The operator that computes what the router and the experts of a layer would compute.
+
+    A layer keeps one for its config, its runner and these two modules, until it has others.
+    """
+
+    def __init__(self, config: MoEConfig, runner: ExpertRunner, router: Any, experts: Any) -> None:
+        self._parts = config, runner, router, experts
+        self._fits_layer = (
+            # The operator routes all tokens by their scores,
+            config.router == "learned"
+            and config.selection == "scores"
+            and not config.scores_other_groups
+            and not config.router_scale
+            and config.router_hidden_size is None
+            and config.logit_scale == 1
+            and not config.expert_norm
+            and not config.shared_expert_scores
+            # and makes one plan for experts that are all in this process and get the tokens themselves.
+            and runner == _runner_of_one_process(config.num_experts)
+            and config.latent_size is None
+        )
+        self.has_others = config.num_shared_experts > 0 or config.has_zero_computation_outputs
+        self._routing = (config.num_groups, config.top_k_groups, config.group_score, config.normalization)
+
+    @classmethod
+    def of(cls, layer: MoE) -> OneOperator | None:
+        """Return the operator of a layer whose modules would now run their own forward and nothing else."""
+        kept, children = layer.one_operator, child_table(layer)
+        router, experts = children["router"], children["experts"]
+        if kept is None or kept._parts != (layer.config, layer.runner, router, experts):
+            kept = layer.one_operator = cls(layer.config, layer.runner, router, experts)
+        can_run = (
+            kept._fits_layer
+            and type(router) is Router
+            and type(experts) is Experts
+            and are_called_plainly(router, experts)
+            # The operator has no argument for functions, and for quantized matrices, which are modules.
+            and type(experts.activation) is str
+            and not any(child_table(experts).values())
+        )
+        return kept if can_run else None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the matrices of the experts."""
+        dtype: torch.dtype = parameter_table(self._parts[3])["up_proj"].dtype
+        return dtype
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Routing, Tensor]:
+        """Return the outputs ``(..., D)`` for tokens x, their routing, and the number ``()`` of dropped slots."""
+        config, _, router, experts = self._parts
+        of_router: Any = parameter_table(router)  # an attribute of a module takes ten times the time
+        of_experts: Any = parameter_table(experts)
+        activation = experts.activation_arguments
+        try:
+            out, logits, weights, ids, probabilities, load, dropped = _C.routed_experts(
+                x,
+                of_router["weight"],
+                of_router["bias"],
+                config.top_k,
+                config.score_function,
+                buffer_table(router)["score_correction_bias"],
+                *self._routing,
+                config.routed_scaling_factor,
+                of_experts["gate_proj"],
+                of_experts["up_proj"],
+                of_experts["down_proj"],
+                of_experts["gate_bias"],
+                of_experts["up_bias"],
+                of_experts["down_bias"],
+                activation["activation"],
+                activation["limit"],
+                activation["limit_target"],
+                activation["gate_softcap"],
+                activation["up_softcap"],
+                "experts" in experts.recompute,
+            )
+        except ValueError as error:
+            part = experts if str(error).startswith("maxmoe::expert_ffn") else router
+            raise ValueError(f"{module_path(part)}: {error}") from error
+        return out, Routing(logits, probabilities, weights, ids, tokens_per_expert=load), dropped
 
 
 @functools.cache
 def _runner_of_one_process(num_experts: int) -> ExpertRunner:
     """Return the runner that makes a plan with a row for each slot, and does nothing else."""
     return ExpertRunner(LocalDispatcher(LocalExperts(0, num_experts, num_experts, num_experts)))
-
-
-def in_one_operator(x: Tensor, router: nn.Module, experts: Experts) -> tuple[Routing, Tensor, Tensor]:
-    """Return the routing of tokens ``(T, D)``, the outputs of their experts and the number ``()`` of dropped slots."""
-    assert isinstance(router, Router)
-    config = router.config
-    try:
-        routed, logits, weights, ids, probabilities, dropped = torch.ops.maxmoe.routed_experts(
-            x,
-            router.weight,
-            router.bias,
-            config.top_k,
-            config.score_function,
-            router.score_correction_bias,
-            config.num_groups,
-            config.top_k_groups,
-            config.group_score,
-            config.normalization,
-            config.routed_scaling_factor,
-            experts.gate_proj,
-            experts.up_proj,
-            experts.down_proj,
-            experts.gate_bias,
-            experts.up_bias,
-            experts.down_bias,
-            *experts.activation_arguments.values(),
-            "experts" in experts.recompute,
-        )
-    except ValueError as error:
-        part = experts if str(error).startswith("maxmoe::expert_ffn") else router
-        raise ValueError(f"{module_path(part)}: {error}") from error
-    return Routing(logits, probabilities, weights, ids), routed, dropped

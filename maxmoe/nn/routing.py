@@ -46,6 +46,7 @@ class Routing(NamedTuple):
         shared_weights: ``(T, n)``, float32 or wider, weights of the shared experts with `shared_expert_scores`; None
             for shared experts without weights.
         state: ``(T, R)``, float32 or wider, state of the router for the next layer; None for a router without one.
+        tokens_per_expert: ``(E,)``, int64, slots of each expert, of this process; None if they are not counted yet.
     """
 
     logits: Tensor | None
@@ -57,6 +58,7 @@ class Routing(NamedTuple):
     token_losses: Tensor | None = None
     shared_weights: Tensor | None = None
     state: Tensor | None = None
+    tokens_per_expert: Tensor | None = None
 
     @classmethod
     def of(

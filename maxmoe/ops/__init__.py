@@ -1,6 +1,7 @@
 """Differentiable operators, for any floating dtype, any strides and any sizes.
 
-Each function calls the operator of the same name in `torch.ops.maxmoe`, with a plan in place of its tensors.
+Each function calls the operator of the same name in `torch.ops.maxmoe`, with a plan in place of its tensors: by
+`maxmoe._C`, which takes less time, or by `torch.ops` while a compiler traces.
 `maxmoe.reference` has an implementation of each operator in plain loops. A wrong argument, such as an index out of
 range or a size that does not fit, raises a `ValueError` that names the operator, the argument and its value.
 
@@ -21,7 +22,7 @@ Every operator that takes floating tensors supports
 autograd functions in C++. Use `torch.autograd.grad` instead.
 """
 
-from maxmoe import _library as _library  # registers the operators; first
+from maxmoe import _C as _C  # registers the operators; first
 from maxmoe.ops import _fake as _fake
 from maxmoe.ops._projection import LowRankFactors, Projection
 from maxmoe.ops._runtime import force_aten, force_cuda_emulator

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from maxmoe import _library
+from maxmoe import _C
 
 _entered = threading.RLock()
 
@@ -46,10 +46,10 @@ def _forced(function: str, path: str) -> Iterator[None]:
     if not _entered.acquire(blocking=False):
         raise RuntimeError(f"{function} applies to all threads of the process, and another thread is in its context")
     try:
-        before = _library.force_path(path)
+        before = _C.force_path(path)
         try:
             yield
         finally:
-            _library.force_path(before)
+            _C.force_path(before)
     finally:
         _entered.release()

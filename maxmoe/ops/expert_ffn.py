@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from maxmoe import _C
 from maxmoe.config import LimitTarget
 from maxmoe.ops._projection import Projection, ProjectionLike, as_projection
 from maxmoe.ops.products import gmm
@@ -88,8 +89,6 @@ def expert_ffn(
     Source: SonicMoE (arXiv:2512.14080) for the choice of saved tensors; Kimi K3 for "situ", Step-3.7 for the limit of
     outputs.
     """
-    projections = {"gate": gate, "up": up, "down": down}
-    given = {name: as_projection(value) for name, value in projections.items() if value is not None}
     if callable(activation):
         constants = {"limit": limit, "gate_softcap": gate_softcap, "up_softcap": up_softcap}
         for name, value in constants.items():
@@ -97,9 +96,28 @@ def expert_ffn(
                 raise ValueError(
                     f"{name} must be None with a function as activation, which clips by itself, got {value}"
                 )
-        return _composed_ffn(x, weights, plan, given, activation=activation, fused_gate=fused_gate, recompute=recompute)
+        projections = _given(gate, up, down)
+        return _composed_ffn(
+            x, weights, plan, projections, activation=activation, fused_gate=fused_gate, recompute=recompute
+        )
+    if not torch.compiler.is_compiling():
+        return _C.expert_ffn(
+            x,
+            weights,
+            plan,
+            gate,
+            up,
+            down,
+            activation,
+            limit,
+            limit_target,
+            gate_softcap,
+            up_softcap,
+            fused_gate,
+            recompute,
+        )
     arguments: dict[str, Any] = {}
-    for name, projection in given.items():
+    for name, projection in _given(gate, up, down).items():
         arguments |= projection.arguments(name, x.dtype)
     out: Tensor = torch.ops.maxmoe.expert_ffn(
         x,
@@ -118,6 +136,12 @@ def expert_ffn(
         recompute=recompute,
     )
     return out
+
+
+def _given(gate: ProjectionLike | None, up: ProjectionLike, down: ProjectionLike) -> dict[str, Projection]:
+    """Return the projections by name, without the one that is None."""
+    projections = {"gate": gate, "up": up, "down": down}
+    return {name: as_projection(value) for name, value in projections.items() if value is not None}
 
 
 def _composed_ffn(

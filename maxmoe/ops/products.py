@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from maxmoe import _C
 from maxmoe.ops._projection import ProjectionLike, as_projection
 
 
@@ -24,6 +25,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out_dtype: 
     Returns:
         ``(T, E)``, `out_dtype`, output.
     """
+    if not torch.compiler.is_compiling():
+        return _C.linear(x, weight, bias, out_dtype)
     out: Tensor = torch.ops.maxmoe.linear(x, weight, bias, out_dtype=out_dtype)
     return out
 
@@ -48,9 +51,10 @@ def gmm(lhs: Tensor, rhs: ProjectionLike, group_sizes: Tensor, *, group_offset: 
 
     Source: MegaBlocks (arXiv:2211.15841); MaxText `gmm`.
     """
-    # Weights alone need no Projection: with four rows, that and the search for an overload are a sixth of the time.
-    arguments = {"rhs": rhs} if isinstance(rhs, Tensor) else as_projection(rhs).arguments("rhs", lhs.dtype)
-    out: Tensor = torch.ops.maxmoe.gmm.default(lhs, group_sizes, **arguments, group_offset=group_offset)
+    if not torch.compiler.is_compiling():
+        return _C.gmm(lhs, rhs, group_sizes, group_offset)
+    arguments = as_projection(rhs).arguments("rhs", lhs.dtype)
+    out: Tensor = torch.ops.maxmoe.gmm(lhs, group_sizes, **arguments, group_offset=group_offset)
     return out
 
 
@@ -71,5 +75,7 @@ def tgmm(lhs: Tensor, rhs: Tensor, group_sizes: Tensor, num_local_groups: int, *
 
     Source: MaxText `tgmm`.
     """
+    if not torch.compiler.is_compiling():
+        return _C.tgmm(lhs, rhs, group_sizes, num_local_groups, group_offset)
     out: Tensor = torch.ops.maxmoe.tgmm(lhs, rhs, group_sizes, num_local_groups, group_offset=group_offset)
     return out

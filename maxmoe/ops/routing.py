@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from maxmoe import _C
 from maxmoe._torch.autograd import is_batched
 
 
@@ -52,6 +53,19 @@ def route(
     Source: DeepSeek-V3 (arXiv:2412.19437) section 2.1.2; DeepSeek-V2 (arXiv:2405.04434) section 2.2.2 for the group
     score "max"; MaxText `get_topk`.
     """
+    if not torch.compiler.is_compiling():
+        return _C.route(
+            logits,
+            top_k,
+            score_function,
+            correction_bias,
+            num_groups,
+            top_k_groups,
+            group_score,
+            normalization,
+            scale,
+            experts,
+        )
     weights, chosen, probabilities = torch.ops.maxmoe.route(
         logits,
         top_k,
@@ -128,6 +142,8 @@ def ragged_plan(
     Source: MaxText `ring_ragged_sort`, in one sort instead of two.
     """
     try:
+        if not torch.compiler.is_compiling():
+            return _C.ragged_plan(experts, num_experts, first_expert, num_local_experts, max_rows, num_rows)
         slots, rows, group_sizes, dropped = torch.ops.maxmoe.ragged_plan(
             experts,
             num_experts,

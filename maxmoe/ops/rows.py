@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from maxmoe import _C
 from maxmoe.ops.routing import RaggedPlan
 
 
@@ -27,6 +28,8 @@ def ragged_gather(
 
     Source: MaxText `ragged_gather`.
     """
+    if not torch.compiler.is_compiling():
+        return _C.ragged_gather(x, index, weights, start, end)
     out: Tensor = torch.ops.maxmoe.ragged_gather(x, index, weights, start=start, end=end)
     return out
 
@@ -58,6 +61,8 @@ def ragged_gather_reduce(
 
     Source: MaxText `ragged_gather_reduce`.
     """
+    if not torch.compiler.is_compiling():
+        return _C.ragged_gather_reduce(rows, index, group_size, weights, valid)
     out: Tensor = torch.ops.maxmoe.ragged_gather_reduce(rows, index, group_size, weights, valid=valid)
     return out
 
@@ -82,6 +87,8 @@ def ragged_scatter_add(
     Returns:
         ``(num_rows, D)``, dtype of rows, sums.
     """
+    if not torch.compiler.is_compiling():
+        return _C.ragged_scatter_add(rows, index, num_rows, group_size, weights)
     out: Tensor = torch.ops.maxmoe.ragged_scatter_add(rows, index, num_rows, group_size, weights)
     return out
 
@@ -100,6 +107,8 @@ def ragged_dot(a: Tensor, b: Tensor, index: Tensor, group_size: int = 1) -> Tens
     Returns:
         ``(M,)``, float32 or wider, dot products.
     """
+    if not torch.compiler.is_compiling():
+        return _C.ragged_dot(a, b, index, group_size)
     out: Tensor = torch.ops.maxmoe.ragged_dot(a, b, index, group_size)
     return out
 
@@ -121,6 +130,8 @@ def ragged_sort(x: Tensor, plan: RaggedPlan, weights: Tensor | None = None) -> T
 
     Source: MaxText `ring_ragged_sort`.
     """
+    if not torch.compiler.is_compiling():
+        return _C.ragged_sort(x, plan, weights)
     out: Tensor = torch.ops.maxmoe.ragged_sort(x, plan.slots, plan.rows, plan.top_k, weights)
     return out
 
@@ -143,5 +154,7 @@ def ragged_unsort(rows: Tensor, plan: RaggedPlan, weights: Tensor | None = None)
 
     Source: MaxText `ring_ragged_unsort`, with the gradient of the weights that it drops.
     """
+    if not torch.compiler.is_compiling():
+        return _C.ragged_unsort(rows, plan, weights)
     out: Tensor = torch.ops.maxmoe.ragged_unsort(rows, plan.slots, plan.rows, plan.top_k, weights)
     return out

@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from maxmoe._library import build_info
+from maxmoe import _C
 from maxmoe.declaration import FusedGate, gate_up_slices
 
 Step: TypeAlias = tuple[float, float, float]
@@ -74,7 +74,7 @@ def steps_of(coefficients: Coefficients, num_steps: int) -> list[Step]:
 def fast_dtype(device: torch.device) -> torch.dtype:
     """Return the dtype of Newton-Schulz: bfloat16 if the device multiplies it, else float32."""
     # Without AVX512-BF16, products of bfloat16 are a scalar loop in torch.
-    multiplies_bfloat16 = device.type != "cpu" or "avx512bf16" in build_info()["supported_isas"]
+    multiplies_bfloat16 = device.type != "cpu" or "avx512bf16" in _C.build_info()["supported_isas"]
     return torch.bfloat16 if multiplies_bfloat16 else torch.float32
 
 

@@ -168,17 +168,16 @@ class QuantizedStack:
         Returns:
             Tensor with the shape of the stack.
         """
-        from maxmoe import _library  # noqa: F401, registers the operator; formats and checkpoints need no operators
+        from maxmoe import _C  # formats and checkpoints need no operators
 
         dtype = self.dtype if dtype is None else dtype
         check_dtype(dtype)
         if not self.numel():
             return torch.empty(self.shape, dtype=dtype, device=self.device)
-        codes, scales, zeros = (
-            part if part is None or part.dim() == 3 else part.unsqueeze(0)
-            for part in (self.codes, self.scales, self.zeros)
-        )
-        matrices: Tensor = torch.ops.maxmoe.dequantize(codes, scales, zeros, self.format, self.columns, dtype)
+        parts = {name: part if part.dim() == 3 else part.unsqueeze(0) for name, part in self.parts().items()}
+        dequantize = torch.ops.maxmoe.dequantize if torch.compiler.is_compiling() else _C.dequantize
+        zeros = parts.get("zeros")
+        matrices: Tensor = dequantize(parts["codes"], parts["scales"], zeros, self.format, self.columns, dtype)
         matrices = matrices.view(*self.codes.shape[:-1], self.columns)
         return matrices.mT if self.is_transposed else matrices
 

@@ -121,7 +121,7 @@ def test_a_training_without_losses_computes_statistics_for_an_accumulator_alone(
     x = tokens(layer)
     assert not {"aten::scatter_add", "aten::log"} & {*called_operators(lambda: layer(x))}
     accumulator = maxmoe.StatsAccumulator(layer)
-    assert {"aten::scatter_add", "aten::log"} < {*called_operators(lambda: layer(x).sum().backward())}
+    assert "aten::log" in called_operators(lambda: layer(x).sum().backward())
     assert accumulator.update().layers["moe"].tokens_per_expert.sum() == x.shape[:-1].numel() * layer.config.top_k
 
 

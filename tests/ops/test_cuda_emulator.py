@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from maxmoe import _library, ops
+from maxmoe import _C, ops
 from maxmoe.quantization import quantize
 from support.device_memory import computes
 from support.ffn_call import ffn_call
@@ -21,7 +21,7 @@ from support.operator_calls import assert_same, result
 from support.shapes import SKEWED
 from support.threads import in_threads
 
-EMULATOR = Path(_library.__file__).with_name("libmaxmoe_cuda_emulator.so")
+EMULATOR = Path(_C.__file__).with_name("libmaxmoe_cuda_emulator.so")
 needs_emulator = pytest.mark.skipif(not EMULATOR.exists(), reason="the emulator of CUDA is built with the C++ tests")
 
 
@@ -115,10 +115,10 @@ def test_one_thread_at_a_time() -> None:
 
 
 def test_unknown_path() -> None:
-    with pytest.raises(RuntimeError, match=r"the path must be kernels, cuda_emulator or aten, got cuda"):
-        _library.force_path("cuda")
+    with pytest.raises(ValueError, match=r"the path must be kernels, cuda_emulator or aten, got cuda"):
+        _C.force_path("cuda")
 
 
 def test_the_state_of_the_kernels_for_gpus() -> None:
     """The kernels need a driver, if they are built at all."""
-    assert _library.build_info()["cuda_kernels"]
+    assert _C.build_info()["cuda_kernels"]

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils import deterministic
 
 import maxmoe
-from maxmoe import _library, ops
+from maxmoe import _C, ops
 from maxmoe.ranks.rank_processes import require_one_thread
 from support import programs
 from support.sampling import by_default
@@ -47,7 +47,7 @@ def in_new_process(code: str, **environment: str) -> str:
 
 
 def kept() -> int:
-    return _library.memory_reserved() - _library.memory_allocated()
+    return _C.memory_reserved() - _C.memory_allocated()
 
 
 def smaps(tensor: Tensor) -> str:
@@ -78,9 +78,9 @@ def test_large_results_ask_for_huge_pages(size: int) -> None:
 
 
 def test_small_results_are_those_of_the_c_library() -> None:
-    before = _library.memory_reserved()
+    before = _C.memory_reserved()
     small = large_result(4 * MIB - 1024)
-    assert _library.memory_reserved() == before
+    assert _C.memory_reserved() == before
     assert small.sum() == small.numel()
 
 
@@ -103,20 +103,20 @@ def test_the_system_may_take_what_is_kept() -> None:
 
 
 def test_empty_cache_unmaps_what_is_kept() -> None:
-    before = _library.memory_reserved()
+    before = _C.memory_reserved()
     alive = large_result(4 * MIB)
     large_result(20 * MIB)
     maxmoe.empty_cache()
-    assert _library.memory_reserved() == before + 4 * MIB
+    assert _C.memory_reserved() == before + 4 * MIB
     assert torch.equal(alive, torch.ones_like(alive))
 
 
 def test_a_block_is_made_of_pages_that_were_freed_apart() -> None:
     tensors = [large_result(6 * MIB, value) for value in range(6)]
-    reserved = _library.memory_reserved()
+    reserved = _C.memory_reserved()
     del tensors[0], tensors[1], tensors[2]  # every second one
     together = large_result(18 * MIB, value=9)
-    assert _library.memory_reserved() == reserved
+    assert _C.memory_reserved() == reserved
     assert [int(tensor.unique()) for tensor in tensors] == [1, 3, 5]
     assert torch.equal(together, torch.full_like(together, 9))
 
@@ -133,20 +133,20 @@ def marked_block(num_bytes: int, mark: int) -> Tensor:
 def test_no_more_is_mapped_than_was_allocated_at_once(seed: int) -> None:
     """A random sequence of allocations, also if freed pages are not contiguous; blocks never overlap."""
     chooser = random.Random(seed)
-    before = _library.memory_allocated()
+    before = _C.memory_allocated()
     blocks: dict[int, Tensor] = {}
     most = 0
     for mark in range(150):
         if chooser.random() < 0.52 or not blocks:
-            most = max(most, _library.memory_allocated() + 4 * MIB)  # marked_block starts with a small one
+            most = max(most, _C.memory_allocated() + 4 * MIB)  # marked_block starts with a small one
             blocks[mark] = marked_block(chooser.randint(4 * MIB, 20 * MIB), mark)
         else:
             freed = chooser.choice(list(blocks))
             assert (blocks.pop(freed) == freed).all()
-        most = max(most, _library.memory_allocated())
-        assert _library.memory_reserved() <= most
+        most = max(most, _C.memory_allocated())
+        assert _C.memory_reserved() <= most
     blocks.clear()
-    assert _library.memory_allocated() == before
+    assert _C.memory_allocated() == before
 
 
 def faults_of_steps() -> list[int]:
@@ -173,9 +173,9 @@ def test_recomputed_preactivations_take_no_other_memory() -> None:
     out = ops.expert_ffn(x, weights, plan, gate, up, down, recompute=True)
     grad_out = torch.ones_like(out)
     maxmoe.empty_cache()
-    before = _library.memory_reserved()
+    before = _C.memory_reserved()
     out.backward(grad_out)
-    assert _library.memory_reserved() - before == 4 * T * K * 2 * F == 8 * MIB
+    assert _C.memory_reserved() - before == 4 * T * K * 2 * F == 8 * MIB
 
 
 def test_storages_are_resized_viewed_and_shared() -> None:
@@ -188,7 +188,7 @@ def test_storages_are_resized_viewed_and_shared() -> None:
     assert large_result(16 * MIB).data_ptr() != address  # a view keeps it
     assert torch.equal(last_row, torch.full((256,), 3.0))
     last_row.untyped_storage().resize_(0)
-    assert _library.memory_allocated() == 0
+    assert _C.memory_allocated() == 0
 
 
 def test_tensors_shared_between_processes_keep_their_values() -> None:

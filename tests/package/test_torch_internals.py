@@ -159,7 +159,7 @@ def test_a_converted_module_restores_what_it_wants() -> None:
 
 def test_a_call_that_is_no_more_than_the_forward() -> None:
     module = nn.SiLU()
-    assert _torch.is_called_plainly(module)
+    assert _torch.are_called_plainly(module)
     for register in (
         module.register_forward_hook,
         module.register_forward_pre_hook,
@@ -169,14 +169,14 @@ def test_a_call_that_is_no_more_than_the_forward() -> None:
         nn.modules.module.register_module_full_backward_hook,
     ):
         handle = register(lambda *_: None)
-        assert not _torch.is_called_plainly(module)
+        assert not _torch.are_called_plainly(module)
         handle.remove()
-        assert _torch.is_called_plainly(module)
+        assert _torch.are_called_plainly(module)
     module.forward = module.forward  # type: ignore[method-assign]
-    assert not _torch.is_called_plainly(module)
+    assert not _torch.are_called_plainly(module)
     compiled = nn.SiLU()
     compiled.compile(backend="eager")
-    assert not _torch.is_called_plainly(compiled)
+    assert not _torch.are_called_plainly(compiled)
 
 
 def test_tracing_is_seen() -> None:

@@ -112,7 +112,7 @@ class Copy:
         self._is_compiled = False
         listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
         names = subprocess.run(listed, cwd=tree, check=True, capture_output=True, text=True).stdout.split("\0")
-        names += [str(path.relative_to(tree)) for path in tree.glob("maxmoe/libmaxmoe*.so")]
+        names += [str(path.relative_to(tree)) for path in tree.glob("maxmoe/*.so")]
         files = {name for name in names if name and os.path.lexists(tree / name)}
         for path in [*folder.rglob("*")]:
             is_source = "__pycache__" not in path.parts and not {self._build, self._saved} & {path, *path.parents}
@@ -144,7 +144,7 @@ class Copy:
         package = self.folder / "maxmoe"
         shutil.rmtree(self._saved, ignore_errors=True)
         shutil.copytree(self._build, self._saved / "build")
-        for library in package.glob("libmaxmoe*.so"):
+        for library in package.glob("*.so"):
             shutil.copy2(library, self._saved)
         try:
             self._compile()
@@ -152,7 +152,7 @@ class Copy:
         finally:
             shutil.rmtree(self._build)
             (self._saved / "build").rename(self._build)
-            for library in self._saved.glob("libmaxmoe*.so"):
+            for library in self._saved.glob("*.so"):
                 shutil.copy2(library, package)
 
     def _compile(self) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import activations
 
-from maxmoe._torch import is_called_plainly
+from maxmoe._torch import are_called_plainly
 from maxmoe.config import Activation, LimitTarget
 from maxmoe.declaration import gate_up_slices
 from maxmoe.integrations.transformers._transformers import own_gate, own_gate_name
@@ -42,7 +42,7 @@ def recognise_activation(
 ) -> Options | None:
     """Return the arguments of `expert_ffn` for an activation with clipping; None if it does not support it."""
     is_module = isinstance(function, nn.Module)
-    if is_module and not is_called_plainly(function):
+    if is_module and not are_called_plainly(function):
         return None  # the operator would not call hooks
     name = _ACTIVATIONS.get(type(function) if is_module else function)
     if name is None or (limit is not None and limit <= 0):
@@ -68,7 +68,7 @@ def _softcapped(swiglu: nn.Module) -> Options | None:
     kinds = {type(cap).__name__ for cap in caps}
     if type(swiglu).__name__ not in names or not kinds <= {"Inkling2Softcap", "Inkling2LoopSoftcap"}:
         return None
-    if not all(map(is_called_plainly, swiglu.modules())):
+    if not are_called_plainly(*swiglu.modules()):
         return None
     gate_softcap, up_softcap = (cap.softcap for cap in caps)
     return {"activation": "situ", "gate_softcap": gate_softcap, "up_softcap": up_softcap}

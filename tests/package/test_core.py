@@ -5,6 +5,8 @@ import re
 import runpy
 import shutil
 import subprocess
+import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from support import programs
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(maxmoe.__file__).parent
 INFO = maxmoe.build_info()
+MAJOR, MINOR = map(int, torch.__version__.split(".")[:2])
 
 
 def error_line(done: subprocess.CompletedProcess[str]) -> str:
@@ -26,7 +29,7 @@ def error_line(done: subprocess.CompletedProcess[str]) -> str:
 def test_build_info() -> None:
     assert INFO["torch"].split("+")[0].split(".")[:2] == torch.__version__.split("+")[0].split(".")[:2]
     assert maxmoe.__version__ == INFO["version"]
-    assert Path(INFO["core"]).parent == PACKAGE
+    assert Path(INFO["core"]).parent == PACKAGE / f"torch{MAJOR}.{MINOR}"
     assert f'version = "{INFO["version"]}"' in (ROOT / "pyproject.toml").read_text()
     assert re.fullmatch(r"(gcc|clang) \d+.*", INFO["compiler"])
     assert re.fullmatch(r"\d+\.\d+\.\d+", INFO["eigen"])
@@ -56,38 +59,55 @@ def test_unsupported_isa_says_what_is_possible(isa: str) -> None:
     assert f"({', '.join(INFO['supported_isas'])}), got '{isa}'" in message
 
 
-def library_error(folder: Path) -> str:
-    """The error of a copy of maxmoe/_library.py in another folder."""
-    path = shutil.copy(PACKAGE / "_library.py", folder)
+def core_error(folder: Path) -> str:
+    """The error of a copy of maxmoe/_C.py in another folder."""
+    path = shutil.copy(PACKAGE / "_C.py", folder)
     with pytest.raises(ImportError) as error:
         runpy.run_path(str(path))
     return str(error.value)
 
 
 def test_missing_core_says_how_to_build(tmp_path: Path) -> None:
-    message = library_error(tmp_path)
+    message = core_error(tmp_path)
     assert "need its C++ core, which is not built" in message and "MAXMOE_CORE=off" in message
     assert "pip install --no-build-isolation -e ." in message
 
 
-MAJOR, MINOR = map(int, torch.__version__.split(".")[:2])
+SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
+
+
+def module_file(package: Path, torch_minor: str, suffix: str = SUFFIX) -> Path:
+    folder = package / f"torch{torch_minor}"
+    folder.mkdir(exist_ok=True)
+    return folder / f"_C{suffix}"
 
 
 @pytest.mark.parametrize("is_wheel", [True, False], ids=["wheel", "sources"])
 def test_another_torch_gives_the_commands_that_help(tmp_path: Path, is_wheel: bool) -> None:
     package = tmp_path / "maxmoe"
     package.mkdir()
-    for minor in ("2_9", "2_10", "2_1", f"{MAJOR}_{MINOR}1"):
-        (package / f"libmaxmoe_torch{minor}.so").touch()
+    for minor in ("2.9", "2.10", "2.1", f"{MAJOR}.{MINOR}1"):
+        module_file(package, minor).touch()
     if not is_wheel:
         (tmp_path / "setup.py").touch()
-    message = library_error(package)
+    message = core_error(package)
     sources = "the folder of its sources" if is_wheel else tmp_path
     assert message == (
         f"maxmoe was built for torch 2.1, 2.9, 2.10, {MAJOR}.{MINOR}1, but torch {torch.__version__} is "
         f"running. Build it for this torch, in {sources}: "
         "pip install --no-build-isolation -e . (or take a torch that it was built for: "
         f"pip install 'torch=={MAJOR}.{MINOR}1.*')"
+    )
+
+
+def test_another_python_is_named(tmp_path: Path) -> None:
+    for suffix in (".cpython-38-x86_64-linux-gnu.so", ".cpython-399t-x86_64-linux-gnu.so"):
+        module_file(tmp_path, f"{MAJOR}.{MINOR}", suffix).touch()
+    version = "{}.{}".format(*sys.version_info)
+    assert core_error(tmp_path) == (
+        "maxmoe was built for CPython 3.8, CPython 3.99 without the global interpreter lock, but CPython "
+        f"{version} is running. Build it for this Python, in the folder of its sources: "
+        "pip install --no-build-isolation -e ."
     )
 
 
@@ -99,25 +119,22 @@ def test_another_torch_is_named_before_anything_of_it_is_missing(tmp_path: Path)
     assert "but torch 2.99.0 is running" in error_line(done)
 
 
-def test_the_core_of_the_running_torch_is_loaded(tmp_path: Path) -> None:
-    """Other libraries are not loaded: here they are empty files."""
-    path = tmp_path / f"libmaxmoe_torch{MAJOR}_{MINOR}.so"
-    shutil.copy(PACKAGE / path.name, path)
-    for minor in (f"{MAJOR}_{MINOR - 1}", f"{MAJOR}_{MINOR + 1}"):
-        (tmp_path / f"libmaxmoe_torch{minor}.so").touch()
-    copy = shutil.copy(PACKAGE / "_library.py", tmp_path)
-    done = programs.python(f"import runpy; print(runpy.run_path({copy!r})['_core']._name)")
-    assert programs.printed(done).strip() == str(path)
-
-
 def test_a_broken_core_is_an_import_error_with_its_path(tmp_path: Path) -> None:
-    path = tmp_path / f"libmaxmoe_torch{MAJOR}_{MINOR}.so"
+    path = module_file(tmp_path, f"{MAJOR}.{MINOR}")
     path.touch()
-    assert library_error(tmp_path) == f"the C++ core of maxmoe cannot be loaded: {path}: file too short"
+    assert core_error(tmp_path) == f"the C++ core of maxmoe cannot be loaded: {path}: file too short"
 
 
-def test_the_core_knows_no_python() -> None:
-    """The core links neither Python nor torch's library for one Python, so that it works with every Python."""
+def test_sub_interpreters_are_refused_before_torch_is_imported() -> None:
+    """torch 2.13 does not return from its import there."""
+    interpreters = "_interpreters" if sys.version_info >= (3, 13) else "_xxsubinterpreters"
+    code = f"import {interpreters} as i; print(i.run_string(i.create(), 'import maxmoe._C'))"
+    done = programs.python(code)
+    assert "maxmoe cannot be imported in a sub-interpreter" in done.stdout + done.stderr
+
+
+def test_the_library_of_the_operators_knows_no_python() -> None:
+    """C++ programs load it; only the modules beside it link Python's part of torch."""
     library = (PACKAGE / f"libmaxmoe_torch{MAJOR}_{MINOR}.so").read_bytes()
     assert b"libtorch_cpu.so\0" in library
     assert not re.findall(rb"\0((?:libpython|libtorch_python)[^\0]*|_?Py\w*_\w+)\0", library)
