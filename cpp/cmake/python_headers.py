@@ -3,7 +3,7 @@
     python cpp/cmake/python_headers.py build/headers
 
 Of an interpreter on this machine if there is one (on PATH, of pyenv, of the container of manylinux), otherwise of
-Debian's package libpython3.N-dev, which is unpacked into the folder. The classifiers of pyproject.toml have the versions.
+Debian's package libpython3.N-dev, which is unpacked into the folder. pyproject.toml has the versions, as classifiers.
 """
 
 import lzma

@@ -24,7 +24,7 @@ MINORS = [tuple(map(int, release.split(".")[:2])) for release in TORCHES]
 LOW, HIGH = f">={MINORS[0][0]}.{MINORS[0][1]}", f"<{MINORS[-1][0]}.{MINORS[-1][1] + 1}"
 TORCH_REQUIREMENT = f"torch{LOW},{HIGH}"
 REQUIREMENTS = (f"torch{HIGH},{LOW}", "PyYAML>=", "numpy")  # in the order of setuptools
-# Written by the build: by CMake, one library for each torch and one module for each torch and Python, and by setuptools.
+# Written by the build: a library for each torch, and a module for each torch and Python.
 PYTHONS = re.findall(r'"Programming Language :: Python :: (3)\.(\d+)"', PROJECT)
 CORE = {f"maxmoe/libmaxmoe_torch{major}_{minor}.so" for major, minor in MINORS} | {
     f"maxmoe/torch{major}.{minor}/_C.cpython-{first}{second}-x86_64-linux-gnu.so"

@@ -24,7 +24,7 @@ from support.sampling import by_default
 ROOT = Path(__file__).parents[2]
 ISAS = maxmoe.build_info()["supported_isas"]
 BEST = max(set(ISAS) - {"amx_emulated"}, key=ISAS.index)
-PROGRAMS = ("maxmoe_kernels_tests", "maxmoe_cuda_tests", "maxmoe_kernels_benchmarks")
+PROGRAMS = ("maxmoe_kernels_tests", "maxmoe_library_tests", "maxmoe_cuda_tests", "maxmoe_kernels_benchmarks")
 # The cmake and ninja that pip installed beside this Python precede the system's.
 PATH = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
 
@@ -52,7 +52,7 @@ def build_folder() -> Path:
         options += [f"-DMAXMOE_TORCH={Path(torch.__file__).parent}"]
     else:
         folder = ROOT / "build/tests"
-        options += ["-GNinja", "-DMAXMOE_BUILD_OPERATORS=OFF"]
+        options += ["-GNinja"]
     options += [f"-DCMAKE_MAKE_PROGRAM={ninja}"] if (ninja := shutil.which("ninja", path=PATH)) else []
     faulthandler.cancel_dump_traceback_later()  # each step has its own bound, longer than a test's
     build_step("cmake", "-S", str(ROOT), "-B", str(folder), *options)
@@ -71,8 +71,9 @@ def test_kernels(build_folder: Path, isa: str) -> None:
         pytest.fail("\n".join([f"MAXMOE_ISA={isa}", *done.stdout.splitlines()[-200:]]), pytrace=False)
 
 
-def test_cuda_kernels(build_folder: Path) -> None:
-    done = run(str(build_folder / "cpp/cuda/tests/maxmoe_cuda_tests"), "--gtest_brief=1")
+@pytest.mark.parametrize("program", ["cpp/tests/maxmoe_library_tests", "cpp/cuda/tests/maxmoe_cuda_tests"])
+def test_program(build_folder: Path, program: str) -> None:
+    done = run(str(build_folder / program), "--gtest_brief=1")
     if done.returncode != 0 or not re.search(r"PASSED.* [1-9]\d* tests", done.stdout):
         pytest.fail("\n".join(done.stdout.splitlines()[-200:]), pytrace=False)
 
