@@ -2,6 +2,9 @@
 //
 // The expected bits are computed one by one: chains of fused multiply-adds over the even and the odd steps of each
 // block of 32, which are added to each other and then to the sum.
+#include <signal.h>
+#include <sys/time.h>
+
 #include <cfenv>
 #include <cmath>
 #include <limits>
@@ -186,6 +189,78 @@ TEST(Amx, ProductsOfTheSameRows) {
       }
     }
   }
+}
+
+// The tiles of this thread are free after a product: oneDNN may configure them, and a switch of threads or a signal
+// saves none.
+TEST(Amx, TilesAreReleased) {
+  const auto a = Matrix<BFloat16>::random(18, 64, 1);
+  const auto b = Matrix<BFloat16>::random(64, 32, 2);
+  Matrix<BFloat16> c(18, 32);
+  const Product<BFloat16> product{b.view(), c.view(), false};
+  for (const Multiply multiply : variants()) multiply({a.view(), &product, 1});
+  EXPECT_THROW(emulated_tiles::zero(0), std::logic_error);
+#if defined(__x86_64__)
+  if (!is_supported(Isa::amx)) return;
+  // The components of the thread's state in use: 17 is the configuration of tiles, 18 their numbers.
+  uint32_t in_use = 0;
+  asm volatile("xgetbv" : "=a"(in_use) : "c"(1) : "edx");
+  EXPECT_EQ(in_use >> 17 & 3, 0);
+#endif
+}
+
+volatile sig_atomic_t is_multiplying = 0;
+volatile sig_atomic_t num_interruptions = 0;
+
+// Overwrites the registers that products use.
+void overwrite_registers(int /*signal*/) {
+  num_interruptions = num_interruptions + is_multiplying;
+  volatile float sum = 1;
+  for (int i = 0; i < 64; ++i) sum = sum * 1.5F + static_cast<float>(i);
+#if defined(__x86_64__)
+  if (!is_supported(Isa::avx512bf16)) return;
+  asm volatile(
+      ".irp register,0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31\n"
+      "vpternlogd $0xff, %%zmm\\register, %%zmm\\register, %%zmm\\register\n"
+      ".endr" ::
+          : "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", "xmm11", "xmm12",
+            "xmm13", "xmm14", "xmm15");
+#endif
+}
+
+// Signals interrupt products every 200 us.
+TEST(Amx, SignalsChangeNoBit) {
+  const auto a = Matrix<BFloat16>::random(40, 512, 1);
+  const auto b = Matrix<BFloat16>::random(512, 96, 2);
+  Matrix<BFloat16> expected(40, 96);
+  const Product<BFloat16> alone{b.view(), expected.view(), false};
+  amx_emulated::multiply_with_tiles({a.view(), &alone, 1});
+  struct sigaction action{};
+  struct sigaction action_before{};
+  action.sa_handler = overwrite_registers;
+  action.sa_flags = SA_RESTART;
+  ASSERT_EQ(sigaction(SIGALRM, &action, &action_before), 0);
+  const auto interrupt_every = [](suseconds_t microseconds) {
+    const itimerval interval{{0, microseconds}, {0, microseconds}};
+    ASSERT_EQ(setitimer(ITIMER_REAL, &interval, nullptr), 0);
+  };
+  interrupt_every(200);
+  for (const Multiply multiply : variants()) {
+    num_interruptions = 0;
+    bool is_equal = true;
+    for (int i = 0; i < 100000 && is_equal && num_interruptions < 100; ++i) {
+      Matrix<BFloat16> c(40, 96);
+      const Product<BFloat16> product{b.view(), c.view(), false};
+      is_multiplying = 1;
+      multiply({a.view(), &product, 1});
+      is_multiplying = 0;
+      is_equal = c.has_same_bits(expected);
+    }
+    EXPECT_TRUE(is_equal) << "after " << num_interruptions << " interruptions";
+    EXPECT_GE(num_interruptions, 100);
+  }
+  interrupt_every(0);
+  sigaction(SIGALRM, &action_before, nullptr);
 }
 
 TEST(Amx, WrongUseOfTilesIsAnError) {
