@@ -1,12 +1,12 @@
-#include "cuda/launch.h"
-#include "kernels/experts/activation_formulas.h"
+#include "cuda/activation_form.h"
 
 namespace maxmoe::cuda {
 namespace {
 
-template <class T, int kWidth>
+template <class T, int kWidth, class Form>
 __global__ void __launch_bounds__(kThreads) activate_elements(const ActivateRows<T> a) {
-  const bool has_gate = a.kind.gate != GateLayout::none;
+  const ActivationKind kind = Form::fixed(a.kind);
+  const bool has_gate = kind.gate != GateLayout::none;
   for (int64_t row = first_row_of_thread(); row < a.out.rows; row += rows_of_all_blocks()) {
     for (int64_t c = int64_t{threadIdx.x} * kWidth; c < a.out.columns; c += int64_t{blockDim.x} * kWidth) {
       T gate[kWidth] = {};
@@ -16,7 +16,8 @@ __global__ void __launch_bounds__(kThreads) activate_elements(const ActivateRows
       T out[kWidth];
       MAXMOE_UNROLL
       for (int i = 0; i < kWidth; ++i) {
-        const auto f = activate_pair<NumberMath<Accumulator<T>>, false>(a.kind, to_wide(gate[i]), to_wide(up[i]));
+        const auto f =
+            activate_pair<ActivationMath<T, Form::kActivation>, false>(kind, to_wide(gate[i]), to_wide(up[i]));
         out[i] = to_narrow<T>(f.activated);
       }
       store(a.out.row(row) + c, out);
@@ -30,9 +31,10 @@ template <class T>
 void activate_rows(const ActivateRows<T>& a, Stream stream) {
   if (a.out.rows == 0 || a.out.columns == 0) return;
   const bool has_gate = a.kind.gate != GateLayout::none;
-  with_width<T>((!has_gate || is_aligned(a.gate)) && is_aligned(a.up) && is_aligned(a.out), [&]<int kWidth>() {
+  const bool is_vectorized = (!has_gate || is_aligned(a.gate)) && is_aligned(a.up) && is_aligned(a.out);
+  with_width_and_form<T>(is_vectorized, a.kind, [&]<int kWidth, class Form>() {
     const dim3 threads = block_of_rows(a.out.columns / kWidth);
-    launch("activate_rows", activate_elements<T, kWidth>, grid_of(a.out.rows, threads.y), threads, 0, stream, a);
+    launch("activate_rows", activate_elements<T, kWidth, Form>, grid_of(a.out.rows, threads.y), threads, 0, stream, a);
   });
 }
 

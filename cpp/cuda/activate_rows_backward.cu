@@ -1,14 +1,14 @@
-#include "cuda/launch.h"
-#include "kernels/experts/activation_formulas.h"
+#include "cuda/activation_form.h"
 
 namespace maxmoe::cuda {
 namespace {
 
 // One warp for each row, because the gradient of a weight is a sum over its row.
-template <class T, int kWidth>
-__global__ void __launch_bounds__(kThreads) backward_of_rows(const ActivateRowsBackward<T> a) {
+template <class T, int kWidth, class Form>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 1 : 4) backward_of_rows(const ActivateRowsBackward<T> a) {
   using S = Accumulator<T>;
-  const bool has_gate = a.kind.gate != GateLayout::none;
+  const ActivationKind kind = Form::fixed(a.kind);
+  const bool has_gate = kind.gate != GateLayout::none;
   const bool wants_activated = a.activated.data != nullptr;
   for (int64_t row = first_item_of_warp(); row < a.up.rows; row += items_of_all_warps()) {
     const S weight = a.weights == nullptr ? S(1) : a.weights[row];
@@ -25,7 +25,8 @@ __global__ void __launch_bounds__(kThreads) backward_of_rows(const ActivateRowsB
       load<T>(up_row, up);
       MAXMOE_UNROLL
       for (int i = 0; i < kWidth; ++i) {
-        const auto f = activate_pair<NumberMath<S>, true>(a.kind, to_wide(gate[i]), to_wide(up[i]));
+        const auto f =
+            activate_pair<ActivationMath<T, Form::kActivation>, true>(kind, to_wide(gate[i]), to_wide(up[i]));
         const S wide = to_wide(grad[i]);
         product += wide * f.activated;
         activated[i] = to_narrow<T>(weight * f.activated);
@@ -51,8 +52,8 @@ void activate_rows_backward(const ActivateRowsBackward<T>& a, Stream stream) {
   const bool wants_activated = a.activated.data != nullptr;
   const bool is_vectorized = is_aligned(a.grad) && (!has_gate || is_aligned(a.gate)) && is_aligned(a.up) &&
                              (!wants_activated || is_aligned(a.activated));
-  with_width<T>(is_vectorized, [&]<int kWidth>() {
-    launch("activate_rows_backward", backward_of_rows<T, kWidth>, grid_of(a.up.rows, kWarpsPerBlock), kThreads, 0,
+  with_width_and_form<T>(is_vectorized, a.kind, [&]<int kWidth, class Form>() {
+    launch("activate_rows_backward", backward_of_rows<T, kWidth, Form>, grid_of(a.up.rows, kWarpsPerBlock), kThreads, 0,
            stream, a);
   });
 }

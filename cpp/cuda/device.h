@@ -75,6 +75,26 @@ __device__ inline T to_narrow(Accumulator<T> value) {
 #endif
 }
 
+#ifdef __CUDACC__
+// exp(x) with an error of at most 2 + |1.173 x| units of float32, and 1 / x with one of at most 1 unit.
+MAXMOE_DEVICE inline float approximate_exp(float x) {
+#ifdef __CUDA_ARCH__
+  return __expf(x);
+#else
+  return std::exp(x);
+#endif
+}
+MAXMOE_DEVICE inline float approximate_inverse(float x) {
+#ifdef __CUDA_ARCH__
+  float inverse;
+  asm("rcp.approx.f32 %0, %1;" : "=f"(inverse) : "f"(x));
+  return inverse;
+#else
+  return 1 / x;
+#endif
+}
+#endif
+
 // A thread reads and writes vectors of 16 bytes where rows are aligned to 16 bytes, single numbers elsewhere.
 template <class T>
 constexpr int kVectorWidth = 16 / sizeof(T);
@@ -86,8 +106,12 @@ bool is_aligned(const MatrixView<T>& matrix) {
          matrix.row_stride % width == 0 && matrix.columns % width == 0;
 }
 
+// To and from global memory.
 template <class T, int kWidth>
 __device__ inline void load(const T* from, T (&to)[kWidth]) {
+#ifdef __CUDA_ARCH__
+  __builtin_assume(__isGlobal(from));  // otherwise the address space of a selected pointer is found out at run time
+#endif
   if constexpr (kWidth == 1) {
     to[0] = *from;
   } else {

@@ -62,6 +62,9 @@ struct Schedule {
 };
 inline thread_local Schedule schedule;
 
+// From -1 to 1: the error of approximate functions as a part of the largest one of a device.
+inline thread_local double approximation_error = 0.0;
+
 struct Copy {
   void* to;
   const void* from;
