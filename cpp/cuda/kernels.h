@@ -52,6 +52,14 @@ template <class T>
 void ragged_gather(const RaggedGather<T>& arguments, Stream stream);
 template <class T>
 void ragged_gather_reduce(const RaggedGatherReduce<T>& arguments, Stream stream);
+// ragged_gather_reduce of the sum of two matrices: adds rows[index[j]] and others[index[j]].
+template <class T>
+struct RaggedGatherReduceOfTwo {
+  RaggedGatherReduce<T> sums;
+  ConstMatrixView<T> others;  // [R, D], as sums.rows
+};
+template <class T>
+void ragged_gather_reduce_of_two(const RaggedGatherReduceOfTwo<T>& arguments, Stream stream);
 template <class T>
 void ragged_dot(const RaggedDot<T>& arguments, Stream stream);
 
@@ -71,7 +79,7 @@ struct ActivateRows {
 
 // The backward pass of activation and weights in one pass over the rows, given grad, the gradient of weights[r] *
 // out[r] divided by weights[r]: gate and up are replaced by their gradients, times the weight of the row; `activated`
-// is weights[r] * out[r]; grad_weights[r] = <grad[r], out[r]>.
+// is weights[r] * out[r], and may be in the memory of grad; grad_weights[r] = <grad[r], out[r]>.
 template <class T>
 struct ActivateRowsBackward {
   ActivationKind kind;

@@ -41,13 +41,8 @@ int compute_capability(int /*device_index*/) {
 
 template <class T>
 constexpr RowKernels<T> row_kernels() {
-  return {ragged_gather<T>,
-          ragged_gather_reduce<T>,
-          ragged_scatter_add<T>,
-          ragged_dot<T>,
-          activate_rows<T>,
-          activate_rows_backward<T>,
-          gmm<T>,
+  return {ragged_gather<T>, ragged_gather_reduce<T>, ragged_gather_reduce_of_two<T>, ragged_scatter_add<T>,
+          ragged_dot<T>,    activate_rows<T>,        activate_rows_backward<T>,      gmm<T>,
           tgmm<T>};
 }
 

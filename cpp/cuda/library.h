@@ -16,6 +16,7 @@ template <class T>
 struct RowKernels {
   Kernel<RaggedGather, T> ragged_gather;
   Kernel<RaggedGatherReduce, T> ragged_gather_reduce;
+  Kernel<RaggedGatherReduceOfTwo, T> ragged_gather_reduce_of_two;
   Kernel<RaggedScatterAdd, T> ragged_scatter_add;
   Kernel<RaggedDot, T> ragged_dot;
   Kernel<ActivateRows, T> activate_rows;
@@ -45,10 +46,11 @@ struct Library {
 // Compared when a library is opened: it differs if an argument of a kernel was added or removed, or has another size.
 constexpr size_t kLayout = [] {
   size_t layout = 0;
-  for (const size_t bytes : {sizeof(Library), sizeof(RaggedPlan), sizeof(Route<float>), sizeof(RouteBackward<float>),
-                             sizeof(RaggedGather<float>), sizeof(RaggedGatherReduce<float>),
-                             sizeof(RaggedScatterAdd<float>), sizeof(RaggedDot<float>), sizeof(ActivateRows<float>),
-                             sizeof(ActivateRowsBackward<float>), sizeof(Gmm<float>), sizeof(Tgmm<float>)}) {
+  for (const size_t bytes :
+       {sizeof(Library), sizeof(RaggedPlan), sizeof(Route<float>), sizeof(RouteBackward<float>),
+        sizeof(RaggedGather<float>), sizeof(RaggedGatherReduce<float>), sizeof(RaggedGatherReduceOfTwo<float>),
+        sizeof(RaggedScatterAdd<float>), sizeof(RaggedDot<float>), sizeof(ActivateRows<float>),
+        sizeof(ActivateRowsBackward<float>), sizeof(Gmm<float>), sizeof(Tgmm<float>)}) {
     layout = layout * 31 + bytes;
   }
   return layout;
