@@ -68,6 +68,43 @@ void with_form(const ActivationKind& kind, const Run& run) {
   }
 }
 
+// Whether gate and up alternate in rows that are aligned, so that a vector of each is in two vectors of memory.
+template <class T>
+bool alternate(const MatrixView<T>& gate, const MatrixView<T>& up) {
+  const MatrixView<T> both{gate.data, gate.rows, 2 * gate.columns, gate.row_stride, 1};
+  return gate.column_stride == 2 && up.column_stride == 2 && up.data == gate.data + 1 &&
+         up.row_stride == gate.row_stride && is_aligned(both) && gate.columns % kVectorWidth<T> == 0;
+}
+template <class T>
+bool are_vectors(const ActivationKind& kind, const MatrixView<T>& gate, const MatrixView<T>& up) {
+  if (kind.gate == GateLayout::none) return is_aligned(up);
+  return (is_aligned(gate) && is_aligned(up)) || alternate(gate, up);
+}
+
+// Numbers of two vectors that alternate in memory.
+template <class T, int kWidth>
+__device__ void load_alternating(const T* from, T (&even)[kWidth], T (&odd)[kWidth]) {
+  T halves[2][kWidth];
+  load(from, halves[0]);
+  load(from + kWidth, halves[1]);
+  MAXMOE_UNROLL
+  for (int i = 0; i < kWidth; ++i) {
+    even[i] = halves[2 * i / kWidth][2 * i % kWidth];
+    odd[i] = halves[(2 * i + 1) / kWidth][(2 * i + 1) % kWidth];
+  }
+}
+template <class T, int kWidth>
+__device__ void store_alternating(T* to, const T (&even)[kWidth], const T (&odd)[kWidth]) {
+  T halves[2][kWidth];
+  MAXMOE_UNROLL
+  for (int i = 0; i < kWidth; ++i) {
+    halves[2 * i / kWidth][2 * i % kWidth] = even[i];
+    halves[(2 * i + 1) / kWidth][(2 * i + 1) % kWidth] = odd[i];
+  }
+  store(to, halves[0]);
+  store(to + kWidth, halves[1]);
+}
+
 // Calls run.operator()<kWidth, Form>().
 template <class T, class Run>
 void with_width_and_form(bool is_vectorized, const ActivationKind& kind, const Run& run) {

@@ -168,6 +168,27 @@ __device__ inline int64_t warp_inclusive_sum(int64_t value) {
   return value;
 }
 
+// The sum over this thread and the threads before it in a block of whole warps, and over all of its threads.
+struct BlockSum {
+  int64_t inclusive;
+  int64_t of_block;
+};
+// All threads of the block call it, with memory of the block for a number of each warp.
+__device__ inline BlockSum block_inclusive_sum(int64_t value, int64_t* sums_of_warps) {
+  const unsigned warp = threadIdx.x / kWarp;
+  const int64_t sum = warp_inclusive_sum(value);
+  if (lane_index() == kWarp - 1) sums_of_warps[warp] = sum;
+  __syncthreads();  // all sums are written
+  int64_t before = 0;
+  int64_t all = 0;
+  for (unsigned w = 0; w < blockDim.x / kWarp; ++w) {
+    if (w == warp) before = all;
+    all += sums_of_warps[w];
+  }
+  __syncthreads();  // the next call overwrites the sums
+  return {before + sum, all};
+}
+
 #ifdef __CUDACC__
 __device__ inline uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
