@@ -4,7 +4,7 @@ namespace maxmoe::cuda {
 namespace {
 
 template <class T, int kWidth, class Form>
-__global__ void __launch_bounds__(kThreads) activate_elements(const ActivateRows<T> a) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 1 : 6) activate_elements(const ActivateRows<T> a) {
   const ActivationKind kind = Form::fixed(a.kind);
   const bool has_gate = kind.gate != GateLayout::none;
   const bool alternates = kWidth > 1 && has_gate && a.gate.column_stride == 2;
@@ -21,8 +21,7 @@ __global__ void __launch_bounds__(kThreads) activate_elements(const ActivateRows
       T out[kWidth];
       MAXMOE_UNROLL
       for (int i = 0; i < kWidth; ++i) {
-        const auto f =
-            activate_pair<ActivationMath<T, Form::kActivation>, false>(kind, to_wide(gate[i]), to_wide(up[i]));
+        const auto f = activate_pair<typename Form::template Math<T>, false>(kind, to_wide(gate[i]), to_wide(up[i]));
         out[i] = to_narrow<T>(f.activated);
       }
       store(a.out.row(row) + c, out);

@@ -5,7 +5,7 @@ namespace {
 
 // One warp for each row, because the gradient of a weight is a sum over its row.
 template <class T, int kWidth, class Form>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 1 : 4) backward_of_rows(const ActivateRowsBackward<T> a) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 1 : 3) backward_of_rows(const ActivateRowsBackward<T> a) {
   using S = Accumulator<T>;
   const ActivationKind kind = Form::fixed(a.kind);
   const bool has_gate = kind.gate != GateLayout::none;
@@ -30,8 +30,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 1 : 4) backward_of_
       }
       MAXMOE_UNROLL
       for (int i = 0; i < kWidth; ++i) {
-        const auto f =
-            activate_pair<ActivationMath<T, Form::kActivation>, true>(kind, to_wide(gate[i]), to_wide(up[i]));
+        const auto f = activate_pair<typename Form::template Math<T>, true>(kind, to_wide(gate[i]), to_wide(up[i]));
         const S wide = to_wide(grad[i]);
         product += wide * f.activated;
         activated[i] = to_narrow<T>(weight * f.activated);

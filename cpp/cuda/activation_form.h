@@ -1,5 +1,5 @@
-// The activation as a template argument of a kernel: chosen at run time inside of the loop over numbers, it would take
-// an indirect branch for each number.
+// The activation as a template argument of a kernel: chosen at run time inside of the loop over numbers, it takes an
+// indirect branch for each number.
 #pragma once
 
 #include "cuda/launch.h"
@@ -18,15 +18,18 @@ struct ApproximateMath : NumberMath<float> {
 constexpr bool is_approximate(Activation activation) {
   return activation == Activation::silu || activation == Activation::swigluoai;
 }
-template <class T, Activation kActivation>
-using ActivationMath =
-    std::conditional_t<sizeof(T) == 2 && is_approximate(kActivation), ApproximateMath, NumberMath<Accumulator<T>>>;
 
 // An activation, with or without a gate and a limit.
-template <Activation kTheActivation, bool kHasGate, bool kIsLimited>
+template <Activation kActivation, bool kHasGate, bool kIsLimited>
 struct ActivationForm {
-  static constexpr Activation kActivation = kTheActivation;
+  template <class T>
+  using Math =
+      std::conditional_t<sizeof(T) == 2 && is_approximate(kActivation), ApproximateMath, NumberMath<Accumulator<T>>>;
 
+  static bool has(const ActivationKind& kind) {
+    return kind.activation == kActivation && (kind.gate != GateLayout::none) == kHasGate &&
+           (kIsLimited || std::isinf(kind.limit));
+  }
   // The kind with the choices of this form, as constants.
   __device__ static ActivationKind fixed(ActivationKind kind) {
     kind.activation = kActivation;
@@ -36,35 +39,31 @@ struct ActivationForm {
   }
 };
 
-template <Activation kActivation, class Run>
-void with_form(const ActivationKind& kind, const Run& run) {
-  if constexpr (needs_gate(kActivation)) {
-    return run.template operator()<ActivationForm<kActivation, true, kActivation == Activation::swigluoai>>();
-  } else {
-    if (kind.gate == GateLayout::none) return run.template operator()<ActivationForm<kActivation, false, false>>();
-    if (std::isinf(kind.limit)) return run.template operator()<ActivationForm<kActivation, true, false>>();
-    return run.template operator()<ActivationForm<kActivation, true, true>>();
-  }
+// Every activation, chosen at run time.
+struct AnyForm {
+  template <class T>
+  using Math = NumberMath<Accumulator<T>>;
+  __device__ static ActivationKind fixed(const ActivationKind& kind) { return kind; }
+};
+
+template <class... Forms, class Run>
+void with_form_of(const ActivationKind& kind, const Run& run) {
+  const bool is_found = (... || (Forms::has(kind) && (run.template operator()<Forms>(), true)));
+  if (!is_found) run.template operator()<AnyForm>();
 }
 
-// Calls run.operator()<Form>() with the form of a kind.
-template <class Run>
+// Calls run.operator()<Form>() with the form of a kind: for 16-bit numbers all forms with approximations, and others
+// that published models have. More of them would multiply the size of the library.
+template <class T, class Run>
 void with_form(const ActivationKind& kind, const Run& run) {
-  switch (kind.activation) {
-    case Activation::silu:
-      return with_form<Activation::silu>(kind, run);
-    case Activation::gelu:
-      return with_form<Activation::gelu>(kind, run);
-    case Activation::gelu_tanh:
-      return with_form<Activation::gelu_tanh>(kind, run);
-    case Activation::relu:
-      return with_form<Activation::relu>(kind, run);
-    case Activation::relu2:
-      return with_form<Activation::relu2>(kind, run);
-    case Activation::swigluoai:
-      return with_form<Activation::swigluoai>(kind, run);
-    case Activation::situ:
-      return with_form<Activation::situ>(kind, run);
+  using enum Activation;
+  if constexpr (sizeof(T) == 2) {
+    with_form_of<ActivationForm<silu, true, false>, ActivationForm<silu, true, true>,
+                 ActivationForm<silu, false, false>, ActivationForm<swigluoai, true, true>,
+                 ActivationForm<gelu, true, false>, ActivationForm<gelu_tanh, true, false>,
+                 ActivationForm<relu2, false, false>>(kind, run);
+  } else {
+    run.template operator()<AnyForm>();
   }
 }
 
@@ -73,7 +72,7 @@ template <class T>
 bool alternate(const MatrixView<T>& gate, const MatrixView<T>& up) {
   const MatrixView<T> both{gate.data, gate.rows, 2 * gate.columns, gate.row_stride, 1};
   return gate.column_stride == 2 && up.column_stride == 2 && up.data == gate.data + 1 &&
-         up.row_stride == gate.row_stride && is_aligned(both) && gate.columns % kVectorWidth<T> == 0;
+         up.row_stride == gate.row_stride && is_aligned(both);
 }
 template <class T>
 bool are_vectors(const ActivationKind& kind, const MatrixView<T>& gate, const MatrixView<T>& up) {
@@ -108,8 +107,9 @@ __device__ void store_alternating(T* to, const T (&even)[kWidth], const T (&odd)
 // Calls run.operator()<kWidth, Form>().
 template <class T, class Run>
 void with_width_and_form(bool is_vectorized, const ActivationKind& kind, const Run& run) {
-  with_width<T>(is_vectorized,
-                [&]<int kWidth>() { with_form(kind, [&]<class Form>() { run.template operator()<kWidth, Form>(); }); });
+  with_width<T>(is_vectorized, [&]<int kWidth>() {
+    with_form<T>(kind, [&]<class Form>() { run.template operator()<kWidth, Form>(); });
+  });
 }
 
 }  // namespace maxmoe::cuda

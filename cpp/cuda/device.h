@@ -111,6 +111,8 @@ template <class T, int kWidth>
 __device__ inline void load(const T* from, T (&to)[kWidth]) {
 #ifdef __CUDA_ARCH__
   __builtin_assume(__isGlobal(from));  // otherwise the address space of a selected pointer is found out at run time
+#elif !defined(__CUDACC__)
+  emulator::traffic->loaded += sizeof(to);
 #endif
   if constexpr (kWidth == 1) {
     to[0] = *from;
@@ -128,6 +130,9 @@ __device__ inline void load(const T* from, T (&to)[kWidth]) {
 
 template <class T, int kWidth>
 __device__ inline void store(T* to, const T (&from)[kWidth]) {
+#ifndef __CUDACC__
+  emulator::traffic->stored += sizeof(from);
+#endif
   if constexpr (kWidth == 1) {
     *to = from[0];
   } else {

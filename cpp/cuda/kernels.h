@@ -41,6 +41,19 @@ struct RaggedPlan {
 int64_t ragged_plan_scratch(int64_t num_slots, int64_t num_local_experts);
 void ragged_plan(const RaggedPlan& plan, Stream stream);
 
+// Assertions of the values of a plan that comes from elsewhere, in one launch. Lists may be empty.
+struct PlanValues {
+  int64_t num_slots;     // T * K
+  int64_t num_rows;      // R
+  const int64_t* slots;  // each in [-1, T * K)
+  int64_t slots_size;
+  const int64_t* rows;  // each in [-1, R)
+  int64_t rows_size;
+  const int64_t* group_sizes;  // not negative, and at most R in total
+  int64_t num_groups;
+};
+void check_plan(const PlanValues& plan, Stream stream);
+
 // The scores of a token are in shared memory, which limits the number of experts: 12000 in float64, 24000 in float32.
 // Throws std::runtime_error beyond.
 template <class T>

@@ -48,6 +48,8 @@ template <class... Parameters, class... Arguments>
 void launch(const char* op, void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t shared_bytes,
             Stream /*stream*/, const Arguments&... arguments) {
   if (shared_bytes > kMaxSharedBytes) throw std::runtime_error(std::string("maxmoe::") + op + ": shared memory");
+  emulator::traffic = &emulator::traffic_of[op];
+  ++emulator::traffic->launches;
   emulator::run_grid(grid, threads, shared_bytes, [=] { kernel(arguments...); });
 }
 #endif

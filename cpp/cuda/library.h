@@ -35,9 +35,11 @@ struct Library {
   size_t layout;                                // kLayout of the library
   const char* (*unusable)();                    // why no kernel can run on the current device, or null
   int (*compute_capability)(int device_index);  // 90 for 9.0; 0 in the emulator
+  bool (*is_capturing)(Stream stream);          // in a CUDA graph
   int64_t (*ragged_plan_scratch)(int64_t num_slots, int64_t num_local_experts);
   int64_t (*ragged_scatter_add_scratch)(int64_t index_size, int64_t num_rows);
   void (*ragged_plan)(const RaggedPlan& plan, Stream stream);
+  void (*check_plan)(const PlanValues& plan, Stream stream);
   std::tuple<RowKernels<double>, RowKernels<float>, RowKernels<BFloat16>, RowKernels<Float16>, RouteKernels<double>,
              RouteKernels<float>>
       kernels;
@@ -47,7 +49,7 @@ struct Library {
 constexpr size_t kLayout = [] {
   size_t layout = 0;
   for (const size_t bytes :
-       {sizeof(Library), sizeof(RaggedPlan), sizeof(Route<float>), sizeof(RouteBackward<float>),
+       {sizeof(Library), sizeof(RaggedPlan), sizeof(PlanValues), sizeof(Route<float>), sizeof(RouteBackward<float>),
         sizeof(RaggedGather<float>), sizeof(RaggedGatherReduce<float>), sizeof(RaggedGatherReduceOfTwo<float>),
         sizeof(RaggedScatterAdd<float>), sizeof(RaggedDot<float>), sizeof(ActivateRows<float>),
         sizeof(ActivateRowsBackward<float>), sizeof(Gmm<float>), sizeof(Tgmm<float>)}) {

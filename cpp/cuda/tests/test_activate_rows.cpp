@@ -63,10 +63,11 @@ double unit_of(double value) {
 template <class T, Activation kActivation>
 double largest_error() {
   const ActivationKind kind{kActivation, GateLayout::separate, std::numeric_limits<double>::infinity()};
+  using Math = typename cuda::ActivationForm<kActivation, true, true>::template Math<T>;
   double largest = 0.0;
   for (uint32_t bits = 0; bits < 0x10000; ++bits) {
     const float x = widen(T{static_cast<uint16_t>(bits)});
-    const auto got = activate<cuda::ActivationMath<T, kActivation>, true>(kind, x);
+    const auto got = activate<Math, true>(kind, x);
     const auto want = activate<NumberMath<float>, true>(kind, x);
     for (const auto& [a, b] : {std::pair(got.value, want.value), std::pair(got.slope, want.slope)}) {
       if (a == b || (std::isnan(a) && std::isnan(b))) continue;
