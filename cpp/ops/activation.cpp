@@ -221,7 +221,7 @@ Tensor activated_rows(const ActivationKind& kind, const Tensor& gate, const Tens
 }
 
 Tensor activate(const ActivationKind& kind, const Tensor& gate, const Tensor& up) {
-  const auto kernels = cuda_kernels(up);
+  const auto kernels = cuda_kernels(up, "activate_rows");
   if (!kernels.has_value()) return activated_rows(kind, gate, up);
   const Tensor out = at::empty(up.sizes(), up.options());
   for_dtype(up.scalar_type(), [&]<class T>() {
@@ -234,7 +234,7 @@ Tensor activate(const ActivationKind& kind, const Tensor& gate, const Tensor& up
 
 ActivationResults activation_gradient(const ActivationKind& kind, const Tensor& grad, Tensor gate, Tensor up,
                                       const OptionalTensor& weights, bool wants_activated, bool wants_products) {
-  const auto kernels = cuda_kernels(up);
+  const auto kernels = cuda_kernels(up, "activate_rows_backward");
   if (!kernels.has_value()) {
     const Tensor rows = activation_gradient_aten(kind, grad, gate, up, wants_activated || wants_products);
     return {rows, wants_products ? row_products(rows, grad) : Tensor()};

@@ -108,14 +108,15 @@ class Steps {
 };
 
 // The preactivations Z of all rows as the products give them. `up` is [R, F], or [R, 2F] with a fused gate; `gate`
-// [R, F] is undefined unless gate is given. Saved for backward, `up` follows `gate` in the memory of one tensor
-// [R, 2F]: elementwise kernels of devices are up to twice as fast with contiguous tensors.
+// [R, F] is undefined unless gate is given. Saved for backward of tensors of the CPU, `up` follows `gate` in the memory
+// of one tensor [R, 2F].
 struct Preactivations {
   Tensor gate;
   Tensor up;
 
-  static Preactivations in(const Tensor& saved, const ExpertFfnArguments& a) {
+  static Preactivations in(const Tensor& saved, const Tensor& saved_gate, const ExpertFfnArguments& a) {
     if (!a.gate.is_given()) return {Tensor(), saved};
+    if (a.has_gate_apart()) return {saved_gate.contiguous(), saved.contiguous()};
     const Tensor both = saved.contiguous().view({2, saved.size(0), a.up_width()});
     return {both.select(0, 0), both.select(0, 1)};
   }
@@ -166,8 +167,9 @@ ProjectedTokens project_tokens(const ExpertFfnArguments& a, const Steps& steps, 
     const auto [up, reduced] = steps.project(tokens, a.up);
     return {{Tensor(), up}, {Tensor(), reduced, Tensor()}, up};
   }
-  const Tensor saved = is_saved ? at::empty({tokens.size(0), a.preactivation_width()}, tokens.options()) : Tensor();
-  Preactivations z = is_saved ? Preactivations::in(saved, a) : Preactivations{};
+  const bool is_copied = is_saved && !a.has_gate_apart();
+  const Tensor saved = is_copied ? at::empty({tokens.size(0), a.preactivation_width()}, tokens.options()) : Tensor();
+  Preactivations z = is_copied ? Preactivations::in(saved, Tensor(), a) : Preactivations{};
   // The products are computed one after the other, so that only one of them is in memory beside `saved`.
   const auto store = [](Tensor& columns, const Projected& projected) {
     columns = columns.defined() ? columns.copy_(projected.rows) : projected.rows;
@@ -175,7 +177,7 @@ ProjectedTokens project_tokens(const ExpertFfnArguments& a, const Steps& steps, 
   };
   const Tensor reduced_gate = store(z.gate, steps.project(tokens, a.gate));
   const Tensor reduced_up = store(z.up, steps.project(tokens, a.up));
-  return {z, {reduced_gate, reduced_up, Tensor()}, saved};
+  return {z, {reduced_gate, reduced_up, Tensor()}, is_copied ? saved : z.up};
 }
 
 // The gradient of the rows that `project` multiplied, if it is wanted, and of its reduced rows.
@@ -228,7 +230,7 @@ void backward_down_matrices(ProjectionRows rows, bool is_folded, const PerTensor
 bool backward_down(const Tensor& grad_out, const Preactivations& z, const Reduced& reduced, const Wanted& wanted,
                    const ExpertFfnArguments& a, const Steps& steps, Gradients& grads) {
   const bool needs_grad = needs_grad_activated(wanted);
-  const bool folds_weights = needs_grad && path_of(a.x) == Path::cuda_kernels;
+  const bool folds_weights = needs_grad && path_of(a.x, "activate_rows_backward") == Path::cuda_kernels;
   const PerTensor<bool>& down = wanted.down;
   Tensor grad_y;
   Projected grad_rows;
@@ -308,9 +310,12 @@ Outputs expert_ffn_aten(const ExpertFfnArguments& a, bool keeps_intermediates) {
     tokens.reduced.down = reduced;
     return rows;
   }});
-  if (keeps_intermediates) return {out, tokens.saved, tokens.reduced.side_by_side(a)};
-  return {out, at::empty({0, a.preactivation_width()}, a.x.options()),
-          at::empty({0, a.reduced_width()}, a.x.options())};
+  const auto empty = [&](int64_t rows, int64_t width) { return at::empty({rows, width}, a.x.options()); };
+  if (!keeps_intermediates) {
+    return {out, empty(0, a.preactivation_width()), empty(0, a.reduced_width()), empty(0, a.gate_width())};
+  }
+  const Tensor gate = a.has_gate_apart() ? tokens.preactivations.gate : empty(a.slots.size(0), 0);
+  return {out, tokens.saved, tokens.reduced.side_by_side(a), gate};
 }
 
 Gradients expert_ffn_backward_aten(const Tensor& grad_out, const std::optional<Intermediates>& kept,
@@ -318,9 +323,9 @@ Gradients expert_ffn_backward_aten(const Tensor& grad_out, const std::optional<I
   const Steps steps(a);
   // Recomputed preactivations have the same place in memory as saved ones, because bits of a product may depend on the
   // address of an operand.
-  ProjectedTokens tokens =
-      kept.has_value() ? ProjectedTokens{Preactivations::in(kept->preactivations, a), Reduced::in(kept->reduced, a)}
-                       : project_tokens(a, steps, /*is_saved=*/true);
+  ProjectedTokens tokens = kept.has_value() ? ProjectedTokens{Preactivations::in(kept->preactivations, kept->gate, a),
+                                                              Reduced::in(kept->reduced, a)}
+                                            : project_tokens(a, steps, /*is_saved=*/true);
   const Preactivations& z = tokens.preactivations;
   if (!kept.has_value() && wanted.down.b) {
     tokens.reduced.down = steps.multiply_rows(z.activated(a.kind()), {*a.down.a});
