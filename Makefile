@@ -99,14 +99,15 @@ test-aarch64: $(VENV)/test
 	cmake --build build/aarch64
 	ctest --test-dir build/aarch64 --parallel "$$(getconf _NPROCESSORS_ONLN)" --no-tests=error --output-on-failure
 
-# build/cuda/libmaxmoe_cuda.so: the CUDA kernels for compute capability 8.0 and 9.0 and, as PTX, for later ones.
-# Compiled by the nvcc of PyPI in a separate environment; no GPU is needed. The compiler's report of registers and
-# stacks, and the machine code, are checked.
+# build/cuda/libmaxmoe_cuda.so: the CUDA kernels for compute capability 8.0, 9.0, 10.0 and 12.0 and, as PTX, for others
+# from 9.0 on. Compiled by the nvcc of PyPI in a separate environment; no GPU is needed. The compiler's report of
+# registers and stacks, and the machine code, are checked.
 CUDA_PACKAGES := nvidia-cuda-nvcc==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-runtime==13.0.96 \
   nvidia-cuda-cccl==13.0.85 nvidia-cuda-cuobjdump==13.5.37 nvidia-cuda-nvdisasm==13.5.37
 CUDA_HOME = $(firstword $(wildcard $(abspath .venv-cuda)/lib/python*/site-packages/nvidia/cu13))
-NVCC_FLAGS := -std=c++20 -O3 --expt-relaxed-constexpr -Icpp -Xcompiler=-fPIC,-Wall -gencode=arch=compute_80,code=sm_80 \
-  -gencode=arch=compute_90,code=sm_90 -gencode=arch=compute_90,code=compute_90
+NVCC_FLAGS := -std=c++20 -O3 --expt-relaxed-constexpr -compress-mode=size -Icpp -Xcompiler=-fPIC,-Wall \
+  -gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_90,code=sm_90 -gencode=arch=compute_100,code=sm_100 \
+  -gencode=arch=compute_120,code=sm_120 -gencode=arch=compute_90,code=compute_90
 CUDA_OBJECTS := $(patsubst cpp/cuda/%.cu,build/cuda/%.o,$(wildcard cpp/cuda/*.cu))
 cuda: $(CUDA_OBJECTS)
 	@export PATH="$(CUDA_HOME)/bin:$$PATH"

@@ -178,6 +178,40 @@ def kernels_table(sections: dict[str, Any]) -> str:
     return table(["kernel time, ms", "kernels", "all", *KINDS, REST], rows)
 
 
+def paired(sections: dict[str, Any]) -> Iterator[tuple[str, str, Values]]:
+    """Yield shape, operator and values of the operators that were timed through kernel and ATen."""
+    for group, named in sections["rows"].items():
+        yield from ((group, name, values) for name, values in named.items() if "aten_ms" in values)
+
+
+def rows_table(sections: dict[str, Any]) -> str:
+    """Return the time of each operator, its rate, and the rate as a share of a copy of memory."""
+    copy = sections["rows"].get("ceilings", {}).get("copy", {}).get("gb_per_second")
+    rows = []
+    for group, name, values in paired(sections):
+        times = [f"{values['ms']:.3f}", f"{values['aten_ms']:.3f}", f"{values['aten_ms'] / values['ms']:.2f}"]
+        if "flops" in values:
+            rates = [f"{values['flops'] / values['ms'] / 1e9:.0f} TFLOP/s", ""]
+        else:
+            rate = values["bytes"] / values["ms"] / 1e6
+            rates = [f"{rate:.0f} GB/s", f"{rate / copy:.2f}" if copy else ""]
+        rows.append([f"{group}: {name}", *times, *rates])
+    return table(["", "ours, ms", "PyTorch's, ms", "PyTorch's / ours", "ours, rate", "share of a copy"], rows)
+
+
+def decisions(sections: dict[str, Any]) -> Iterator[str]:
+    """Yield which implementation was faster, for each operator and size, and the limit of cpp/ops/grouped_mm.cpp."""
+    faster: dict[str, list[int]] = {}
+    for group, name, values in paired(sections) if "rows" in sections else ():
+        is_ours = values["ms"] <= values["aten_ms"]
+        yield f"{group}: {name}: {'ours' if is_ours else 'of PyTorch'}"
+        if "rows" in values:
+            faster.setdefault(group, []).extend([] if is_ours else [values["rows"]])
+    for group, rows in faster.items():
+        least = f"from {min(rows)} rows per group on" if rows else "at no number of rows that was timed"
+        yield f"{group}: PyTorch's products are faster {least} (kManyRowsPerGroup)"
+
+
 def prototype_table(sections: dict[str, Any]) -> str:
     """Return the rates of the prototype's kernels."""
     layers = sections["prototype"]
@@ -208,6 +242,7 @@ def tables(sections: dict[str, Any]) -> list[str]:
         "models": [training_table],
         "speed": [speed_table, memory_table],
         "kernels": [kernels_table],
+        "rows": [rows_table],
         "prototype": [prototype_table],
     }
     made = [make(sections) for section, makers in parts.items() if section in sections for make in makers]
@@ -217,7 +252,7 @@ def tables(sections: dict[str, Any]) -> list[str]:
 def main(arguments: Sequence[str]) -> None:
     """Print the tables of a folder."""
     sections = read(Path(arguments[0]))
-    print(machine_line(sections), *tables(sections), sep="\n\n")
+    print(machine_line(sections), *tables(sections), "\n".join(decisions(sections)), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -75,6 +75,26 @@ __device__ inline T to_narrow(Accumulator<T> value) {
 #endif
 }
 
+#ifdef __CUDACC__
+// exp(x) with an error of at most 2 + |1.173 x| units of float32, and 1 / x with one of at most 1 unit.
+MAXMOE_DEVICE inline float approximate_exp(float x) {
+#ifdef __CUDA_ARCH__
+  return __expf(x);
+#else
+  return std::exp(x);
+#endif
+}
+MAXMOE_DEVICE inline float approximate_inverse(float x) {
+#ifdef __CUDA_ARCH__
+  float inverse;
+  asm("rcp.approx.f32 %0, %1;" : "=f"(inverse) : "f"(x));
+  return inverse;
+#else
+  return 1 / x;
+#endif
+}
+#endif
+
 // A thread reads and writes vectors of 16 bytes where rows are aligned to 16 bytes, single numbers elsewhere.
 template <class T>
 constexpr int kVectorWidth = 16 / sizeof(T);
@@ -86,8 +106,14 @@ bool is_aligned(const MatrixView<T>& matrix) {
          matrix.row_stride % width == 0 && matrix.columns % width == 0;
 }
 
+// To and from global memory.
 template <class T, int kWidth>
 __device__ inline void load(const T* from, T (&to)[kWidth]) {
+#ifdef __CUDA_ARCH__
+  __builtin_assume(__isGlobal(from));  // otherwise the address space of a selected pointer is found out at run time
+#elif !defined(__CUDACC__)
+  emulator::traffic->loaded += sizeof(to);
+#endif
   if constexpr (kWidth == 1) {
     to[0] = *from;
   } else {
@@ -104,6 +130,9 @@ __device__ inline void load(const T* from, T (&to)[kWidth]) {
 
 template <class T, int kWidth>
 __device__ inline void store(T* to, const T (&from)[kWidth]) {
+#ifndef __CUDACC__
+  emulator::traffic->stored += sizeof(from);
+#endif
   if constexpr (kWidth == 1) {
     *to = from[0];
   } else {
@@ -142,6 +171,27 @@ __device__ inline int64_t warp_inclusive_sum(int64_t value) {
     if (lane_index() >= static_cast<int>(distance)) value += before;
   }
   return value;
+}
+
+// The sum over this thread and the threads before it in a block of whole warps, and over all of its threads.
+struct BlockSum {
+  int64_t inclusive;
+  int64_t of_block;
+};
+// All threads of the block call it, with memory of the block for a number of each warp.
+__device__ inline BlockSum block_inclusive_sum(int64_t value, int64_t* sums_of_warps) {
+  const unsigned warp = threadIdx.x / kWarp;
+  const int64_t sum = warp_inclusive_sum(value);
+  if (lane_index() == kWarp - 1) sums_of_warps[warp] = sum;
+  __syncthreads();  // all sums are written
+  int64_t before = 0;
+  int64_t all = 0;
+  for (unsigned w = 0; w < blockDim.x / kWarp; ++w) {
+    if (w == warp) before = all;
+    all += sums_of_warps[w];
+  }
+  __syncthreads();  // the next call overwrites the sums
+  return {before + sum, all};
 }
 
 #ifdef __CUDACC__

@@ -71,7 +71,18 @@ inline void check_alignment(const void* address, const char* message) {
   if (reinterpret_cast<uintptr_t>(address) % 16 != 0) emulator::fail(message);
 }
 
-// See device.h for the next functions.
+// See device.h for the next functions. The approximations have the errors of the device, times `approximation_error`.
+inline float approximate(double exact, double units) {
+  constexpr double kUnit = std::numeric_limits<float>::epsilon();
+  return static_cast<float>(exact * (1 + emulator::approximation_error * units * kUnit));
+}
+inline float approximate_exp(float x) {
+  return approximate(std::exp(x), 2 + std::fabs(1.173 * x));
+}
+inline float approximate_inverse(float x) {
+  return approximate(1 / x, 1);
+}
+
 template <bool kTransposed>
 void load_matrices(uint32_t (&registers)[4], const void* row) {
   check_alignment(row, "ldmatrix of an address that is not aligned");

@@ -24,6 +24,7 @@
 #include <cstring>
 #include <exception>
 #include <functional>
+#include <map>
 #include <memory>
 #include <new>
 #include <random>
@@ -61,6 +62,25 @@ struct Schedule {
   unsigned multiprocessors = 2;
 };
 inline thread_local Schedule schedule;
+
+// What the operators ask a device for.
+struct Device {
+  int compute_capability = 0;
+  bool is_capturing = false;
+};
+inline thread_local Device device;
+
+// The launches of an operator, and the bytes that its kernels moved by load() and store() (device.h).
+struct Traffic {
+  int64_t launches = 0;
+  int64_t loaded = 0;
+  int64_t stored = 0;
+};
+inline thread_local std::map<std::string, Traffic> traffic_of;  // by operator
+inline thread_local Traffic* traffic = nullptr;                 // of the running kernel
+
+// From -1 to 1: the error of approximate functions as a part of the largest one of a device.
+inline thread_local double approximation_error = 0.0;
 
 struct Copy {
   void* to;

@@ -41,6 +41,19 @@ struct RaggedPlan {
 int64_t ragged_plan_scratch(int64_t num_slots, int64_t num_local_experts);
 void ragged_plan(const RaggedPlan& plan, Stream stream);
 
+// Assertions of the values of a plan that comes from elsewhere, in one launch. Lists may be empty.
+struct PlanValues {
+  int64_t num_slots;     // T * K
+  int64_t num_rows;      // R
+  const int64_t* slots;  // each in [-1, T * K)
+  int64_t slots_size;
+  const int64_t* rows;  // each in [-1, R)
+  int64_t rows_size;
+  const int64_t* group_sizes;  // not negative, and at most R in total
+  int64_t num_groups;
+};
+void check_plan(const PlanValues& plan, Stream stream);
+
 // The scores of a token are in shared memory, which limits the number of experts: 12000 in float64, 24000 in float32.
 // Throws std::runtime_error beyond.
 template <class T>
@@ -52,6 +65,14 @@ template <class T>
 void ragged_gather(const RaggedGather<T>& arguments, Stream stream);
 template <class T>
 void ragged_gather_reduce(const RaggedGatherReduce<T>& arguments, Stream stream);
+// ragged_gather_reduce of the sum of two matrices: adds rows[index[j]] and others[index[j]].
+template <class T>
+struct RaggedGatherReduceOfTwo {
+  RaggedGatherReduce<T> sums;
+  ConstMatrixView<T> others;  // [R, D], as sums.rows
+};
+template <class T>
+void ragged_gather_reduce_of_two(const RaggedGatherReduceOfTwo<T>& arguments, Stream stream);
 template <class T>
 void ragged_dot(const RaggedDot<T>& arguments, Stream stream);
 
@@ -71,7 +92,7 @@ struct ActivateRows {
 
 // The backward pass of activation and weights in one pass over the rows, given grad, the gradient of weights[r] *
 // out[r] divided by weights[r]: gate and up are replaced by their gradients, times the weight of the row; `activated`
-// is weights[r] * out[r]; grad_weights[r] = <grad[r], out[r]>.
+// is weights[r] * out[r], and may be in the memory of grad; grad_weights[r] = <grad[r], out[r]>.
 template <class T>
 struct ActivateRowsBackward {
   ActivationKind kind;

@@ -6,7 +6,8 @@
 
 namespace maxmoe::cuda {
 
-// Kernels with __launch_bounds__(kThreads, 1) may use all registers: with the default, ptxas spills some of them.
+// Kernels with __launch_bounds__(kThreads, blocks) may use the registers of so many blocks at a time: with the default,
+// ptxas spills some of them.
 constexpr int kThreads = 256;  // per block
 constexpr int kWarpsPerBlock = kThreads / kWarp;
 constexpr size_t kMaxSharedBytes = 96 << 10;  // every device from sm_80 on has more
@@ -47,6 +48,8 @@ template <class... Parameters, class... Arguments>
 void launch(const char* op, void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t shared_bytes,
             Stream /*stream*/, const Arguments&... arguments) {
   if (shared_bytes > kMaxSharedBytes) throw std::runtime_error(std::string("maxmoe::") + op + ": shared memory");
+  emulator::traffic = &emulator::traffic_of[op];
+  ++emulator::traffic->launches;
   emulator::run_grid(grid, threads, shared_bytes, [=] { kernel(arguments...); });
 }
 #endif

@@ -16,6 +16,7 @@ template <class T>
 struct RowKernels {
   Kernel<RaggedGather, T> ragged_gather;
   Kernel<RaggedGatherReduce, T> ragged_gather_reduce;
+  Kernel<RaggedGatherReduceOfTwo, T> ragged_gather_reduce_of_two;
   Kernel<RaggedScatterAdd, T> ragged_scatter_add;
   Kernel<RaggedDot, T> ragged_dot;
   Kernel<ActivateRows, T> activate_rows;
@@ -34,9 +35,11 @@ struct Library {
   size_t layout;                                // kLayout of the library
   const char* (*unusable)();                    // why no kernel can run on the current device, or null
   int (*compute_capability)(int device_index);  // 90 for 9.0; 0 in the emulator
+  bool (*is_capturing)(Stream stream);          // in a CUDA graph
   int64_t (*ragged_plan_scratch)(int64_t num_slots, int64_t num_local_experts);
   int64_t (*ragged_scatter_add_scratch)(int64_t index_size, int64_t num_rows);
   void (*ragged_plan)(const RaggedPlan& plan, Stream stream);
+  void (*check_plan)(const PlanValues& plan, Stream stream);
   std::tuple<RowKernels<double>, RowKernels<float>, RowKernels<BFloat16>, RowKernels<Float16>, RouteKernels<double>,
              RouteKernels<float>>
       kernels;
@@ -45,10 +48,11 @@ struct Library {
 // Compared when a library is opened: it differs if an argument of a kernel was added or removed, or has another size.
 constexpr size_t kLayout = [] {
   size_t layout = 0;
-  for (const size_t bytes : {sizeof(Library), sizeof(RaggedPlan), sizeof(Route<float>), sizeof(RouteBackward<float>),
-                             sizeof(RaggedGather<float>), sizeof(RaggedGatherReduce<float>),
-                             sizeof(RaggedScatterAdd<float>), sizeof(RaggedDot<float>), sizeof(ActivateRows<float>),
-                             sizeof(ActivateRowsBackward<float>), sizeof(Gmm<float>), sizeof(Tgmm<float>)}) {
+  for (const size_t bytes :
+       {sizeof(Library), sizeof(RaggedPlan), sizeof(PlanValues), sizeof(Route<float>), sizeof(RouteBackward<float>),
+        sizeof(RaggedGather<float>), sizeof(RaggedGatherReduce<float>), sizeof(RaggedGatherReduceOfTwo<float>),
+        sizeof(RaggedScatterAdd<float>), sizeof(RaggedDot<float>), sizeof(ActivateRows<float>),
+        sizeof(ActivateRowsBackward<float>), sizeof(Gmm<float>), sizeof(Tgmm<float>)}) {
     layout = layout * 31 + bytes;
   }
   return layout;

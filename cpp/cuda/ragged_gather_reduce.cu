@@ -1,47 +1,54 @@
-#include "cuda/launch.h"
+#include "cuda/row_sums.h"
 
 namespace maxmoe::cuda {
 namespace {
 
-// A thread sums its columns of all rows of a group, in the order of the index.
-template <class T, int kWidth>
-__global__ void __launch_bounds__(kThreads, 1) sum_rows(const RaggedGatherReduce<T> a) {
+// A thread sums its columns of all rows of a group, in the order of the index; with two matrices, of a row of each.
+template <class T, int kWidth, int kMatrices>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 1 : 3)
+    sum_rows(const RaggedGatherReduce<T> a, const ConstMatrixView<T> others) {
   for (int64_t group = first_row_of_thread(); group < a.out.rows; group += rows_of_all_blocks()) {
     const int64_t begin = group * a.group_size;
-    const int64_t end = begin + a.group_size;
     for (int64_t c = int64_t{threadIdx.x} * kWidth; c < a.out.columns; c += int64_t{blockDim.x} * kWidth) {
-      Accumulator<T> sums[kWidth] = {};
-#pragma unroll 4
-      for (int64_t j = begin; j < end; ++j) {
-        const int64_t source = a.index[j];
+      const auto index = [&](int64_t i) { return a.index[i / kMatrices]; };
+      const auto term = [&](int64_t i, int64_t source) -> Term<T> {
+        const int64_t j = i / kMatrices;
         MAXMOE_DEVICE_CHECK(source >= -1 && source < a.rows.rows,
                             "maxmoe::ragged_gather_reduce: a value of index is out of range (-1 or a row of rows)");
-        if (source < 0 || (a.valid != nullptr && !a.valid[j])) continue;
-        const Accumulator<T> weight = a.weights == nullptr ? Accumulator<T>(1) : a.weights[j];
-        T values[kWidth];
-        load(a.rows.row(source) + c, values);
-        MAXMOE_UNROLL
-        for (int i = 0; i < kWidth; ++i) sums[i] += weight * to_wide(values[i]);
-      }
-      T values[kWidth];
-      MAXMOE_UNROLL
-      for (int i = 0; i < kWidth; ++i) values[i] = to_narrow<T>(sums[i]);
-      store(a.out.row(group) + c, values);
+        if (source < 0 || (a.valid != nullptr && !a.valid[j])) return {};
+        const T* const row = i % kMatrices == 0 ? a.rows.row(source) : others.row(source);
+        return {row + c, a.weights == nullptr ? Accumulator<T>(1) : a.weights[j]};
+      };
+      Accumulator<T> sums[kWidth] = {};
+      add_terms<T>(sums, begin * kMatrices, (begin + a.group_size) * kMatrices, index, term);
+      store_sums(a.out.row(group) + c, sums);
     }
   }
+}
+
+template <class T, int kMatrices>
+void sum(const RaggedGatherReduce<T>& a, const ConstMatrixView<T>& others, Stream stream) {
+  if (a.out.rows == 0 || a.out.columns == 0) return;
+  const bool is_vectorized = is_aligned(a.rows) && (kMatrices == 1 || is_aligned(others)) && is_aligned(a.out);
+  with_width<T>(is_vectorized, [&]<int kWidth>() {
+    const dim3 threads = block_of_rows(a.out.columns / kWidth);
+    launch("ragged_gather_reduce", sum_rows<T, kWidth, kMatrices>, grid_of(a.out.rows, threads.y), threads, 0, stream,
+           a, others);
+  });
 }
 
 }  // namespace
 
 template <class T>
 void ragged_gather_reduce(const RaggedGatherReduce<T>& a, Stream stream) {
-  if (a.out.rows == 0 || a.out.columns == 0) return;
-  with_width<T>(is_aligned(a.rows) && is_aligned(a.out), [&]<int kWidth>() {
-    const dim3 threads = block_of_rows(a.out.columns / kWidth);
-    launch("ragged_gather_reduce", sum_rows<T, kWidth>, grid_of(a.out.rows, threads.y), threads, 0, stream, a);
-  });
+  sum<T, 1>(a, {}, stream);
+}
+template <class T>
+void ragged_gather_reduce_of_two(const RaggedGatherReduceOfTwo<T>& a, Stream stream) {
+  sum<T, 2>(a.sums, a.others, stream);
 }
 
 MAXMOE_INSTANTIATE_CUDA(ragged_gather_reduce, RaggedGatherReduce)
+MAXMOE_INSTANTIATE_CUDA(ragged_gather_reduce_of_two, RaggedGatherReduceOfTwo)
 
 }  // namespace maxmoe::cuda

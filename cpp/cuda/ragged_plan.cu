@@ -78,22 +78,27 @@ __global__ void __launch_bounds__(kThreads, 1) sum_chunks(const RaggedPlan plan,
   }
 }
 
-// One warp: the sums over the experts, cut off at the limit of rows.
-__global__ void sum_experts(const RaggedPlan plan) {
+constexpr int kMaxSumThreads = 1024;
+
+// One block: the sums over the experts, cut off at the limit of rows.
+__global__ void __launch_bounds__(kMaxSumThreads) sum_experts(const RaggedPlan plan) {
+  MAXMOE_SHARED_MEMORY(memory);
+  auto* const sums_of_warps = reinterpret_cast<int64_t*>(memory);
   const int64_t limit = plan.max_rows < 0 ? plan.num_slots : plan.max_rows;
   int64_t total = 0;
-  for (int64_t first = 0; first < plan.num_local_experts; first += kWarp) {
-    const int64_t e = first + lane_index();
+  for (int64_t first = 0; first < plan.num_local_experts; first += blockDim.x) {
+    const int64_t e = first + threadIdx.x;
     const int64_t size = e < plan.num_local_experts ? plan.group_sizes[e] : 0;
-    const int64_t end = total + warp_inclusive_sum(size);
+    const BlockSum sum = block_inclusive_sum(size, sums_of_warps);
+    const int64_t end = total + sum.inclusive;
     if (e < plan.num_local_experts) {
       const int64_t left = limit - (end - size);
       plan.first_rows[e] = end - size;
       plan.group_sizes[e] = left < 0 ? 0 : left < size ? left : size;
     }
-    total = __shfl_sync(kAllLanes, end, kWarp - 1);
+    total += sum.of_block;
   }
-  if (lane_index() != 0) return;
+  if (threadIdx.x != 0) return;
   const int64_t kept = total < limit ? total : limit;
   MAXMOE_DEVICE_CHECK(kept <= plan.num_rows, "maxmoe::ragged_plan: num_rows must be at least the number of rows");
   plan.first_rows[plan.num_local_experts] = kept;
@@ -137,7 +142,9 @@ void ragged_plan(const RaggedPlan& plan, Stream stream) {
   if (plan.num_local_experts > 0) {
     launch(op, sum_chunks, grid_of(plan.num_local_experts, kWarpsPerBlock), kThreads, 0, stream, plan, chunks);
   }
-  launch(op, sum_experts, 1, kWarp, 0, stream, plan);
+  const auto warps = static_cast<unsigned>(
+      std::clamp<int64_t>((plan.num_local_experts + kWarp - 1) / kWarp, 1, kMaxSumThreads / kWarp));
+  launch(op, sum_experts, 1, warps * kWarp, warps * sizeof(int64_t), stream, plan);
   const int64_t blocks = std::max<int64_t>({1, count, plan.num_rows / kThreads / 4});
   launch(op, assign_rows, grid_of(blocks, kWarpsPerBlock), kThreads, 0, stream, plan, chunks);
 }

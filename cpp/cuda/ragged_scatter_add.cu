@@ -1,6 +1,6 @@
 // A plan with the rows of the result in the place of experts orders the slots by their row. Then each row of the result
 // is the sum of its slots, in their order.
-#include "cuda/launch.h"
+#include "cuda/row_sums.h"
 
 namespace maxmoe::cuda {
 namespace {
@@ -38,19 +38,13 @@ __global__ void __launch_bounds__(kThreads, 1) add_slots(const RaggedScatterAdd<
     const int64_t begin = work.first_slots[row];
     const int64_t end = work.first_slots[row + 1];
     for (int64_t c = int64_t{threadIdx.x} * kWidth; c < a.out.columns; c += int64_t{blockDim.x} * kWidth) {
+      const auto slot_of = [&](int64_t i) { return work.slots[i]; };
+      const auto term = [&](int64_t /*i*/, int64_t slot) -> Term<T> {
+        return {a.rows.row(slot / a.group_size) + c, a.weights == nullptr ? Accumulator<T>(1) : a.weights[slot]};
+      };
       Accumulator<T> sums[kWidth] = {};
-      for (int64_t i = begin; i < end; ++i) {
-        const int64_t slot = work.slots[i];
-        const Accumulator<T> weight = a.weights == nullptr ? Accumulator<T>(1) : a.weights[slot];
-        T values[kWidth];
-        load(a.rows.row(slot / a.group_size) + c, values);
-        MAXMOE_UNROLL
-        for (int v = 0; v < kWidth; ++v) sums[v] += weight * to_wide(values[v]);
-      }
-      T values[kWidth];
-      MAXMOE_UNROLL
-      for (int v = 0; v < kWidth; ++v) values[v] = to_narrow<T>(sums[v]);
-      store(a.out.row(row) + c, values);
+      add_terms<T>(sums, begin, end, slot_of, term);
+      store_sums(a.out.row(row) + c, sums);
     }
   }
 }

@@ -85,7 +85,8 @@ __device__ void open_groups(const RoutingRule& rule, int num_experts, const Key&
   for (int group = 0; group < num_groups; ++group) {
     const T score = score_group<T>(rule.group_score, group * group_size, (group + 1) * group_size, key);
     if (lane_index() != 0) continue;
-    s.group_scores[group] = score;
+    // Infinity minus infinity: the group comes last. A NaN would be in no order, and the groups to open would run out.
+    s.group_scores[group] = score == score ? score : -std::numeric_limits<T>::infinity();
     s.is_open[group] = T(0);
   }
   __syncwarp();

@@ -221,7 +221,7 @@ Tensor activated_rows(const ActivationKind& kind, const Tensor& gate, const Tens
 }
 
 Tensor activate(const ActivationKind& kind, const Tensor& gate, const Tensor& up) {
-  const auto kernels = cuda_kernels(up);
+  const auto kernels = cuda_kernels(up, "activate_rows");
   if (!kernels.has_value()) return activated_rows(kind, gate, up);
   const Tensor out = at::empty(up.sizes(), up.options());
   for_dtype(up.scalar_type(), [&]<class T>() {
@@ -233,20 +233,21 @@ Tensor activate(const ActivationKind& kind, const Tensor& gate, const Tensor& up
 }
 
 ActivationResults activation_gradient(const ActivationKind& kind, const Tensor& grad, Tensor gate, Tensor up,
-                                      bool wants_activated, bool wants_products) {
-  const auto kernels = cuda_kernels(up);
+                                      const OptionalTensor& weights, bool wants_activated, bool wants_products) {
+  const auto kernels = cuda_kernels(up, "activate_rows_backward");
   if (!kernels.has_value()) {
     const Tensor rows = activation_gradient_aten(kind, grad, gate, up, wants_activated || wants_products);
     return {rows, wants_products ? row_products(rows, grad) : Tensor()};
   }
   ActivationResults results;
-  if (wants_activated) results.activated = at::empty(up.sizes(), up.options());
+  if (wants_activated) results.activated = grad;
   if (wants_products) {
     results.products = at::empty({up.size(0)}, up.options().dtype(accumulator_type(up.scalar_type())));
   }
+  const List factors(accumulator_weights(weights, up.scalar_type()));
   for_dtype(up.scalar_type(), [&]<class T>() {
     kernels->rows<T>().activate_rows_backward(
-        {kind, Rows(grad), /*weights=*/nullptr, gate.defined() ? view<T>(gate) : MatrixView<T>{}, view<T>(up),
+        {kind, const_view<T>(grad), factors, gate.defined() ? view<T>(gate) : MatrixView<T>{}, view<T>(up),
          wants_activated ? view<T>(results.activated) : MatrixView<T>{},
          wants_products ? pointer<Accumulator<T>>(results.products) : nullptr},
         kernels->stream);

@@ -51,9 +51,11 @@ struct ActivationResults {
 };
 
 // Gate and up become their gradients, from `grad`, the gradient of activated_rows. Returns the activated rows and the
-// products if they are wanted.
+// products if they are wanted. With `weights` [R], which only the CUDA kernel takes, the gradients and the activated
+// rows, but not the products, are multiplied by the weight of their row. The activated rows may overwrite `grad`.
 ActivationResults activation_gradient(const ActivationKind& kind, const at::Tensor& grad, at::Tensor gate,
-                                      at::Tensor up, bool wants_activated, bool wants_products);
+                                      at::Tensor up, const std::optional<at::Tensor>& weights, bool wants_activated,
+                                      bool wants_products);
 
 // For each row, the product of two rows.
 at::Tensor row_products(const at::Tensor& a, const at::Tensor& b);

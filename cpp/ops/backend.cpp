@@ -5,6 +5,9 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cstdlib>
+#include <set>
+#include <sstream>
 
 #include "kernels/product/tiled/tile_gemm.h"
 #include "ops/cuda_kernels.h"
@@ -13,6 +16,35 @@ namespace maxmoe::ops {
 namespace {
 
 std::atomic<Path> forced{Path::kernels};
+
+// The kernels of MAXMOE_CUDA_KERNELS.
+std::set<std::string, std::less<>> enabled_cuda_kernels() {
+  static const std::set<std::string, std::less<>> all = {"activate_rows",
+                                                         "activate_rows_backward",
+                                                         "check_plan",
+                                                         "gmm",
+                                                         "ragged_dot",
+                                                         "ragged_gather",
+                                                         "ragged_gather_reduce",
+                                                         "ragged_plan",
+                                                         "ragged_scatter_add",
+                                                         "route",
+                                                         "tgmm"};
+  const char* const variable = std::getenv("MAXMOE_CUDA_KERNELS");
+  std::set<std::string, std::less<>> enabled;
+  std::istringstream words(variable != nullptr ? variable : "all");
+  for (std::string word; std::getline(words, word, ',');) {
+    const bool is_removed = word.starts_with('-');
+    const std::string name = is_removed ? word.substr(1) : word;
+    TORCH_CHECK_VALUE(all.contains(name) || word == "all" || word == "none",
+                      "MAXMOE_CUDA_KERNELS must be a list of all, none, kernels and -kernels, got ", word);
+    if (word == "all") enabled = all;
+    if (word == "none") enabled.clear();
+    if (is_removed) enabled.erase(name);
+    if (!is_removed && all.contains(name)) enabled.insert(name);
+  }
+  return enabled;
+}
 
 class TorchExecutor final : public Executor {
  public:
@@ -36,6 +68,12 @@ Path path_of(const at::Tensor& tensor) {
   const Path path = forced.load(std::memory_order_relaxed);
   if (tensor.is_cpu() || path == Path::aten) return path;
   return tensor.is_cuda() && has_cuda_kernels() ? Path::cuda_kernels : Path::aten;
+}
+
+Path path_of(const at::Tensor& tensor, const char* kernel) {
+  static const std::set<std::string, std::less<>> enabled = enabled_cuda_kernels();
+  const Path path = path_of(tensor);
+  return path == Path::cuda_kernels && !enabled.contains(kernel) ? Path::aten : path;
 }
 
 std::string force_path(const std::string& name) {

@@ -15,6 +15,9 @@ namespace maxmoe::ops {
 // matrices, linear, and route with very many experts have no CUDA kernel and go to ATen as well.
 enum class Path { kernels, cuda_kernels, aten };
 Path path_of(const at::Tensor& tensor);
+// The same for an operator that runs a CUDA kernel of this name: ATen if the kernel is switched off. The environment
+// variable MAXMOE_CUDA_KERNELS, read once, names the kernels that run: "all,-gmm,-tgmm", "ragged_gather,route", "none".
+Path path_of(const at::Tensor& tensor, const char* kernel);
 
 // Whether an operator runs a CPU kernel for this tensor.
 inline bool uses_kernels(const at::Tensor& tensor) {

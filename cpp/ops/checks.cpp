@@ -5,7 +5,9 @@
 #include <span>
 
 #include "ops/backend.h"
+#include "ops/cuda_kernels.h"
 #include "ops/torch_internals.h"
+#include "ops/views.h"
 
 namespace maxmoe::ops {
 
@@ -48,9 +50,10 @@ const Argument& Argument::has_dtype_of(const char* other_name, const Tensor& oth
   return *this;
 }
 
-const Argument& Argument::has_values_in(int64_t low, int64_t high, const char* meaning) const {
+const Argument& Argument::has_values_in(int64_t low, int64_t high, const char* meaning, const char* kernel) const {
   if (tensor_.numel() == 0) return *this;
   if (!tensor_.is_cpu()) {
+    if (kernel != nullptr && path_of(tensor_, kernel) == Path::cuda_kernels) return *this;
     if (OperatorCall::is_inside_of_another()) return *this;
     torch_internals::assert_async(
         tensor_.clamp(low, high - 1).eq(tensor_).all(),
@@ -96,17 +99,25 @@ int64_t checked_product(const char* op, const char* name, int64_t a, int64_t b) 
   return product;
 }
 
-void check_group_sizes(const char* op, const Tensor& group_sizes, int64_t num_rows, Sum sum) {
-  Argument(op, "group_sizes", group_sizes).has_dims(1, "[G]").is_int64();
-  if (!group_sizes.is_cpu()) {
-    if (OperatorCall::is_inside_of_another()) return;
-    const Tensor total = group_sizes.sum();
-    const Tensor fits = sum == Sum::exactly ? total.eq(num_rows) : total.le(num_rows);
-    torch_internals::assert_async(group_sizes.ge(0).all().logical_and(fits),
-                                  std::string("maxmoe::") + op + ": group_sizes does not fit the rows");
-    return;
-  }
-  const Tensor sizes = group_sizes.contiguous();
+namespace {
+
+constexpr const char* kCheckPlan = "check_plan";
+
+// Asserts the values of a plan by the CUDA kernel, if there is one: one launch where ATen takes four for each list.
+// Returns whether there is one.
+bool check_in_kernel(const OptionalTensor& slots, const OptionalTensor& rows, const OptionalTensor& group_sizes,
+                     int64_t num_slots, int64_t num_rows) {
+  const auto kernels = cuda_kernels(slots.has_value() ? *slots : *group_sizes, kCheckPlan);
+  if (!kernels.has_value()) return false;
+  if (OperatorCall::is_inside_of_another()) return true;
+  const auto size = [](const OptionalTensor& list) { return list.has_value() ? list->numel() : 0; };
+  kernels->library->check_plan(
+      {num_slots, num_rows, List(slots), size(slots), List(rows), size(rows), List(group_sizes), size(group_sizes)},
+      kernels->stream);
+  return true;
+}
+
+void check_group_sizes_on_host(const char* op, const Tensor& sizes, int64_t num_rows, Sum sum) {
   int64_t total = 0;
   for (int64_t group = 0; group < sizes.numel(); ++group) {
     const int64_t size = sizes.const_data_ptr<int64_t>()[group];
@@ -117,6 +128,19 @@ void check_group_sizes(const char* op, const Tensor& group_sizes, int64_t num_ro
   }
   MAXMOE_CHECK(sum == Sum::at_most || total == num_rows, op, "group_sizes must sum to the number of rows (", num_rows,
                "), got ", total);
+}
+
+}  // namespace
+
+void check_group_sizes(const char* op, const Tensor& group_sizes, int64_t num_rows, Sum sum) {
+  Argument(op, "group_sizes", group_sizes).has_dims(1, "[G]").is_int64();
+  if (group_sizes.is_cpu()) check_group_sizes_on_host(op, group_sizes.contiguous(), num_rows, sum);
+  if (check_in_kernel({}, {}, group_sizes, 0, num_rows)) return;
+  if (group_sizes.is_cpu() || OperatorCall::is_inside_of_another()) return;
+  const Tensor total = group_sizes.sum();
+  const Tensor fits = sum == Sum::exactly ? total.eq(num_rows) : total.le(num_rows);
+  torch_internals::assert_async(group_sizes.ge(0).all().logical_and(fits),
+                                std::string("maxmoe::") + op + ": group_sizes does not fit the rows");
 }
 
 void check_group_size(const char* op, int64_t group_size) {
@@ -137,8 +161,10 @@ void check_routed_rows(const char* op, const Tensor& slots, const Tensor& row_of
   Argument(op, "plan.rows", row_of_slot).has_dims(1, "[T * K]").is_int64();
   const int64_t num_slots = checked_product(op, "top_k", num_tokens, top_k);
   Argument(op, "plan.rows", row_of_slot).has_size(0, num_slots, "T * K");
-  Argument(op, "plan.slots", slots).has_values_in(uses_kernels(slots) ? 0 : -1, num_slots, "a slot of T * K");
-  Argument(op, "plan.rows", row_of_slot).has_values_in(-1, num_rows, "-1 or one of R rows");
+  Argument(op, "plan.slots", slots)
+      .has_values_in(uses_kernels(slots) ? 0 : -1, num_slots, "a slot of T * K", kCheckPlan);
+  Argument(op, "plan.rows", row_of_slot).has_values_in(-1, num_rows, "-1 or one of R rows", kCheckPlan);
+  check_in_kernel(slots, row_of_slot, {}, num_slots, num_rows);
 }
 
 }  // namespace maxmoe::ops

@@ -52,9 +52,9 @@ class Argument {
   const Argument& is_int64() const;
   const Argument& is_bool() const;
   const Argument& has_dtype_of(const char* other_name, const Tensor& other) const;
-  // Checks that every value is in [low, high). Raises at once on the CPU; other devices assert it asynchronously. It is
-  // the last check of an operator, because it reads all values.
-  const Argument& has_values_in(int64_t low, int64_t high, const char* meaning) const;
+  // Checks that every value is in [low, high). Raises at once on the CPU; other devices assert it asynchronously, where
+  // no CUDA kernel of the name `kernel` asserts it. It is the last check of an operator, because it reads all values.
+  const Argument& has_values_in(int64_t low, int64_t high, const char* meaning, const char* kernel = nullptr) const;
 
  private:
   const char* op_;

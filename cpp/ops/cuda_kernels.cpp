@@ -49,8 +49,8 @@ const Opened& emulator_library() {
 
 }  // namespace
 
-std::optional<CudaKernels> cuda_kernels(const at::Tensor& tensor) {
-  if (path_of(tensor) != Path::cuda_kernels) return std::nullopt;
+std::optional<CudaKernels> cuda_kernels(const at::Tensor& tensor, const char* kernel) {
+  if (path_of(tensor, kernel) != Path::cuda_kernels) return std::nullopt;
   if (tensor.is_cpu()) return CudaKernels{emulator_library().library, nullptr};
   return CudaKernels{gpu_library().library, torch_internals::current_stream(tensor.device())};
 }

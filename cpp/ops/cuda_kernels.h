@@ -36,8 +36,8 @@ void run(const std::optional<CudaKernels>& kernels, void (*Table::*of_cuda)(cons
   }
 }
 
-// The kernels if a tensor uses them (ops/backend.h).
-std::optional<CudaKernels> cuda_kernels(const at::Tensor& tensor);
+// The kernels if a tensor uses the one of this name (ops/backend.h).
+std::optional<CudaKernels> cuda_kernels(const at::Tensor& tensor, const char* kernel);
 
 // Whether the kernels can run on GPUs here.
 bool has_cuda_kernels();

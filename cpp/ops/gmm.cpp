@@ -50,7 +50,7 @@ Tensor gmm_kernel(const Tensor& lhs, const Projection& rhs, const Tensor& group_
 Tensor gmm_device(const Tensor& lhs, const Projection& rhs, const RowGroups& groups, const Tensor& reduced) {
   Tensor out = multiply_rows(lhs, rhs, groups);
   if (reduced.defined()) out.add_(multiply_rows(reduced, {*rhs.b}, groups));
-  return runs_gmm_kernel(lhs, rhs) ? out : out.masked_fill_(groups.rows_of_no_group(lhs.size(0)), 0);
+  return runs_gmm_kernel(lhs, rhs, groups) ? out : out.masked_fill_(groups.rows_of_no_group(lhs.size(0)), 0);
 }
 
 template <class... Types>

@@ -102,13 +102,24 @@ void for_each_group(const RowGroups& groups, const Visit& visit) {
   }
 }
 
-// The CUDA kernels of products; none where torch has one kernel that is faster: bfloat16 on tensor cores of compute
-// capability 9.0 and 10.0.
-std::optional<CudaKernels> product_kernels(const Tensor& rows) {
-  const auto kernels = cuda_kernels(rows);
-  if (!kernels.has_value() || !rows.is_cuda() || rows.scalar_type() != at::kBFloat16) return kernels;
-  const int capability = kernels->library->compute_capability(rows.device().index());
-  return capability == 90 || capability == 100 ? std::nullopt : kernels;
+// From so many rows per group on, a product of torch for each group is expected to be faster than our one kernel for
+// all groups, although the host waits for the bounds. Calculated for float16 and an H200, not measured.
+constexpr int64_t kManyRowsPerGroup = 256;
+
+// Whether torch has the faster product: of bfloat16 on compute capability 9 and 10, one kernel for all groups; of
+// float32 and float16 from 9 on, a product for each group, which a CUDA graph cannot capture.
+bool is_faster_in_torch(const CudaKernels& kernels, const Tensor& rows, const RowGroups& groups) {
+  const int major = kernels.library->compute_capability(rows.device().index()) / 10;
+  const auto type = rows.scalar_type();
+  if (type == at::kBFloat16) return major == 9 || major == 10;
+  const bool has_many_rows = groups.size() > 0 && rows.size(0) / groups.size() >= kManyRowsPerGroup;
+  return type != at::kDouble && major >= 9 && has_many_rows && !kernels.library->is_capturing(kernels.stream);
+}
+
+// The CUDA kernels of products, if the one of this name is used.
+std::optional<CudaKernels> product_kernels(const Tensor& rows, const RowGroups& groups, const char* kernel) {
+  const auto kernels = cuda_kernels(rows, kernel);
+  return kernels.has_value() && is_faster_in_torch(*kernels, rows, groups) ? std::nullopt : kernels;
 }
 
 Tensor gmm_cuda(const CudaKernels& kernels, const Tensor& rows, const Projection& given, const RowGroups& groups) {
@@ -174,12 +185,13 @@ Tensor RowGroups::rows_of_no_group(int64_t num_rows) const {
   return begin.defined() ? position.lt(begin).logical_or_(is_after) : is_after;
 }
 
-bool runs_gmm_kernel(const Tensor& rows, const Weights& matrices) {
-  return !matrices.is_quantized() && product_kernels(rows).has_value();
+bool runs_gmm_kernel(const Tensor& rows, const Weights& matrices, const RowGroups& groups) {
+  return !matrices.is_quantized() && product_kernels(rows, groups, "gmm").has_value();
 }
 
 Tensor multiply_rows(const Tensor& rows, const Projection& matrices, const RowGroups& groups) {
-  if (runs_gmm_kernel(rows, matrices)) return gmm_cuda(*product_kernels(rows), rows, matrices, groups);
+  if (runs_gmm_kernel(rows, matrices, groups))
+    return gmm_cuda(*product_kernels(rows, groups, "gmm"), rows, matrices, groups);
   Tensor out;
   if (rows.numel() == 0 || matrices.count() == 0 || matrices.out_size() == 0) {
     out = at::zeros({rows.size(0), matrices.out_size()}, rows.options());
@@ -205,7 +217,7 @@ Tensor multiply_groups(const Tensor& lhs, const Tensor& rhs, const RowGroups& gr
   if (groups.size() == 0 || lhs.numel() == 0 || rhs.numel() == 0) {
     return at::zeros({groups.size(), lhs.size(1), rhs.size(1)}, lhs.options());
   }
-  if (const auto kernels = product_kernels(lhs)) return tgmm_cuda(*kernels, lhs, rhs, groups);
+  if (const auto kernels = product_kernels(lhs, groups, "tgmm")) return tgmm_cuda(*kernels, lhs, rhs, groups);
   if (is_legal(lhs, groups)) {
     const GroupBounds& bounds = groups.bounds();
     const Tensor left = aligned(lhs).t();

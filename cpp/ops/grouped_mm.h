@@ -44,7 +44,7 @@ class RowGroups {
 
 // Whether multiply_rows runs the CUDA kernel gmm, which writes zeros to rows of no group: for tensors that use CUDA
 // kernels, unless the matrices are quantized or torch has a faster one.
-bool runs_gmm_kernel(const at::Tensor& rows, const Weights& matrices);
+bool runs_gmm_kernel(const at::Tensor& rows, const Weights& matrices, const RowGroups& groups);
 
 // [R, F]: rows [R, D] times the matrices [L, D, F] of their groups, plus the biases [L, F]; without low-rank factors.
 // Through ATen the values of rows of no group are undefined. Quantized matrices are dequantized one by one, for which

@@ -40,11 +40,11 @@ Tensor ragged_dot_backend(const Tensor& a, const Tensor& b, const Tensor& index,
       .has_dims(1, "[M]")
       .is_int64()
       .has_size(0, checked_product(kOp, "group_size", a.size(0), group_size), "rows of a times group_size")
-      .has_values_in(-1, b.size(0), "-1 or a row of b");
-  if (path_of(a) == Path::aten) return ragged_dot_aten(a, b, index, group_size);
+      .has_values_in(-1, b.size(0), "-1 or a row of b", kOp);
+  if (path_of(a, kOp) == Path::aten) return ragged_dot_aten(a, b, index, group_size);
   const Tensor out = at::empty({index.size(0)}, a.options().dtype(accumulator_type(a.scalar_type())));
   for_dtype(a.scalar_type(), [&]<class T>() {
-    run(cuda_kernels(a), &cuda::RowKernels<T>::ragged_dot, maxmoe::ragged_dot<T>,
+    run(cuda_kernels(a, kOp), &cuda::RowKernels<T>::ragged_dot, maxmoe::ragged_dot<T>,
         {Rows(a), Rows(b), List(index), index.numel(), group_size, pointer<Accumulator<T>>(out)});
   });
   return out;

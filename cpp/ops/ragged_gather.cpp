@@ -24,8 +24,8 @@ Tensor ragged_gather_backend(const Tensor& x, const Tensor& index, const Optiona
   check_weights(kOp, weights, size);
   MAXMOE_CHECK(0 <= start && start <= size, kOp, "start must be in [0, ", size, "], got ", start);
   MAXMOE_CHECK(start <= end && end <= size, kOp, "end must be in [start (", start, "), ", size, "], got ", end);
-  Argument(kOp, "index", index).has_values_in(-1, x.size(0), "-1 or a row of x");
-  if (path_of(x) == Path::aten) return selected_rows_or_zeros(x, masked_index(index, start, end), weights);
+  Argument(kOp, "index", index).has_values_in(-1, x.size(0), "-1 or a row of x", kOp);
+  if (path_of(x, kOp) == Path::aten) return selected_rows_or_zeros(x, masked_index(index, start, end), weights);
   return gather_rows(x, index, weights, start, end);
 }
 

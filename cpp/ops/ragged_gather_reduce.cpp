@@ -22,8 +22,8 @@ Tensor ragged_gather_reduce_backend(const Tensor& rows, const Tensor& index, int
   if (valid.has_value()) {
     Argument(kOp, "valid", *valid).has_dims(1, "[M]").is_bool().has_size(0, index.size(0), "size of index");
   }
-  Argument(kOp, "index", index).has_values_in(-1, rows.size(0), "-1 or a row of rows");
-  if (path_of(rows) == Path::aten) {
+  Argument(kOp, "index", index).has_values_in(-1, rows.size(0), "-1 or a row of rows", kOp);
+  if (path_of(rows, kOp) == Path::aten) {
     return sums_of_groups(masked_index(index, valid), group_size, weights, rows.scalar_type(), {[&] { return rows; }});
   }
   return sum_rows(rows, index, group_size, weights, valid);

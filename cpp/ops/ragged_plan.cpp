@@ -34,7 +34,7 @@ void check_ragged_plan(const Tensor& experts, int64_t num_experts, int64_t first
                "num_local_experts must be in [0, num_experts - first_expert (", num_experts - first_expert, ")], got ",
                num_local_experts);
   MAXMOE_CHECK(max_rows.value_or(0) >= 0, kRaggedPlan, "max_rows must not be negative, got ", max_rows.value_or(0));
-  Argument(kRaggedPlan, "experts", experts).has_values_in(-1, num_experts, "-1 or one of num_experts");
+  Argument(kRaggedPlan, "experts", experts).has_values_in(-1, num_experts, "-1 or one of num_experts", kRaggedPlan);
 }
 
 // The number of rows R. Reading it from `kept` waits for the device, so the caller's num_rows has precedence; with
@@ -115,10 +115,10 @@ Plan ragged_plan_backend(const Tensor& experts, int64_t num_experts, int64_t fir
                          std::optional<int64_t> known_rows) {
   const int64_t num_local_experts = local_or_all.value_or(num_experts - first_expert);
   check_ragged_plan(experts, num_experts, first_expert, num_local_experts, max_rows);
-  if (const auto cuda = cuda_kernels(experts)) {
+  if (const auto cuda = cuda_kernels(experts, kRaggedPlan)) {
     return ragged_plan_cuda(*cuda, experts, num_experts, first_expert, num_local_experts, max_rows, known_rows);
   }
-  if (!uses_kernels(experts)) {
+  if (path_of(experts, kRaggedPlan) == Path::aten) {
     return ragged_plan_aten(experts, num_experts, first_expert, num_local_experts, max_rows, known_rows);
   }
   const Tensor ids = experts.contiguous();

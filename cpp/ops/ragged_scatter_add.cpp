@@ -42,14 +42,14 @@ Tensor ragged_scatter_add_backend(const Tensor& rows, const Tensor& index, int64
       .is_int64()
       .has_size(0, checked_product(kOp, "group_size", rows.size(0), group_size), "rows times group_size");
   check_weights(kOp, weights, index.size(0));
-  Argument(kOp, "index", index).has_values_in(-1, num_rows, "-1 or a row of the result");
-  if (path_of(rows) == Path::aten) return ragged_scatter_add_aten(rows, index, num_rows, group_size, weights);
+  Argument(kOp, "index", index).has_values_in(-1, num_rows, "-1 or a row of the result", kOp);
+  if (path_of(rows, kOp) == Path::aten) return ragged_scatter_add_aten(rows, index, num_rows, group_size, weights);
   const Tensor out = empty({num_rows, rows.size(1)}, rows.options());
   if (out.numel() == 0) return out;
   const List factors(accumulator_weights(weights, rows.scalar_type()));
   // Work space: the kernels invert the index first, so that each row of the result is summed by one thread in the order
   // of the index. Atomic additions would give other bits in each run.
-  const auto kernels = cuda_kernels(rows);
+  const auto kernels = cuda_kernels(rows, kOp);
   const int64_t scratch_size = kernels.has_value()
                                    ? kernels->library->ragged_scatter_add_scratch(index.numel(), num_rows)
                                    : num_rows + 1 + index.numel();

@@ -235,7 +235,8 @@ void check_route(const Tensor& logits, const Options& o) {
 // The CUDA kernels keep the scores of a token in shared memory, which has space for 2048 experts on every GPU.
 bool uses_aten(const Tensor& logits) {
   constexpr int64_t kMostExpertsOnCuda = 2048;
-  return path_of(logits) == Path::aten || (cuda_kernels(logits) && logits.size(1) > kMostExpertsOnCuda);
+  return path_of(logits, "route") == Path::aten ||
+         (cuda_kernels(logits, "route") && logits.size(1) > kMostExpertsOnCuda);
 }
 
 Routing route_kernel(const Tensor& logits, int64_t top_k, const OptionalTensor& correction_bias,
@@ -245,7 +246,7 @@ Routing route_kernel(const Tensor& logits, int64_t top_k, const OptionalTensor& 
   const Tensor experts = at::empty({logits.size(0), top_k}, logits.options().dtype(at::kLong));
   // Only float32 and float64: the scores of 16-bit logits are computed in float32.
   for_accumulator_type(logits.scalar_type(), [&]<class T>() {
-    run(cuda_kernels(logits), &cuda::RouteKernels<T>::route, maxmoe::route<T>,
+    run(cuda_kernels(logits, "route"), &cuda::RouteKernels<T>::route, maxmoe::route<T>,
         {Rows(logits), List(correction_bias), List(given), rule, view<T>(weights), view<int64_t>(experts),
          view<T>(probabilities)});
   });
@@ -307,7 +308,7 @@ Tensor route_backward_backend(const Tensor& grad_weights, const OptionalTensor& 
   const Tensor ids = experts.contiguous();
   const Tensor out = at::empty_like(wide);
   for_accumulator_type(type, [&]<class T>() {
-    run(cuda_kernels(logits), &cuda::RouteKernels<T>::route_backward, maxmoe::route_backward<T>,
+    run(cuda_kernels(logits, "route"), &cuda::RouteKernels<T>::route_backward, maxmoe::route_backward<T>,
         {Rows(grad), grad_all.has_value() ? const_view<T>(*grad_all) : ConstMatrixView<T>{}, const_view<T>(wide),
          const_view<int64_t>(ids), rule, view<T>(out)});
   });

@@ -34,13 +34,25 @@ Tensor split(const Tensor& weights, at::ScalarType dtype) {
   return parts;
 }
 
+Tensor sum_rows_of_two(const CudaKernels& kernels, const Tensor& rows, const Tensor& others, const Tensor& index,
+                       int64_t group_size, const OptionalTensor& weights) {
+  const Tensor out = at::empty({index.size(0) / group_size, rows.size(1)}, rows.options());
+  const List factors(accumulator_weights(weights, rows.scalar_type()));
+  for_dtype(rows.scalar_type(), [&]<class T>() {
+    kernels.rows<T>().ragged_gather_reduce_of_two(
+        {{Rows(rows), List(index), group_size, factors, /*valid=*/nullptr, view<T>(out)}, Rows(others)},
+        kernels.stream);
+  });
+  return out;
+}
+
 }  // namespace
 
 Tensor gather_rows(const Tensor& x, const Tensor& index, const OptionalTensor& weights, int64_t start, int64_t end) {
   const Tensor out = empty({index.size(0), x.size(1)}, x.options());
   const List factors(accumulator_weights(weights, x.scalar_type()));
   for_dtype(x.scalar_type(), [&]<class T>() {
-    run(cuda_kernels(x), &cuda::RowKernels<T>::ragged_gather, maxmoe::ragged_gather<T>,
+    run(cuda_kernels(x, "ragged_gather"), &cuda::RowKernels<T>::ragged_gather, maxmoe::ragged_gather<T>,
         {Rows(x), List(index), factors, start, end, view<T>(out)});
   });
   return out;
@@ -51,8 +63,8 @@ Tensor sum_rows(const Tensor& rows, const Tensor& index, int64_t group_size, con
   const Tensor out = empty({index.size(0) / group_size, rows.size(1)}, rows.options());
   const List factors(accumulator_weights(weights, rows.scalar_type()));
   for_dtype(rows.scalar_type(), [&]<class T>() {
-    run(cuda_kernels(rows), &cuda::RowKernels<T>::ragged_gather_reduce, maxmoe::ragged_gather_reduce<T>,
-        {Rows(rows), List(index), group_size, factors, List(valid), view<T>(out)});
+    run(cuda_kernels(rows, "ragged_gather_reduce"), &cuda::RowKernels<T>::ragged_gather_reduce,
+        maxmoe::ragged_gather_reduce<T>, {Rows(rows), List(index), group_size, factors, List(valid), view<T>(out)});
   });
   return out;
 }
@@ -60,7 +72,7 @@ Tensor sum_rows(const Tensor& rows, const Tensor& index, int64_t group_size, con
 // With weights ATen takes two kernels here; the single kernel of embedding_bag takes 2.6 times as long (H200, 2048 to
 // 4096 columns).
 Tensor selected_rows(const Tensor& rows, const Tensor& index, const OptionalTensor& weights) {
-  if (path_of(rows) == Path::cuda_kernels) return gather_rows(rows, index, weights, 0, index.size(0));
+  if (path_of(rows, "ragged_gather") == Path::cuda_kernels) return gather_rows(rows, index, weights, 0, index.size(0));
   const Tensor selected = rows.index_select(0, index);
   if (!weights.has_value()) return selected;
   return selected.mul_(weights->reshape(-1).to(accumulator_type(rows.scalar_type())).unsqueeze(1));
@@ -69,7 +81,7 @@ Tensor selected_rows(const Tensor& rows, const Tensor& index, const OptionalTens
 Tensor selected_rows_or_zeros(const Tensor& rows, const Tensor& index, const OptionalTensor& weights) {
   if (rows.size(0) == 0) return at::zeros({index.size(0), rows.size(1)}, rows.options());
   // The kernel writes the zeros.
-  if (path_of(rows) == Path::cuda_kernels) return selected_rows(rows, index, weights);
+  if (path_of(rows, "ragged_gather") == Path::cuda_kernels) return selected_rows(rows, index, weights);
   return selected_rows(rows, index.clamp_min(0), weights).masked_fill_(index.lt(0).unsqueeze(1), 0);
 }
 
@@ -78,16 +90,10 @@ Tensor selected_rows_or_zeros(const Tensor& rows, const Tensor& index, const Opt
 // sum is overwritten.
 Tensor sums_of_groups(const Tensor& index, int64_t group_size, const OptionalTensor& weights, at::ScalarType dtype,
                       std::initializer_list<std::function<Tensor()>> tensors) {
-  Tensor sums;
-  const auto add_all = [&](const auto& sums_of) {
-    for (const auto& make_tensor : tensors) {
-      const Tensor terms = sums_of(make_tensor());
-      sums = sums.defined() ? sums.add_(terms) : terms;
-    }
-  };
-  if (path_of(index) == Path::cuda_kernels) {
-    add_all([&](const Tensor& tensor) { return sum_rows(tensor, index, group_size, weights, std::nullopt); });
-    return sums;
+  if (const auto kernels = cuda_kernels(index, "ragged_gather_reduce")) {
+    const Tensor first = (*tensors.begin())();
+    if (tensors.size() == 1) return sum_rows(first, index, group_size, weights, std::nullopt);
+    return sum_rows_of_two(*kernels, first, (*std::next(tensors.begin()))(), index, group_size, weights);
   }
   const int64_t num_groups = index.size(0) / group_size;
   const Tensor rows = index.reshape({num_groups, group_size});
@@ -98,12 +104,17 @@ Tensor sums_of_groups(const Tensor& index, int64_t group_size, const OptionalTen
   const Tensor row_of_term =
       at::where(is_absent.unsqueeze(2).expand(factors.sizes()), other.clamp_min(0).unsqueeze(2), rows.unsqueeze(2));
   const Tensor begins = at::arange(0, factors.numel(), factors.size(1) * factors.size(2), index.options());
-  add_all([&](const Tensor& tensor) {
+  const auto sums_of = [&](const Tensor& tensor) {
     if (num_groups == 0 || tensor.numel() == 0) return at::zeros({num_groups, tensor.size(1)}, tensor.options());
     constexpr int64_t kSum = 0;
     return std::get<0>(at::embedding_bag(tensor.contiguous(), row_of_term.reshape(-1), begins,
                                          /*scale_grad_by_freq=*/false, kSum, /*sparse=*/false, factors.reshape(-1)));
-  });
+  };
+  Tensor sums;
+  for (const auto& make_tensor : tensors) {
+    const Tensor terms = sums_of(make_tensor());
+    sums = sums.defined() ? sums.add_(terms) : terms;
+  }
   return sums.masked_fill_(other.lt(0), 0);
 }
 

@@ -21,13 +21,13 @@ Tensor selected_rows(const Tensor& rows, const Tensor& index, const OptionalTens
 // The same for an index with negative numbers, whose rows are zero. Also for tensors without rows.
 Tensor selected_rows_or_zeros(const Tensor& rows, const Tensor& index, const OptionalTensor& weights = std::nullopt);
 
-// For each group of slots, the sum of their rows, each times the weight of its slot: [number of groups, D], of all
-// `tensors` [R, D]. Each of these is computed by a function just before it is added, so that one at a time is in
-// memory. index [M]: the row of each slot, negative for none. weights: one for each slot, or None. dtype: the dtype of
-// the rows.
+// For each group of slots, the sum of their rows, each times the weight of its slot: [number of groups, D], of one or
+// two `tensors` [R, D], which functions compute. index [M]: the row of each slot, negative for none. weights: one for
+// each slot, or None. dtype: the dtype of the rows.
 //
-// One kernel, of CUDA or of ATen, reads each row once and adds in the order of the index, for 16-bit rows in float32.
-// No tensor of the selected rows is allocated.
+// A kernel reads each row once and adds in the order of the index, for 16-bit rows in float32; no tensor of the
+// selected rows is allocated. On CUDA one kernel sums both tensors. Through ATen each tensor is computed just before it
+// is added, so that one at a time is in memory.
 Tensor sums_of_groups(const Tensor& index, int64_t group_size, const OptionalTensor& weights, at::ScalarType dtype,
                       std::initializer_list<std::function<Tensor()>> tensors);
 

@@ -24,11 +24,12 @@ def _columns(name: str, arguments: dict[str, Any]) -> int:
 
 
 def _expert_ffn_forward(x: Tensor, slots: Tensor, recompute: bool = False, **others: Any) -> tuple[Tensor, ...]:
-    width = _columns("up", others) * (1 if others.get("gate") is None else 2)
+    width, has_gate, is_apart = _columns("up", others), others.get("gate") is not None, x.device.type != "cpu"
     num_rows = 0 if recompute else slots.shape[0]
     factors = [others.get(f"{name}_a") for name in ("gate", "up", "down")]
     rank = sum(a.shape[2] for a in factors if a is not None)
-    return x.new_empty(x.shape), x.new_empty(num_rows, width), x.new_empty(num_rows, rank)
+    widths = (2 * width if has_gate and not is_apart else width, rank, width if has_gate and is_apart else 0)
+    return x.new_empty(x.shape), *(x.new_empty(num_rows, columns) for columns in widths)
 
 
 def _expert_ffn_backward(output_mask: list[bool], x: Tensor, rows: Tensor, **others: Any) -> list[Tensor]:

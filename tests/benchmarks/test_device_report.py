@@ -49,13 +49,29 @@ def test_what_failed_or_was_not_run_is_said() -> None:
             "large: forward": {"ours": failed, "grouped_mm by hand": measured},
         },
         "kernels": {"large: forward": {"ours": failed}},
+        "rows": {
+            "ceilings": {"copy": {"gb_per_second": 4000.0}},
+            "Mixtral": {"ragged_gather": {"ms": 0.5, "aten_ms": 1.0, "bytes": 10**9}, "ragged_dot": failed},
+            "gmm, float16": {
+                f"{rows} rows per group": {"ms": ms, "aten_ms": 1.0, "flops": 10**11, "rows": rows}
+                for rows, ms in ((32, 0.5), (512, 2.0), (2048, 4.0))
+            },
+        },
         "threads": {"avx2": {"A, float32, 1 threads": missing}},
     }
-    errors, cases, training, speed, memory, kernels, threads = device_report.tables(sections)
+    errors, cases, training, speed, memory, kernels, rows, threads = device_report.tables(sections)
     assert "| operators, float32 | 1 of 2 | 9.0e-06 | 1.0e-05 | no |" in errors
     assert "| experts | 0 of 1 | | | |" in errors
     for line in ("| no wait | failed |", "| cuda graph | not run: no time was left |", "| side stream | passed |"):
         assert line in cases
     assert "| small, forward | 0.50 | 2.00 | 1.00 | 10 (0.50) | 10 (0.50) |" in speed and "large" not in speed
     assert "| small, forward | 1.00 | 4 | 4 |" in memory
+    assert "| Mixtral: ragged_gather | 0.500 | 1.000 | 2.00 | 2000 GB/s | 0.50 |" in rows and "ragged_dot" not in rows
+    assert "| gmm, float16: 512 rows per group | 2.000 | 1.000 | 0.50 | 50 TFLOP/s | |" in rows
+    decided = list(device_report.decisions(sections))
+    assert decided[0] == "Mixtral: ragged_gather: ours"
+    assert decided[-2:] == [
+        "gmm, float16: 2048 rows per group: of PyTorch",
+        "gmm, float16: PyTorch's products are faster from 512 rows per group on (kManyRowsPerGroup)",
+    ]
     assert all(table.count("\n") == 1 for table in (training, kernels, threads))

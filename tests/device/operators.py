@@ -20,7 +20,8 @@ from torch import Tensor
 from benchmarks.shapes import Shape as Sizes
 from device import experts
 from device.cases import Cases, Values, main, rounded, within
-from maxmoe import _C, build_info, ops
+import maxmoe
+from maxmoe import build_info, ops
 from support.operator_calls import Call, Result, cotangents_of, expected_result, result, tolerance
 from support.operator_checks import OperatorTests
 from support.shapes import DTYPES, EMPTY_EXPERTS, NO_TOKEN, ODD_WIDTHS, SEVERAL_BLOCKS, SKEWED, UNROUTED
@@ -196,7 +197,7 @@ def implementations(cases: Cases) -> Iterator[tuple[str, Callable[[], AbstractCo
     yield "", nullcontext
     if cases.is_cuda and build_info()["cuda_kernels"] == "usable":
         yield ", through ATen", ops.force_aten
-    if not cases.is_cuda and Path(_C.__file__).with_name("libmaxmoe_cuda_emulator.so").exists():
+    if not cases.is_cuda and Path(maxmoe.__file__).with_name("libmaxmoe_cuda_emulator.so").exists():
         yield ", CUDA kernels in the emulator", ops.force_cuda_emulator
 
 

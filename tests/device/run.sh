@@ -6,22 +6,26 @@
 #     bash tests/device/run.sh --device cpu --tiny    # the dry run, with the core that is installed
 #
 # results.json, log.txt and the C++ core come to $OUT, runs/device by default. STEPS="operators speed" runs some of the
-# steps, THREADS_SECONDS bounds the longest one. `python -m benchmarks.device_report $OUT` makes tables of results.json.
+# steps. `python -m benchmarks.device_report $OUT` makes tables of results.json, and says for each operator and size
+# which implementation was faster. MAXMOE_CUDA_KERNELS=all,-gmm switches a kernel off that fails.
+#
+# First what must be right, then how fast it is, then layers and models. The step "tests" needs the kernels' GoogleTest
+# suite, build/cuda/maxmoe_cuda_tests of `make cuda-tests`, in .device, and "sanitizers" compute-sanitizer; without them
+# they are left out.
 #
 # The core is built for the torch that is there, also for one that is older than maxmoe supports (MAXMOE_ANY_TORCH).
-# That needs a C++ compiler, cmake and ninja there, and Eigen as a wheel in .device, which git ignores:
+# That needs a C++ compiler, cmake, ninja and the headers of Python there, and wheels in .device, which git ignores:
 #
 #     python3 -m pip download --no-deps --only-binary=:all: --platform manylinux_2_17_x86_64 \
-#       --platform manylinux2014_x86_64 --platform any --python-version 3.12 -d .device 'cmeel-eigen>=3.4'
+#       --platform manylinux2014_x86_64 --platform any --python-version 3.12 -d .device 'cmeel-eigen>=3.4' 'pybind11>=3'
 #
 # With an nvcc there the CUDA kernels are built as well; operators are then checked and timed with and without them.
 #
 # A core in .device, such as the libmaxmoe_torch2_11.so of an earlier run, is used as it is, with the libmaxmoe_cuda.so
 # beside it. Take them out after a change of C++.
 set -uo pipefail
-: "${OUT:=runs/device}" "${PYTHON:=python3}" "${STEPS:=operators layers models speed kernels threads}"
-: "${THREADS_SECONDS:=100}"
-declare -A limits=([operators]=60 [layers]=50 [models]=50 [speed]=50 [kernels]=40)
+: "${OUT:=runs/device}" "${PYTHON:=python3}" "${STEPS:=tests operators sanitizers rows speed kernels layers models}"
+declare -A limits=([operators]=60 [rows]=40 [layers]=50 [models]=50 [speed]=50 [kernels]=40 [threads]=100)
 device=cuda
 [[ " $* " == *" --device cpu "* ]] && device=cpu
 mkdir -p "$OUT"
@@ -42,32 +46,48 @@ check() { # check NAME SECONDS STEP [OPTION...]: no case begins in the last thir
 }
 
 build() {
-  export MAXMOE_ANY_TORCH=1 CMAKE_PREFIX_PATH="$PWD/build/eigen/cmeel.prefix"
+  export MAXMOE_ANY_TORCH=1 CMAKE_PREFIX_PATH="$PWD/build/wheels/cmeel.prefix" PYTHONPATH="$PWD/build/wheels:$PYTHONPATH"
   export CMAKE_ARGS="-DMAXMOE_ISAS=runnable -DMAXMOE_UNITY_BATCH_SIZE=2 ${CMAKE_ARGS:-}"
-  step "Eigen" 20 "$PYTHON" -m pip install -q --no-index --no-deps --upgrade --target build/eigen .device/*.whl
+  step "Eigen and pybind11" 20 "$PYTHON" -m pip install -q --no-index --no-deps --upgrade --target build/wheels .device/*.whl
   step "build" 150 "$PYTHON" setup.py -q build_ext --inplace
-  cp maxmoe/libmaxmoe_torch*.so "$OUT"
+  cp -r maxmoe/libmaxmoe_torch*.so maxmoe/torch*.* "$OUT"
   compgen -G maxmoe/libmaxmoe_cuda.so && cp maxmoe/libmaxmoe_cuda.so "$OUT"
+}
+
+kernel_tests() { # a failed assertion makes the device unusable for the process
+  if [[ ! -x .device/maxmoe_cuda_tests ]]; then
+    echo "== tests: left out, .device has no maxmoe_cuda_tests"
+  else
+    CUDA_LAUNCH_BLOCKING=1 step "tests" 20 .device/maxmoe_cuda_tests --gtest_brief=1 --gtest_filter=-*Error*
+  fi
+}
+
+sanitizers() { # few small operators; every tensor has an allocation of its own
+  if [[ $device == cpu ]] || ! command -v compute-sanitizer >/dev/null; then
+    echo "== sanitizers: left out, there is no compute-sanitizer or no GPU"
+    return
+  fi
+  for tool in memcheck racecheck; do
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 step "$tool" 45 compute-sanitizer --tool "$tool" --error-exitcode 9 \
+      "$PYTHON" -W ignore -m device.operators --here --tiny --out "$OUT/$tool.json" --seconds 30
+  done
 }
 
 [[ $device == cpu ]] || nvidia-smi
 rm -f "$OUT/results.json"
 if compgen -G ".device/libmaxmoe_torch*.so"; then
-  cp .device/libmaxmoe_torch*.so maxmoe/
+  cp -r .device/libmaxmoe_torch*.so .device/torch*.* maxmoe/
   compgen -G .device/libmaxmoe_cuda.so && cp .device/libmaxmoe_cuda.so maxmoe/
 elif [[ $device == cuda ]]; then
   build
 fi
 [[ $* == *--tiny* ]] || step "info" 20 "$PYTHON" -m maxmoe info
 for name in $STEPS; do
-  if [[ $name != threads ]]; then
-    check "$name" "${limits[$name]}" "$name" "$@"
-  else
-    check "threads" $((THREADS_SECONDS / 2)) threads "$@"
-    # The kernels that processors without matrix units (AMX) and without AVX-512 run.
-    ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 check "threads, no AMX" $((THREADS_SECONDS / 4)) threads "$@"
-    MAXMOE_ISA=avx2 check "threads, AVX2" $((THREADS_SECONDS / 4)) threads "$@"
-  fi
+  case $name in
+    tests) kernel_tests ;;
+    sanitizers) sanitizers ;;
+    *) check "$name" "${limits[$name]}" "$name" "$@" ;;
+  esac
 done
 echo "failed:${failed:- nothing}"
 [[ -z $failed ]]

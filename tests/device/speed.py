@@ -7,6 +7,7 @@ medians of calls between two events of the device, after calls that are not time
 """
 
 import statistics
+import subprocess
 import time
 from collections.abc import Callable
 
@@ -77,7 +78,18 @@ def product_ceiling(cases: Cases) -> Values:
     size = 64 if cases.is_tiny else 8192
     matrix = torch.randn(size, size, device=cases.device, dtype=torch.bfloat16)
     ms = milliseconds(cases, lambda: matrix @ matrix)
-    return {"size": size, "ms": rounded(ms), "tflops": rounded(2 * size**3 / ms / 1e9)}
+    values = {"size": size, "ms": rounded(ms), "tflops": rounded(2 * size**3 / ms / 1e9)}
+    return values | ({"sm_clock_mhz": sm_clock(cases, lambda: matrix @ matrix)} if cases.is_cuda else {})
+
+
+def sm_clock(cases: Cases, body: Callable[[], object]) -> int | None:
+    """Return the clock of the multiprocessors while calls run, in MHz."""
+    for _ in range(1000):
+        body()
+    query = ["nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits", f"--id={cases.device.index or 0}"]
+    said = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+    synchronize(cases)
+    return int(said) if said.isdigit() else None
 
 
 def copy_ceiling(cases: Cases) -> Values:

@@ -16,10 +16,12 @@ from support.sampling import by_default
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).parent / "run.sh"
-STEPS = ["operators", "layers", "models", "speed", "kernels", "threads"]
+STEPS = ["tests", "operators", "sanitizers", "rows", "speed", "kernels", "layers", "models"]
 
 
-@pytest.mark.parametrize("step", by_default(STEPS[:-1], ["operators"]))
+@pytest.mark.parametrize(
+    "step", by_default([step for step in STEPS if step not in ("tests", "sanitizers")], ["operators", "rows"])
+)
 def test_every_case_passes_on_the_cpu(tmp_path: Path, step: str) -> None:
     out = tmp_path / "results.json"
     paths = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
@@ -39,6 +41,37 @@ def check_results(path: Path, step: str) -> dict[str, dict[str, Any]]:
     return groups
 
 
+CRASH = """
+import os
+from device.cases import main
+
+def check(cases):
+    cases.run("group", "first", lambda cases: {"ok": True})
+    cases.run("group", "crash", lambda cases: os.abort())
+    cases.run("group", "wrong", lambda cases: {"ok": False})
+    cases.run("group", "last", lambda cases: {"ok": True})
+
+main("planted", check)
+"""
+
+
+def test_a_crash_costs_one_case(tmp_path: Path) -> None:
+    script, out = tmp_path / "planted.py", tmp_path / "results.json"
+    script.write_text(CRASH)
+    paths = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    done = programs.run([sys.executable, str(script), "--device", "cpu", "--out", str(out)], cwd=ROOT, env=paths)
+    assert done.returncode == 1 and "planted: 2 passed, 2 failed, 0 not run" in done.stdout, done.stdout + done.stderr
+    cases = json.loads(out.read_text())["planted"]["group"]
+    assert {name: values["ok"] for name, values in cases.items()} == {
+        "first": True,
+        "crash": False,
+        "wrong": False,
+        "last": True,
+    }
+    assert cases["crash"]["error_message"] == "the process of this case ended with exit code -6"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["planted.py", "results.json"]
+
+
 def test_contenders_compute_the_same() -> None:
     problem = experts.draw(Shape(20, 16, 8, 6, 3), torch.float32, torch.device("cpu"))
     expected = experts.ours(problem, backward=True)
@@ -52,12 +85,12 @@ def test_contenders_compute_the_same() -> None:
 
 @pytest.mark.sampled(0)
 def test_the_script_runs_the_steps(tmp_path: Path) -> None:
-    """Run the last step here; the others are files that the script names."""
+    """Run one step here; the others are files that the script names, or need a GPU."""
     assert f"STEPS:={' '.join(STEPS)}" in SCRIPT.read_text()
-    assert {path.stem for path in SCRIPT.parent.glob("*.py")} >= set(STEPS)
-    settings = {"OUT": str(tmp_path), "PYTHON": sys.executable, "STEPS": "threads", "OMP_NUM_THREADS": "1"}
+    assert {path.stem for path in SCRIPT.parent.glob("*.py")} >= set(STEPS) - {"tests", "sanitizers"}
+    settings = {"OUT": str(tmp_path), "PYTHON": sys.executable, "STEPS": "tests rows", "OMP_NUM_THREADS": "1"}
     command = ["bash", str(SCRIPT), "--device", "cpu", "--tiny"]
     done = programs.run(command, cwd=ROOT, env=os.environ | settings)
     assert done.returncode == 0 and done.stdout.endswith("failed: nothing\n"), done.stdout + done.stderr
-    assert len(check_results(tmp_path / "results.json", "threads")) > 1  # one group for each instruction set
+    check_results(tmp_path / "results.json", "rows")
     assert {path.name for path in tmp_path.iterdir()} == {"results.json", "log.txt"}

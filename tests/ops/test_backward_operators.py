@@ -19,7 +19,8 @@ def ffn_arguments(**changes: Any) -> dict[str, Any]:
     plan = arguments.pop("plan")
     grad_out, preactivations = torch.randn(20, 12), torch.randn(len(plan.slots), 12)
     mask = [True, True, *[True, False, False, False] * 3]
-    given = {"grad_out": grad_out, "preactivations": preactivations, "reduced": torch.randn(60, 0), "output_mask": mask}
+    rows = {"preactivations": preactivations, "reduced": torch.randn(60, 0), "gate_preactivations": torch.randn(60, 0)}
+    given = {"grad_out": grad_out, **rows, "output_mask": mask}
     routed = {"slots": plan.slots, "rows": plan.rows, "group_sizes": plan.group_sizes, "top_k": plan.top_k}
     return {**given, **arguments, **routed, **changes}
 
@@ -39,6 +40,7 @@ def ffn_arguments(**changes: Any) -> dict[str, Any]:
         ({"grad_out": torch.randn(1, 12)}, ("grad_out", "20", "[1, 12]")),
         ({"grad_out": torch.randn(20, 11)}, ("grad_out", "12", "[20, 11]")),
         ({"grad_out": torch.randn(240)}, ("grad_out", "[T, D]", "[240]")),
+        ({"gate_preactivations": torch.randn(60, 6)}, ("gate_preactivations", "width", "0", "[60, 6]")),
         ({"reduced": torch.randn(60, 3)}, ("reduced", "r of gate", "0", "[60, 3]")),
         ({"reduced": torch.randn(59, 0)}, ("reduced", "60", "[59, 0]")),
         ({"reduced": torch.randn(60, 0).half()}, ("reduced", "Float", "Half")),

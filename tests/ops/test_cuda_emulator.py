@@ -1,9 +1,13 @@
-"""CUDA kernels in the emulator: the context, and the number of operator calls of a layer.
+"""CUDA kernels in the emulator: the context, the operator calls of a layer, launches and bytes of the experts.
 
 The tests of operators and layers run in it too: those that take `every_path`.
 """
 
-from collections.abc import Callable
+import ctypes
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +16,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import maxmoe
 from maxmoe import _C, ops
 from maxmoe.quantization import quantize
+from support import programs
 from support.device_memory import computes
 from support.ffn_call import ffn_call
 from support.moe_layers import make, tokens
@@ -21,7 +27,8 @@ from support.operator_calls import assert_same, result
 from support.shapes import SKEWED
 from support.threads import in_threads
 
-EMULATOR = Path(_C.__file__).with_name("libmaxmoe_cuda_emulator.so")
+ROOT = Path(__file__).parents[2]
+EMULATOR = Path(maxmoe.__file__).with_name("libmaxmoe_cuda_emulator.so")
 needs_emulator = pytest.mark.skipif(not EMULATOR.exists(), reason="the emulator of CUDA is built with the C++ tests")
 
 
@@ -65,7 +72,122 @@ def test_number_of_operator_calls(K: int) -> None:
     with ops.force_aten():
         assert calls_of_a_layer(K) <= (56, 69)
     with ops.force_cuda_emulator():
-        assert calls_of_a_layer(K) <= (17, 13)
+        assert calls_of_a_layer(K) <= (17, 10)
+
+
+@contextmanager
+def device_of(capability: int, *, capturing: bool = False) -> Iterator[None]:
+    """Let the emulator say that it has a compute capability, and that a CUDA graph is being captured."""
+    pretend = ctypes.CDLL(str(EMULATOR)).maxmoe_cuda_emulator_pretend
+    with ops.force_cuda_emulator():
+        pretend(capability, capturing)
+        try:
+            yield
+        finally:
+            pretend(0, False)
+
+
+@needs_emulator
+@pytest.mark.parametrize(
+    ("dtype", "capability", "rows", "capturing", "is_ours"),
+    [
+        (torch.bfloat16, 80, 600, False, True),
+        (torch.bfloat16, 90, 4, False, False),
+        (torch.bfloat16, 103, 4, False, False),
+        (torch.bfloat16, 120, 4, False, True),
+        (torch.float16, 80, 600, False, True),
+        (torch.float16, 90, 511, False, True),
+        (torch.float16, 90, 512, False, False),
+        (torch.float16, 90, 512, True, True),
+        (torch.float32, 90, 512, False, False),
+        (torch.float64, 90, 512, False, True),
+    ],
+    ids=str,
+)
+def test_choice_of_products(dtype: torch.dtype, capability: int, rows: int, capturing: bool, is_ours: bool) -> None:
+    lhs, rhs, sizes = torch.randn(rows, 8).to(dtype), torch.randn(2, 8, 8).to(dtype), torch.tensor([rows - 1, 1])
+    with device_of(capability, capturing=capturing):
+        traffic()
+        out = ops.gmm(lhs.requires_grad_(), rhs.requires_grad_(), sizes)
+        out.sum().backward()
+        moved = traffic()
+    assert [moved.get(name, (0, 0))[0] for name in ("gmm", "tgmm")] == ([2, 1] if is_ours else [0, 0])
+
+
+def traffic() -> dict[str, tuple[int, int]]:
+    """Return launches, and bytes of rows read and written, of each kernel since the last call."""
+    read = ctypes.CDLL(str(EMULATOR)).maxmoe_cuda_emulator_traffic
+    read.restype = ctypes.c_char_p
+    lines = [line.split() for line in read().decode().splitlines()]
+    return {name: (int(launches), int(loaded) + int(stored)) for name, launches, loaded, stored in lines}
+
+
+@needs_emulator
+def test_launches_and_bytes_of_the_experts() -> None:
+    """Every step reads and writes each row once; gmm and tgmm, which read tiles, have no bytes here."""
+    T, K, D, F = 16, 4, 64, 32
+    config = {"hidden_size": D, "intermediate_size": F, "num_experts": 16, "top_k": K}
+    layer = make(torch.bfloat16, **config)
+    x = tokens(layer, T).requires_grad_()
+    TD, RD, RF = 2 * T * D, 2 * T * K * D, 2 * T * K * F
+    with ops.force_cuda_emulator():
+        traffic()
+        out = layer(x).hidden_states
+        assert traffic() == {
+            "route": (1, 0),
+            "ragged_plan": (4, 0),
+            "ragged_gather": (1, 2 * RD),  # x
+            "gmm": (3, 0),
+            "activate_rows": (1, 3 * RF),
+            "ragged_gather_reduce": (1, RD + TD),
+        }
+        out.backward(torch.ones_like(out))
+        assert traffic() == {
+            "route_backward": (1, 0),
+            "ragged_gather": (3, 4 * RD + 2 * 4 * T * K),  # gradient of the output, x, gradients of the weights
+            "gmm": (3, 0),
+            "tgmm": (3, 0),
+            "activate_rows_backward": (1, 6 * RF),
+            "ragged_gather_reduce": (1, 2 * RD + TD),
+        }
+
+
+# Prints the error of every result of the experts, and the kernels that have run.
+SWITCHED = """
+from maxmoe import ops
+from ops.test_cuda_emulator import traffic
+from support.ffn_call import ffn_call
+from support.operator_calls import assert_same, result
+from support.shapes import SKEWED
+
+call = ffn_call(SKEWED)
+on_cpu = result(call)
+with ops.force_cuda_emulator():
+    assert_same(result(call), on_cpu, 1e-9)
+print(*traffic())
+"""
+
+
+@needs_emulator
+@pytest.mark.parametrize(
+    ("kernels", "have_run"),
+    [
+        ("none", ""),
+        ("gmm,activate_rows", "activate_rows gmm"),
+        ("all,-gmm,-ragged_gather_reduce,-activate_rows_backward", "activate_rows check_plan ragged_gather tgmm"),
+    ],
+)
+def test_kernels_are_switched_off(kernels: str, have_run: str) -> None:
+    paths = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "MAXMOE_CUDA_KERNELS": kernels}
+    done = programs.run([sys.executable, "-c", SWITCHED], cwd=ROOT, env=paths)
+    assert done.returncode == 0 and done.stdout.split() == have_run.split(), done.stdout + done.stderr
+
+
+@needs_emulator
+def test_an_unknown_kernel_cannot_be_switched_off() -> None:
+    paths = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "MAXMOE_CUDA_KERNELS": "all,-gnn"}
+    done = programs.run([sys.executable, "-c", SWITCHED], cwd=ROOT, env=paths)
+    assert "MAXMOE_CUDA_KERNELS must be a list of all, none, kernels and -kernels, got -gnn" in done.stderr
 
 
 @needs_emulator

@@ -100,7 +100,11 @@ def test_backward_refuses_preactivations() -> None:
     plan = arguments.pop("plan")
     routed = {"slots": plan.slots, "rows": plan.rows, "group_sizes": plan.group_sizes, "top_k": plan.top_k}
     mask = [True] * 5 + [False] * 9
-    rows = {"preactivations": torch.randn(60, 12), "reduced": torch.randn(60, 0)}
+    rows = {
+        "preactivations": torch.randn(60, 12),
+        "reduced": torch.randn(60, 0),
+        "gate_preactivations": torch.randn(60, 0),
+    }
     given = {"grad_out": torch.randn(20, 12), **rows, "output_mask": mask}
     with refusal("expert_ffn_backward", "preactivations", "recompute", "[60, 12]"):
         torch.ops.maxmoe.expert_ffn_backward(**given, **arguments, **routed, recompute=True)

@@ -84,7 +84,11 @@ def test_backward_operator_has_no_gradient_of_quantized_weights(path: str, name:
     arguments = raw_ffn()
     names = ("x", "weights", *(each + field for each in ("gate", "up", "down") for field in ("", "_bias", "_a", "_b")))
     mask = [each == name for each in names]
-    rows = {"preactivations": torch.randn(148, 80), "reduced": torch.randn(148, 0)}
+    rows = {
+        "preactivations": torch.randn(148, 80),
+        "reduced": torch.randn(148, 0),
+        "gate_preactivations": torch.randn(148, 0),
+    }
     with refusal("expert_ffn_backward", "output_mask", name, "quantized (fp8_row)"):
         torch.ops.maxmoe.expert_ffn_backward(
             grad_out=torch.randn_like(arguments["x"]), **rows, output_mask=mask, **arguments

@@ -9,22 +9,30 @@ from repository import check_cuda
 
 ROOT = Path(__file__).parents[2]
 
-LOG = """\
-ptxas info    : 96 bytes gmem, 32 bytes cmem[4]
-ptxas info    : Compiling entry function '_Z4kernel' for 'sm_80'
+LOG = "".join(
+    f"""\
+ptxas info    : Compiling entry function '_Z4kernel' for '{target}'
 ptxas info    : Function properties for _Z4kernel
     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
-ptxas info    : Used 50 registers, used 0 barriers, 464 bytes cmem[0]
+ptxas info    : Used {registers} registers, used 0 barriers, 464 bytes cmem[0]
 ptxas info    : Compile time = 621.181 ms
-ptxas info    : Compiling entry function '_Z4kernel' for 'sm_90'
-ptxas info    : Function properties for _Z4kernel
-    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
-ptxas info    : Used 40 registers, used 0 barriers, 464 bytes cmem[0]
+"""
+    for target, registers in zip(check_cuda.TARGETS, (50, 40, 40, 40), strict=True)
+)
+# Two loads at a time: the third one waits for the first, and of two opposite predicates one holds.
+SUM = """\
+        /*0000*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
+        /*0010*/              @!P0 LDG.E.128 R8, desc[UR4][R2.64+0x10] ;
+        /*0020*/               @P0 LDG.E.128 R8, desc[UR4][R2.64+0x20] ;
+        /*0030*/                   FADD R16, R4, R7 ;
+        /*0040*/                   LDG.E.128 R12, desc[UR4][R2.64+0x30] ;
+        /*0050*/               @P0 BRA 0x40 ;
+        /*0060*/                   EXIT ;
 """
 
 
 def test_logs() -> None:
-    assert [kernel[3] for kernel in check_cuda.compiled(LOG)] == [50, 40]
+    assert [kernel[3] for kernel in check_cuda.compiled(LOG)] == [50, 40, 40, 40]
     assert not list(check_cuda.log_complaints("a", LOG))
     spilled = LOG.replace("0 bytes spill loads", "8 bytes spill loads", 1)
     (complaint,) = check_cuda.log_complaints("a", spilled)
@@ -39,21 +47,38 @@ def test_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def cuobjdump(*arguments: str) -> str:
         if arguments[0] == "--list-elf":
-            return "ELF file 1: a.sm_80.cubin\nELF file 2: a.sm_90.cubin\n"
+            return "".join(f"ELF file 1: a.{target}.cubin\n" for target in check_cuda.TARGETS)
         if arguments[0] == "--list-ptx":
             return "PTX file 1: a.sm_90.ptx\n"
         return "".join(f"\n\t\tFunction : {name}\n{text}\n" for name, text in code.items())
 
     monkeypatch.setattr(check_cuda, "cuobjdump", cuobjdump)
-    assert not list(check_cuda.code_complaints(Path("a.so")))
+    monkeypatch.setattr(check_cuda, "HOT", ())
+    assert not list(check_cuda.code_complaints(Path("a.so"), {}))
     code[names[0]] = "FFMA R4, R8, R12, R4"
-    assert list(check_cuda.code_complaints(Path("a.so"))) == [
-        f"{names[0]} for {target} has no HMMA" for target in ("sm_80", "sm_90")
+    assert list(check_cuda.code_complaints(Path("a.so"), {})) == [
+        f"{names[0]} for {target} has no HMMA" for target in check_cuda.TARGETS
     ]
     del code[names[0]]
     assert "11 kernels for the matrix units of sm_80, there should be 12" in list(
-        check_cuda.code_complaints(Path("a.so"))
+        check_cuda.code_complaints(Path("a.so"), {})
     )
+
+
+def test_hot_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    def complaints(code: str, registers: int) -> list[str]:
+        return list(check_cuda.hot_complaints({"_Z4kernel": code}, {"_Z4kernel": registers}))
+
+    assert [check_cuda.blocks_of(registers) for registers in (32, 33, 80, 81, 255)] == [8, 6, 3, 2, 1]
+    monkeypatch.setattr(check_cuda, "HOT", (check_cuda.Hot("kernel", "_Z4kernel", 3, 2),))
+    assert not complaints(SUM, 80)
+    assert complaints(SUM, 81) == [
+        "kernel for sm_90 has 0 indirect branches, 2 blocks and 2 loads, there should be 0, at least 3 and 2"
+    ]
+    assert "1 indirect branches" in complaints(SUM.replace("FADD R16, R4, R7", "BRX R4 -0x30"), 80)[0]
+    assert "and 1 loads" in complaints(SUM.replace("@!P0 LDG", "@!P0 LDS").replace("@P0 LDG", "@P0 LDS"), 80)[0]
+    monkeypatch.setattr(check_cuda, "HOT", (check_cuda.Hot("other", "_Z5other", 3, 2),))
+    assert complaints(SUM, 80) == ["0 kernels other, there should be 1"]
 
 
 def test_both_builds_compile_for_the_same_targets() -> None:

@@ -50,7 +50,7 @@ def calls_of_experts(plan: ops.RaggedPlan) -> Iterator[tuple[str, Arguments]]:
         count, inner, outer = ffn[name].shape
         ffn |= {f"{name}_a": torch.randn(count, inner, 2), f"{name}_b": torch.randn(count, 2, outer)}
     before = {"grad_out": torch.randn(5, 4), "preactivations": torch.full((10, 12), 0.5), "reduced": torch.randn(10, 6)}
-    before["output_mask"] = [True] * 14
+    before |= {"gate_preactivations": torch.randn(10, 0), "output_mask": [True] * 14}
     yield "expert_ffn", ffn
     yield (
         "routed_experts",
@@ -256,7 +256,7 @@ def check(operator: str, arguments: Arguments, change: Arguments, way: Callable[
     if {"slots", "rows", "row_of_slot"} & set(change) and "top_k" in arguments:
         return  # a plan that contradicts itself gives wrong rows, never a read out of bounds
     if operator == "expert_ffn_forward":  # kernels and ATen order the preactivations differently
-        kernel, aten = ((out, z.flatten().sort().values, reduced) for out, z, reduced in (kernel, aten))
+        kernel, aten = ((out, z.flatten().sort().values, *others) for out, z, *others in (kernel, aten))
     for ours, other in zip(kernel, aten, strict=True):
         assert (ours.shape, ours.dtype, ours.device) == (other.shape, other.dtype, other.device), f"{ours} {other}"
         if ours.numel() and ours.device.type != "meta" and other.isfinite().all():

@@ -1,5 +1,6 @@
 // Tests of the CUDA kernel activate_rows: f(gate) * up.
 #include "activation_cases.h"
+#include "cuda/activation_form.h"
 
 namespace maxmoe {
 namespace {
@@ -31,6 +32,62 @@ TEST(CudaActivateRowsNan, StaysNan) {
     });
     EXPECT_TRUE(std::isnan(out(0, 1)));
     EXPECT_EQ(std::isnan(out(0, 0)), kind.gate != GateLayout::none);
+  }
+}
+
+TYPED_TEST(CudaActivateRowsTest, ApproximatesSixteenBitNumbersAlone) {
+  const auto gate = Matrix<TypeParam>::random(1, 8, 1, 8);
+  const auto up = Matrix<TypeParam>::random(1, 8, 2, 8);
+  const ActivationKind kind{Activation::silu, GateLayout::separate, std::numeric_limits<double>::infinity()};
+  const auto with_error = [&](double error) {
+    cuda::emulator::approximation_error = error;
+    Matrix<TypeParam> out(1, 8, 8);
+    cuda::activate_rows(cuda::ActivateRows<TypeParam>{kind, gate.view(), up.view(), out.view()}, nullptr);
+    cuda::emulator::approximation_error = 0;
+    return out;
+  };
+  EXPECT_EQ(with_error(0) == with_error(1e5), sizeof(TypeParam) > 2);
+}
+
+// The distance between `value` and the next number.
+template <class T>
+double unit_of(double value) {
+  constexpr int kDigits = std::is_same_v<T, BFloat16> ? 8 : 11;
+  constexpr int kSmallestExponent = std::is_same_v<T, BFloat16> ? -125 : -13;
+  int exponent = 0;
+  std::frexp(value, &exponent);
+  return std::ldexp(1.0, std::max(exponent, kSmallestExponent) - kDigits);
+}
+
+// The largest error of an activation or its derivative by approximations, in units of T, over all numbers of T.
+template <class T, Activation kActivation>
+double largest_error() {
+  const ActivationKind kind{kActivation, GateLayout::separate, std::numeric_limits<double>::infinity()};
+  using Math = typename cuda::ActivationForm<kActivation, true, true>::template Math<T>;
+  double largest = 0.0;
+  for (uint32_t bits = 0; bits < 0x10000; ++bits) {
+    const float x = widen(T{static_cast<uint16_t>(bits)});
+    const auto got = activate<Math, true>(kind, x);
+    const auto want = activate<NumberMath<float>, true>(kind, x);
+    for (const auto& [a, b] : {std::pair(got.value, want.value), std::pair(got.slope, want.slope)}) {
+      if (a == b || (std::isnan(a) && std::isnan(b))) continue;
+      const double error = std::abs(double{a} - b) / unit_of<T>(b);
+      largest = error <= largest ? largest : error;
+    }
+  }
+  return largest;
+}
+
+TYPED_TEST(CudaActivateRowsTest, ApproximationsAreCloserThanHalfAUnitForEveryNumber) {
+  if constexpr (sizeof(TypeParam) == 2) {
+    for (const double error : {-1.0, 1.0}) {
+      cuda::emulator::approximation_error = error;
+      EXPECT_LT((largest_error<TypeParam, Activation::silu>()), 0.5);
+      EXPECT_LT((largest_error<TypeParam, Activation::swigluoai>()), 0.5);
+      EXPECT_LT((largest_error<TypeParam, Activation::gelu>()), 0.5);
+      EXPECT_LT((largest_error<TypeParam, Activation::situ>()), 0.5);
+    }
+    cuda::emulator::approximation_error = 0;
   }
 }
 

@@ -79,6 +79,25 @@ TYPED_TEST(CudaActivateRowsBackwardTest, MatchesDifferences) {
   });
 }
 
+TYPED_TEST(CudaActivateRowsBackwardTest, ActivatedRowsMayOverwriteTheGradient) {
+  const ActivationKind kind{Activation::silu, GateLayout::separate, std::numeric_limits<double>::infinity()};
+  for (const int64_t columns : {8, 33, 264}) {
+    const GateAndUp<TypeParam> in(kind.gate, 3, columns, 8);
+    const auto grad = Matrix<TypeParam>::random(3, columns, 1, 8);
+    const auto weights = Matrix<Accumulator<TypeParam>>::random(1, 3, 2);
+    const auto apart = TestFixture::run(kind, in, grad, &weights, true, 8);
+    const auto got = in_every_schedule([&] {
+      Gradients<TypeParam> out{in, grad, Matrix<Accumulator<TypeParam>>(1, 3)};
+      cuda::activate_rows_backward<TypeParam>(
+          {kind, out.activated.view().as_const(), weights.view().data, out.of.gate(), out.of.up(), out.activated.view(),
+           out.of_weights.view().data},
+          nullptr);
+      return out;
+    });
+    EXPECT_TRUE(got == apart);
+  }
+}
+
 // The gradient is 0 past the limit.
 TEST(CudaActivateRowsBackwardLimit, ClippedNumbersHaveNoGradient) {
   const ActivationKind kind{Activation::swigluoai, GateLayout::separate, 1.0};

@@ -51,6 +51,29 @@ TYPED_TEST(CudaRaggedGatherReduceTest, MatchesTheLoop) {
   }
 }
 
+TYPED_TEST(CudaRaggedGatherReduceTest, SumsOfTwoMatricesMatchTheLoop) {
+  for (const int64_t gap : kGaps) {
+    const auto rows = Matrix<TypeParam>::random(13, 40, 1, gap);
+    const auto others = Matrix<TypeParam>::random(13, 40, 4, gap);
+    const auto weights = Matrix<Accumulator<TypeParam>>::random(1, 15, 2);
+    const std::vector<int64_t> index = random_index(15, 13, 3);
+    for (const Accumulator<TypeParam>* const factors : {weights.view().data, decltype(weights.view().data){nullptr}}) {
+      const auto out = run_emulated<TypeParam>(5, 40, gap, [&](MatrixView<TypeParam> view) {
+        const RaggedGatherReduce<TypeParam> sums{rows.view(), index.data(), 3, factors, nullptr, view};
+        cuda::ragged_gather_reduce_of_two<TypeParam>({sums, others.view()}, nullptr);
+      });
+      expect_near(out, [&](int64_t t, int64_t c) {
+        double sum = 0.0;
+        for (int64_t j = 3 * t; j < 3 * t + 3; ++j) {
+          const int64_t row = index[static_cast<size_t>(j)];
+          if (row >= 0) sum += (factors != nullptr ? factors[j] : 1.0) * (rows(row, c) + others(row, c));
+        }
+        return sum;
+      });
+    }
+  }
+}
+
 TYPED_TEST(CudaRaggedGatherReduceTest, RowsInNoSumAreNotRead) {
   const auto rows = Matrix<TypeParam>::random(5, 9, 1).poisoned(1, 3);
   const std::unique_ptr<bool[]> valid(new bool[4]{true, true, false, true});

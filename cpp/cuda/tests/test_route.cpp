@@ -1,4 +1,5 @@
 // Tests of the CUDA kernel route against float64 loops.
+#include <algorithm>
 #include <limits>
 #include <tuple>
 
@@ -92,6 +93,21 @@ TYPED_TEST(CudaRouteTest, NanLogitsChooseNoExpert) {
       EXPECT_GE(got.experts.view().row(0)[k], 0);
       EXPECT_GE(got.experts.view().row(2)[k], 0);
     }
+  }
+}
+
+// The sum of the two best scores of the first group is not a number.
+TYPED_TEST(CudaRouteTest, GroupsOfOppositeInfinitiesComeLast) {
+  constexpr TypeParam kInfinity = std::numeric_limits<TypeParam>::infinity();
+  auto logits = Matrix<TypeParam>::random(1, 6, 1);
+  logits.element(0, 0) = kInfinity;
+  logits.element(0, 1) = -kInfinity;
+  for (const int64_t num_open : {2, 3}) {
+    const RoutingRule rule{ScoreFunction::identity, Normalization::none, 1.0, 3, num_open};
+    const Routed<TypeParam> got = run_route<TypeParam>(rule, logits, nullptr, 2 * num_open);
+    std::vector<int64_t> chosen(got.experts.view().row(0), got.experts.view().row(0) + 2 * num_open);
+    std::sort(chosen.begin(), chosen.end());
+    EXPECT_EQ(chosen, num_open == 2 ? std::vector<int64_t>({2, 3, 4, 5}) : std::vector<int64_t>({0, 1, 2, 3, 4, 5}));
   }
 }
 

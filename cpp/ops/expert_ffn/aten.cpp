@@ -6,14 +6,16 @@
 // they check the plan again and write zeros: gmm 7 more, tgmm 2, ragged_sort 4.
 //
 // Backward, three products take the weight w of a row: the sum of the gradients of a token's rows, and the gradients of
-// the matrices. Their rows of D numbers are multiplied by w when they are gathered or added up, which takes no extra
-// pass. So the gradients of activations and preactivations, rows of F numbers, do not contain w.
+// the matrices. The CUDA kernel of the activation multiplies by w the gradients of the preactivations and the
+// activations that it computes, so that the other steps are as without weights. ATen would take a pass over rows of F
+// numbers for each: there, rows of D numbers are multiplied by w when they are gathered or added up.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/ones.h>
 
 #include "ops/activation.h"
+#include "ops/backend.h"
 #include "ops/expert_ffn/expert_ffn.h"
 #include "ops/grouped_mm.h"
 #include "ops/row_sums.h"
@@ -34,19 +36,24 @@ class Steps {
   // A row without a slot (-1) gets an arbitrary token.
   explicit Steps(const ExpertFfnArguments& a)
       : a_(a),
+        weights_(a.weights),
         groups_(a.group_sizes, 0, a.group_sizes.size(0)),
         token_of_row_(a.top_k == 1 ? a.slots.clamp_min(0) : a.slots.div(a.top_k, "trunc")) {}
 
-  // [R, D]: for each row, the row of x [T, D] of its token; times the weight of its slot.
-  Tensor rows_of_tokens(const Tensor& x) const { return selected_rows(x, token_of_row_); }
-  Tensor weighted_rows_of_tokens(const Tensor& x) const {
-    return a_.weights.has_value() ? selected_rows(x, token_of_row_, weights_of_rows()) : rows_of_tokens(x);
+  // The same steps with the weight 1.
+  Steps without_weights() const {
+    Steps steps = *this;
+    steps.weights_.reset();
+    return steps;
   }
 
-  // [T, D]: for each token, the sum of its rows of all tensors [R, D], each times the weight of its slot. One tensor at
-  // a time is in memory.
+  // [R, D]: for each row, the row of x [T, D] of its token; times the weight of its slot.
+  Tensor rows_of_tokens(const Tensor& x) const { return selected_rows(x, token_of_row_); }
+  Tensor weighted_rows_of_tokens(const Tensor& x) const { return selected_rows(x, token_of_row_, weights_of_rows()); }
+
+  // [T, D]: for each token, the sum of its rows of one or two tensors [R, D], each times the weight of its slot.
   Tensor weighted_sum_of_rows(std::initializer_list<std::function<Tensor()>> tensors) const {
-    return sums_of_groups(a_.rows, a_.top_k, a_.weights, a_.x.scalar_type(), tensors);
+    return sums_of_groups(a_.rows, a_.top_k, weights_, a_.x.scalar_type(), tensors);
   }
 
   // [R, F]: the rows [R, D] times the matrices [L, D, F] of their experts, plus the biases [L, F].
@@ -71,15 +78,15 @@ class Steps {
 
   // Rows [R, r], each times the weight of its slot.
   Tensor times_weights(const Tensor& rows) const {
-    if (!a_.weights.has_value()) return rows;
+    if (!weights_.has_value()) return rows;
     const auto type = accumulator_type(rows.scalar_type());
-    return (rows.to(type) * weights_of_rows().to(type).unsqueeze(1)).to(rows.scalar_type());
+    return (rows.to(type) * weights_of_rows()->to(type).unsqueeze(1)).to(rows.scalar_type());
   }
 
   // [R, 1]: for each row, the weight of its slot, in the dtype of x.
   Tensor column_of_weights() const {
-    if (!a_.weights.has_value()) return at::ones({a_.slots.size(0), 1}, a_.x.options());
-    return weights_of_rows().to(a_.x.scalar_type()).unsqueeze(1);
+    if (!weights_.has_value()) return at::ones({a_.slots.size(0), 1}, a_.x.options());
+    return weights_of_rows()->to(a_.x.scalar_type()).unsqueeze(1);
   }
 
   // [T * K]: for each slot, the value [R] of its row, 0 for a slot without a row.
@@ -87,23 +94,29 @@ class Steps {
     return selected_rows_or_zeros(values.unsqueeze(1), a_.rows).squeeze(1);
   }
 
- private:
-  Tensor weights_of_rows() const { return a_.weights->reshape(-1).index_select(0, a_.slots.clamp_min(0)); }
+  // [R]: for each row, the weight of its slot, if there are weights.
+  OptionalTensor weights_of_rows() const {
+    if (!weights_.has_value()) return std::nullopt;
+    return weights_->reshape(-1).index_select(0, a_.slots.clamp_min(0));
+  }
 
+ private:
   const ExpertFfnArguments& a_;
-  const RowGroups groups_;
-  const Tensor token_of_row_;  // [R]
+  OptionalTensor weights_;
+  RowGroups groups_;
+  Tensor token_of_row_;  // [R]
 };
 
 // The preactivations Z of all rows as the products give them. `up` is [R, F], or [R, 2F] with a fused gate; `gate`
-// [R, F] is undefined unless gate is given. Saved for backward, `up` follows `gate` in the memory of one tensor
-// [R, 2F]: elementwise kernels of devices are up to twice as fast with contiguous tensors.
+// [R, F] is undefined unless gate is given. Saved for backward of tensors of the CPU, `up` follows `gate` in the memory
+// of one tensor [R, 2F].
 struct Preactivations {
   Tensor gate;
   Tensor up;
 
-  static Preactivations in(const Tensor& saved, const ExpertFfnArguments& a) {
+  static Preactivations in(const Tensor& saved, const Tensor& saved_gate, const ExpertFfnArguments& a) {
     if (!a.gate.is_given()) return {Tensor(), saved};
+    if (a.has_gate_apart()) return {saved_gate.contiguous(), saved.contiguous()};
     const Tensor both = saved.contiguous().view({2, saved.size(0), a.up_width()});
     return {both.select(0, 0), both.select(0, 1)};
   }
@@ -154,8 +167,9 @@ ProjectedTokens project_tokens(const ExpertFfnArguments& a, const Steps& steps, 
     const auto [up, reduced] = steps.project(tokens, a.up);
     return {{Tensor(), up}, {Tensor(), reduced, Tensor()}, up};
   }
-  const Tensor saved = is_saved ? at::empty({tokens.size(0), a.preactivation_width()}, tokens.options()) : Tensor();
-  Preactivations z = is_saved ? Preactivations::in(saved, a) : Preactivations{};
+  const bool is_copied = is_saved && !a.has_gate_apart();
+  const Tensor saved = is_copied ? at::empty({tokens.size(0), a.preactivation_width()}, tokens.options()) : Tensor();
+  Preactivations z = is_copied ? Preactivations::in(saved, Tensor(), a) : Preactivations{};
   // The products are computed one after the other, so that only one of them is in memory beside `saved`.
   const auto store = [](Tensor& columns, const Projected& projected) {
     columns = columns.defined() ? columns.copy_(projected.rows) : projected.rows;
@@ -163,7 +177,7 @@ ProjectedTokens project_tokens(const ExpertFfnArguments& a, const Steps& steps, 
   };
   const Tensor reduced_gate = store(z.gate, steps.project(tokens, a.gate));
   const Tensor reduced_up = store(z.up, steps.project(tokens, a.up));
-  return {z, {reduced_gate, reduced_up, Tensor()}, saved};
+  return {z, {reduced_gate, reduced_up, Tensor()}, is_copied ? saved : z.up};
 }
 
 // The gradient of the rows that `project` multiplied, if it is wanted, and of its reduced rows.
@@ -200,27 +214,42 @@ void backward_matrices(const Projection& projection, const PerTensor<bool>& want
   if (wanted.b) grads.b = gradient_of_matrices(*projection.b, rows.reduced, rows.grad, steps);
 }
 
+// Computes the gradients of down. The weights are in `rows.grad` or, with `is_folded`, in the activations, `rows.rows`.
+void backward_down_matrices(ProjectionRows rows, bool is_folded, const PerTensor<bool>& wanted,
+                            const ExpertFfnArguments& a, const Steps& steps, PerTensor<Tensor>& grads) {
+  if (is_folded && wanted.b) rows.reduced = steps.times_weights(rows.reduced);
+  if (!is_folded && wanted.a) rows.grad_reduced = steps.times_weights(rows.grad_reduced);
+  backward_matrices(a.down, wanted, rows, steps, grads);
+  if (!wanted.bias) return;
+  const Tensor scale = is_folded ? steps.column_of_weights() : at::ones({rows.grad.size(0), 1}, rows.grad.options());
+  grads.bias = gradient_of_biases(scale, rows.grad, steps);
+}
+
 // Computes the gradients of down and the weights. The preactivations become their gradient if a wanted gradient needs
-// it.
-void backward_down(const Tensor& grad_out, const Preactivations& z, const Reduced& reduced, const Wanted& wanted,
+// it. Returns whether that contains the weights.
+bool backward_down(const Tensor& grad_out, const Preactivations& z, const Reduced& reduced, const Wanted& wanted,
                    const ExpertFfnArguments& a, const Steps& steps, Gradients& grads) {
   const bool needs_grad = needs_grad_activated(wanted);
+  const bool folds_weights = needs_grad && path_of(a.x, "activate_rows_backward") == Path::cuda_kernels;
   const PerTensor<bool>& down = wanted.down;
+  Tensor grad_y;
   Projected grad_rows;
   Tensor bias_products;
   if (needs_grad || down.a) {
-    const Tensor grad_y = steps.rows_of_tokens(grad_out);
+    grad_y = steps.rows_of_tokens(grad_out);
     grad_rows = project_backward(grad_y, a.down, needs_grad, steps);
     if (wanted.weights && a.down.bias.has_value()) {
       bias_products = row_products(grad_y, steps.rows_of_biases(*a.down.bias));
     }
+    if (!folds_weights) grad_y.reset();
   }
   const bool wants_activated = down.weights || down.a;
   Tensor activated;
   if (grad_rows.rows.defined()) {
     const auto [gate, up] = z.parts(a.gate_layout());
+    const OptionalTensor weights = folds_weights ? steps.weights_of_rows() : std::nullopt;
     const ActivationResults results =
-        activation_gradient(a.kind(), grad_rows.rows, gate, up, wants_activated, wanted.weights);
+        activation_gradient(a.kind(), grad_rows.rows, gate, up, weights, wants_activated, wanted.weights);
     activated = results.activated;
     if (wanted.weights) {
       grads.weights =
@@ -230,14 +259,10 @@ void backward_down(const Tensor& grad_out, const Preactivations& z, const Reduce
     activated = z.activated(a.kind());
   }
   grad_rows.rows.reset();
-  const bool wants_weighted = down.weights || down.b || down.bias;
-  const Tensor weighted_grad = wants_weighted ? steps.weighted_rows_of_tokens(grad_out) : Tensor();
-  const Tensor grad_reduced = down.a ? steps.times_weights(grad_rows.reduced) : Tensor();
-  backward_matrices(a.down, down, {activated, reduced.down, grad_reduced, weighted_grad}, steps, grads.down);
-  if (down.bias) {
-    const Tensor ones = at::ones({weighted_grad.size(0), 1}, weighted_grad.options());
-    grads.down.bias = gradient_of_biases(ones, weighted_grad, steps);
-  }
+  Tensor grad;
+  if (down.weights || down.b || down.bias) grad = folds_weights ? grad_y : steps.weighted_rows_of_tokens(grad_out);
+  backward_down_matrices({activated, reduced.down, grad_rows.reduced, grad}, folds_weights, down, a, steps, grads.down);
+  return folds_weights;
 }
 
 // Computes the gradients of x, gate and up.
@@ -285,9 +310,12 @@ Outputs expert_ffn_aten(const ExpertFfnArguments& a, bool keeps_intermediates) {
     tokens.reduced.down = reduced;
     return rows;
   }});
-  if (keeps_intermediates) return {out, tokens.saved, tokens.reduced.side_by_side(a)};
-  return {out, at::empty({0, a.preactivation_width()}, a.x.options()),
-          at::empty({0, a.reduced_width()}, a.x.options())};
+  const auto empty = [&](int64_t rows, int64_t width) { return at::empty({rows, width}, a.x.options()); };
+  if (!keeps_intermediates) {
+    return {out, empty(0, a.preactivation_width()), empty(0, a.reduced_width()), empty(0, a.gate_width())};
+  }
+  const Tensor gate = a.has_gate_apart() ? tokens.preactivations.gate : empty(a.slots.size(0), 0);
+  return {out, tokens.saved, tokens.reduced.side_by_side(a), gate};
 }
 
 Gradients expert_ffn_backward_aten(const Tensor& grad_out, const std::optional<Intermediates>& kept,
@@ -295,9 +323,9 @@ Gradients expert_ffn_backward_aten(const Tensor& grad_out, const std::optional<I
   const Steps steps(a);
   // Recomputed preactivations have the same place in memory as saved ones, because bits of a product may depend on the
   // address of an operand.
-  ProjectedTokens tokens =
-      kept.has_value() ? ProjectedTokens{Preactivations::in(kept->preactivations, a), Reduced::in(kept->reduced, a)}
-                       : project_tokens(a, steps, /*is_saved=*/true);
+  ProjectedTokens tokens = kept.has_value() ? ProjectedTokens{Preactivations::in(kept->preactivations, kept->gate, a),
+                                                              Reduced::in(kept->reduced, a)}
+                                            : project_tokens(a, steps, /*is_saved=*/true);
   const Preactivations& z = tokens.preactivations;
   if (!kept.has_value() && wanted.down.b) {
     tokens.reduced.down = steps.multiply_rows(z.activated(a.kind()), {*a.down.a});
@@ -307,8 +335,9 @@ Gradients expert_ffn_backward_aten(const Tensor& grad_out, const std::optional<I
   empty.fill(none);
   Gradients grads = Gradients::from(empty);
   grads.weights = none.to(accumulator_type(a.x.scalar_type()));
-  backward_down(grad_out, z, tokens.reduced, wanted, a, steps, grads);
-  if (needs_grad_activated(wanted)) backward_projections(z, tokens.reduced, wanted, a, steps, grads);
+  const bool has_weights = backward_down(grad_out, z, tokens.reduced, wanted, a, steps, grads);
+  if (!needs_grad_activated(wanted)) return grads;
+  backward_projections(z, tokens.reduced, wanted, a, has_weights ? steps.without_weights() : steps, grads);
   return grads;
 }
 

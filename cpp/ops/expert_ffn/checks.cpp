@@ -68,6 +68,7 @@ void check_expert_ffn_backward(const Tensor& grad_out, const Intermediates& kept
       .has_dtype_of("x", a.x);
   check_intermediate("preactivations", kept.preactivations, "[R, 2F] or [R, F]", a.preactivation_width(),
                      "width of gate and up", a);
+  check_intermediate("gate_preactivations", kept.gate, "[R, F] or [R, 0]", a.gate_width(), "width of a gate apart", a);
   check_intermediate("reduced", kept.reduced, "[R, r]", a.reduced_width(), "r of gate, up and down", a);
   const auto check_wanted = [&](bool is_wanted, const char* name, const OptionalTensor& input) {
     MAXMOE_CHECK(!is_wanted || tensor_or_null(input) != nullptr, kExpertFfnBackward, "output_mask must be False for ",

@@ -33,7 +33,7 @@ using GradientTuple = decltype(std::tuple_cat(std::declval<Gradients>().in_order
 constexpr Operator<"expert_ffn_forward", Signature<Outputs, ExpertFfnArguments>> expert_ffn_forward;
 using OutputMask = std::array<bool, Wanted::kSize>;
 constexpr Operator<"expert_ffn_backward", Signature<GradientTuple, ExpertFfnArguments, const Tensor&, const Tensor&,
-                                                    const Tensor&, OutputMask>>
+                                                    const Tensor&, const Tensor&, OutputMask>>
     expert_ffn_backward;
 
 template <class... Arguments>
@@ -52,10 +52,10 @@ Outputs expert_ffn_forward_backend(Arguments... arguments) {
 
 template <class... Arguments>
 GradientTuple expert_ffn_backward_backend(const Tensor& grad_out, const Tensor& preactivations, const Tensor& reduced,
-                                          OutputMask output_mask, Arguments... arguments) {
+                                          const Tensor& gate, OutputMask output_mask, Arguments... arguments) {
   const ExpertFfnArguments a{arguments...};
   const Wanted wanted = Wanted::from(output_mask);
-  const Intermediates rows{preactivations, reduced};
+  const Intermediates rows{preactivations, reduced, gate};
   check_expert_ffn_backward(grad_out, rows, wanted, a);
   const auto kept = a.recompute ? std::nullopt : std::optional(rows);
   const Gradients gradients = uses_kernels(a.x) ? expert_ffn_backward_kernel(grad_out, kept, wanted, a)
@@ -104,8 +104,9 @@ variable_list differentiate_composition(const Tensor& grad_out, ExpertFfnArgumen
 class ExpertFfnNode : public torch::autograd::Function<ExpertFfnNode> {
  public:
   static Tensor forward(AutogradContext* ctx, const ExpertFfnArguments& a, const auto&... /*inputs*/) {
-    const auto [out, preactivations, reduced] = call(expert_ffn_forward, a);
-    save_arguments(ctx, ExpertFfnArguments::fields(a), {preactivations, a.reduced_width() > 0 ? reduced : Tensor()});
+    const auto [out, preactivations, reduced, gate] = call(expert_ffn_forward, a);
+    save_arguments(ctx, ExpertFfnArguments::fields(a),
+                   {preactivations, a.reduced_width() > 0 ? reduced : Tensor(), a.gate_width() > 0 ? gate : Tensor()});
     ctx->saved_data["uses_kernels"] = uses_kernels(a.x);
     return out;
   }
@@ -114,12 +115,13 @@ class ExpertFfnNode : public torch::autograd::Function<ExpertFfnNode> {
     const OperatorCall running;
     ExpertFfnArguments a;
     const variable_list saved = load_arguments(ctx, ExpertFfnArguments::fields(a));
-    // Without factors no reduced rows are saved.
-    Intermediates kept{saved[0], saved[1].defined() ? saved[1] : without_columns(saved[0])};
+    // Tensors without columns are not saved.
+    const auto saved_or_empty = [&](size_t i) { return saved[i].defined() ? saved[i] : without_columns(saved[0]); };
+    Intermediates kept{saved[0], saved_or_empty(1), saved_or_empty(2)};
     // Kernels store gate and up side by side, ATen one after the other; force_aten may have been called since.
     if (a.gate.is_given() && ctx->saved_data["uses_kernels"].toBool() != uses_kernels(a.x)) {
       a.recompute = true;
-      kept = {kept.preactivations.narrow(0, 0, 0), kept.reduced.narrow(0, 0, 0)};
+      kept = {kept.preactivations.narrow(0, 0, 0), kept.reduced.narrow(0, 0, 0), kept.gate.narrow(0, 0, 0)};
     }
     const OutputMask output_mask = wanted_gradients(ctx, ExpertFfnArguments::differentiable(a));
     variable_list result = is_transformed(grads[0]) ? differentiate_composition(grads[0], a, output_mask)
@@ -134,8 +136,9 @@ class ExpertFfnNode : public torch::autograd::Function<ExpertFfnNode> {
     const Wanted wanted = Wanted::from(output_mask);
     // expert_ffn_backward overwrites the preactivations, which another backward pass of this graph would read.
     const bool is_copied = torch_internals::keeps_graph() && needs_grad_activated(wanted);
-    const Tensor overwritten = is_copied ? kept.preactivations.clone() : kept.preactivations;
-    const GradientTuple gradients = call(expert_ffn_backward, a, grad_out, overwritten, kept.reduced, output_mask);
+    const auto overwritten = [&](const Tensor& tensor) { return is_copied ? tensor.clone() : tensor; };
+    const GradientTuple gradients = call(expert_ffn_backward, a, grad_out, overwritten(kept.preactivations),
+                                         kept.reduced, overwritten(kept.gate), output_mask);
     variable_list result = std::apply([](const auto&... gradient) { return variable_list{gradient...}; }, gradients);
     if (wanted.weights) result[1] = like_weights(result[1], *a.weights);
     for (size_t input = 0; input < result.size(); ++input) {
@@ -172,10 +175,12 @@ TORCH_LIBRARY_FRAGMENT(maxmoe, library) {
   expert_ffn.define<expert_ffn_backend, ExpertFfnGradient, Autocast::lower_precision>(
       library, "expert_ffn(" + kSchema + ") -> Tensor");
   expert_ffn_forward.define<expert_ffn_forward_backend>(
-      library, "expert_ffn_forward(" + kSchema + ") -> (Tensor out, Tensor preactivations, Tensor reduced)");
+      library,
+      "expert_ffn_forward(" + kSchema + ") -> (Tensor out, Tensor preactivations, Tensor reduced, Tensor gate)");
   expert_ffn_backward.define<expert_ffn_backward_backend>(
       library,
-      "expert_ffn_backward(Tensor grad_out, Tensor(a!) preactivations, Tensor reduced, bool[14] output_mask, " +
+      "expert_ffn_backward(Tensor grad_out, Tensor(a!) preactivations, Tensor reduced, Tensor(b!) gate_preactivations, "
+      "bool[14] output_mask, " +
           kSchema +
           ") -> (Tensor x, Tensor weights, Tensor gate, Tensor gate_bias, Tensor gate_a, Tensor gate_b, Tensor up, "
           "Tensor up_bias, Tensor up_a, Tensor up_b, Tensor down, Tensor down_bias, Tensor down_a, Tensor down_b)");

@@ -45,7 +45,11 @@ struct ExpertFfnArguments {
   ActivationKind kind() const;
   int64_t up_width() const { return up.out_size(); }
   int64_t intermediate_size() const { return fused_gate.has_value() ? up_width() / 2 : up_width(); }
-  int64_t preactivation_width() const { return gate.is_given() ? 2 * up_width() : up_width(); }
+  // On devices other than the CPU the preactivations of gate and up are the results of two products, and saved as they
+  // are. Kernels of the CPU, and all paths of its tensors, have them in one tensor.
+  bool has_gate_apart() const { return gate.is_given() && !x.is_cpu(); }
+  int64_t preactivation_width() const { return gate.is_given() && !has_gate_apart() ? 2 * up_width() : up_width(); }
+  int64_t gate_width() const { return has_gate_apart() ? up_width() : 0; }
   // Number of columns of the reduced rows; the columns of gate, up and down are side by side.
   int64_t reduced_width() const { return gate.rank() + up.rank() + down.rank(); }
   // Rows of the preactivations and of the reduced rows that forward saves for backward.
@@ -54,8 +58,9 @@ struct ExpertFfnArguments {
 
 // Tensors that the forward pass computes and the backward pass reads.
 struct Intermediates {
-  Tensor preactivations;  // [R, 2F], [R, F] without a gate
+  Tensor preactivations;  // [R, 2F], or [R, F] without a gate or with the gate apart
   Tensor reduced;         // [R, r of gate + up + down]: the rows of x and A times the factors `a`
+  Tensor gate;            // [R, F] with the gate apart, otherwise [R, 0]
 };
 
 // Calls op(before..., all arguments).
@@ -100,9 +105,8 @@ constexpr bool needs_grad_activated(const Wanted& w) {
   return w.x || w.weights || any(w.gate) || any(w.up);
 }
 
-// The output [T, D], and the intermediates for backward: the preactivations [R, 2F] and the reduced rows, with R = 0 if
-// they are not kept.
-using Outputs = std::tuple<Tensor, Tensor, Tensor>;
+// The output [T, D], and the intermediates for backward in their order, with R = 0 if they are not kept.
+using Outputs = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 // Check the arguments of the operator `op`; the first one everything but values of tensors.
 void check_expert_ffn_shapes(const char* op, const ExpertFfnArguments& a);

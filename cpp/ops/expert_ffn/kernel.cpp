@@ -53,7 +53,7 @@ MatrixStack<T> stack_if(bool is_wanted, const Tensor& out) {
 
 Intermediates empty_intermediates(int64_t num_rows, const ExpertFfnArguments& a) {
   return {empty({num_rows, a.preactivation_width()}, a.x.options()),
-          empty({num_rows, a.reduced_width()}, a.x.options())};
+          empty({num_rows, a.reduced_width()}, a.x.options()), empty({num_rows, 0}, a.x.options())};
 }
 
 // The arguments that the kernels share.
@@ -227,7 +227,7 @@ Outputs expert_ffn_kernel(const ExpertFfnArguments& a, bool keeps_intermediates)
     arguments.out = view<T>(out);
     maxmoe::expert_ffn(arguments, torch_executor());
   });
-  return {out, kept.preactivations, kept.reduced};
+  return {out, kept.preactivations, kept.reduced, kept.gate};
 }
 
 Gradients expert_ffn_backward_kernel(const Tensor& grad_out, const std::optional<Intermediates>& kept,
@@ -236,9 +236,9 @@ Gradients expert_ffn_backward_kernel(const Tensor& grad_out, const std::optional
   const Tensor grad = contiguous_rows(grad_out);
   Gradients grads;
   for_dtype(a.x.scalar_type(), [&]<class T>() {
-    const Intermediates rows = kept.has_value()
-                                   ? Intermediates{kept->preactivations.contiguous(), kept->reduced.contiguous()}
-                                   : recomputed<T>(k);
+    const Intermediates rows =
+        kept.has_value() ? Intermediates{kept->preactivations.contiguous(), kept->reduced.contiguous(), kept->gate}
+                         : recomputed<T>(k);
     // One kernel after the other, so that the work space of each one is freed before the next one.
     backward_down<T>(grad, rows.preactivations, backward_down_factors<T>(grad, rows, wanted, k, grads), wanted, k,
                      grads);
