@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import maxmoe
 from benchmarks.shapes import Shape as Sizes
 from device import experts
 from device.cases import Cases, Values, main, rounded, within
-import maxmoe
 from maxmoe import build_info, ops
 from support.operator_calls import Call, Result, cotangents_of, expected_result, result, tolerance
 from support.operator_checks import OperatorTests
