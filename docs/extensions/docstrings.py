@@ -78,7 +78,6 @@ INTERNAL = {
     "losses_and_stats",
     "observed",
     "routed_experts",
-    "set_runner",
     "set_up_training",
 }
 

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from maxmoe._torch.autograd import hides_gradient
@@ -91,3 +92,20 @@ def check_parts_are_known(layer: "MoE", what: str) -> None:
                 f"{what} needs the activation of the config in {name}, got {activation!r}: other libraries would "
                 "compute another function of the weights"
             )
+
+
+def check_tokens(x: Tensor, hidden_size: int, dtype: torch.dtype) -> None:
+    """Check the input of a layer ``(..., S, D)``, given the dtype of its parameters."""
+    if x.dim() < 2 or x.shape[-1] != hidden_size:
+        raise ValueError(f"x must have shape [..., S, hidden_size ({hidden_size})], got {tuple(x.shape)}")
+    if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
+        raise ValueError(f"x must have the dtype of the parameters ({dtype}) outside of autocast, got {x.dtype}")
+
+
+def check_mask(token_mask: Tensor, x: Tensor) -> None:
+    """Check the mask of tokens ``(..., S, D)``."""
+    if token_mask.dtype != torch.bool or token_mask.shape != x.shape[:-1]:
+        raise ValueError(
+            f"token_mask must be bool of shape {tuple(x.shape[:-1])}, "
+            f"got {token_mask.dtype} of shape {tuple(token_mask.shape)}"
+        )

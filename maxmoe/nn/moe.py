@@ -18,7 +18,7 @@ from maxmoe.convert.upcycling import Projection, Scaling, upcycled
 from maxmoe.declaration import TOKEN_DIMS, Declaration, SavedTensor
 from maxmoe.expert_load.metrics_accumulator import MetricsAccumulator
 from maxmoe.expert_load.stats import MoEStats
-from maxmoe.nn.checks import check_parts_are_known, check_replaced_parts, needs_gradient
+from maxmoe.nn.checks import check_mask, check_parts_are_known, check_replaced_parts, check_tokens, needs_gradient
 from maxmoe.nn.dispatcher import ExpertRunner, LayerInputs, sum_of
 from maxmoe.nn.experts import Experts
 from maxmoe.nn.local_dispatcher import local_dispatcher
@@ -104,12 +104,11 @@ class MoE(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles have no hooks, because a context holds for the module that it got.
-        of_this_module = ("routing_hooks", "one_operator")
-        return {name: value for name, value in self.__dict__.items() if name not in of_this_module}
+        return {key: value for key, value in self.__dict__.items() if key not in ("routing_hooks", "one_operator")}
 
     def set_up_training(self, balance_loss: BalanceLoss) -> None:
         """Set all that is not a module or a parameter."""
-        self.runner = ExpertRunner(local_dispatcher(self.config))
+        self.runner = ExpertRunner(local_dispatcher(self.config))  # `maxmoe.parallelize` sets one that communicates
         self.losses = RoutingLosses(self.config, balance_loss)
         self.token_group = LocalTokens()
         self.metrics_accumulator: MetricsAccumulator | None = None  # set by StatsAccumulator
@@ -194,10 +193,6 @@ class MoE(nn.Module):
         check_block(self.config, block)
         give_weights(self, block)
 
-    def set_runner(self, runner: ExpertRunner) -> None:
-        """Replace the runner of the routed experts; `maxmoe.parallelize` sets a runner that communicates."""
-        self.runner = runner
-
     def reset_parameters(self) -> None:
         """Initialize all parameters. A custom router is initialized by its method `reset_parameters`, if it has one."""
         for part in self.children():
@@ -238,11 +233,15 @@ class MoE(nn.Module):
         mask = None if token_mask is None else token_mask.reshape(-1)
         # Hooks that give no experts do not decide: a recomputation, which may have others, takes the same way.
         given = given_experts(hooks, leading_dims, x.device, mask) if hooks else None
-        if token_mask is None and given is None and router_state is None and not is_traced():
-            operator = OneOperator.of(self)
-            if operator is not None:
-                return self._in_one_operator(operator, x)
-        tokens = self._checked_tokens(x, token_mask)
+        is_plain = token_mask is None and given is None and router_state is None and not is_traced()
+        if is_plain and (operator := OneOperator.of(self)):
+            return self._in_one_operator(operator, x)
+        self._check_input(x, self.expert_dtype)
+        tokens = x.reshape(-1, x.shape[-1])
+        if token_mask is not None:
+            check_mask(token_mask, x)
+            # Zeroed before the first product, so that NaN in padding reaches neither outputs nor gradients.
+            tokens = tokens.masked_fill(~token_mask.reshape(-1, 1), 0.0)
         if router_state is not None or self.config.router_takes_state:
             router_state = checked_state(self.config, router_state, x, mask)
         region = self.runner.region
@@ -283,29 +282,11 @@ class MoE(nn.Module):
 
     def _check_input(self, x: Tensor, dtype: torch.dtype) -> None:
         """Check the input of `forward`, given the dtype of the experts."""
-        hidden_size = self.config.hidden_size
-        if x.dim() < 2 or x.shape[-1] != hidden_size:
-            raise ValueError(f"x must have shape [..., S, hidden_size ({hidden_size})], got {tuple(x.shape)}")
-        if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
-            raise ValueError(f"x must have the dtype of the parameters ({dtype}) outside of autocast, got {x.dtype}")
+        check_tokens(x, self.config.hidden_size, dtype)
         if torch.is_grad_enabled() and self.metrics_accumulator is None and self._balances_step():
             raise ValueError(
                 "load_balance_scope 'step' needs maxmoe.StatsAccumulator(model), whose update() ends the step, got none"
             )
-
-    def _checked_tokens(self, x: Tensor, token_mask: Tensor | None) -> Tensor:
-        """Check the inputs of `forward`, and return tokens ``(T, D)``, zero for padding."""
-        self._check_input(x, self.expert_dtype)
-        tokens = x.reshape(-1, x.shape[-1])
-        if token_mask is None:
-            return tokens
-        if token_mask.dtype != torch.bool or token_mask.shape != x.shape[:-1]:
-            raise ValueError(
-                f"token_mask must be bool of shape {tuple(x.shape[:-1])}, "
-                f"got {token_mask.dtype} of shape {tuple(token_mask.shape)}"
-            )
-        # Zeroed before the first product, so that NaN in padding reaches neither outputs nor gradients.
-        return tokens.masked_fill(~token_mask.reshape(-1, 1), 0.0)
 
     def _route(
         self,
@@ -405,8 +386,7 @@ class MoE(nn.Module):
 
     @property
     def _expert_function(self) -> Callable[..., Tensor]:
-        """Function with the arguments of `Experts.forward` that dispatchers call."""
-        return self.experts
+        return self.experts  # a function with the arguments of `Experts.forward`, which dispatchers call
 
     @property
     def expert_dtype(self) -> torch.dtype:

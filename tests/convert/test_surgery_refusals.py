@@ -50,7 +50,7 @@ def test_nothing_changes_if_something_does_not_fit(operation: Callable[[nn.Modul
 
 def test_other_routers_adapters_and_dispatchers_are_refused() -> None:
     layer = make()
-    layer.set_runner(ExpertRunner(LocalDispatcher(dataclasses.replace(LocalExperts.all_of(layer.config), count=3))))
+    layer.runner = ExpertRunner(LocalDispatcher(dataclasses.replace(LocalExperts.all_of(layer.config), count=3)))
     with pytest.raises(ValueError, match="moe must have the dispatcher of one process, got LocalDispatcher"):
         prune_experts(layer, [0])
     layer = make()

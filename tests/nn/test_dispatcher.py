@@ -78,7 +78,7 @@ def test_the_layer_takes_any_dispatcher() -> None:
 
     layer, x = MoE(MoEConfig(**SIZES), dtype=torch.float64), torch.randn(3, 6, dtype=torch.float64)
     whole = layer(x).hidden_states
-    layer.set_runner(ExpertRunner(Reversed(layer.runner.dispatcher)))
+    layer.runner = ExpertRunner(Reversed(layer.runner.dispatcher))
     torch.testing.assert_close(layer(x).hidden_states, whole, rtol=1e-14, atol=1e-15)
 
 
@@ -110,7 +110,7 @@ def test_the_next_chunk_is_on_its_way_while_experts_compute() -> None:
 
     layer, x = MoE(MoEConfig(**SIZES), dtype=torch.float64), torch.randn(5, 6, dtype=torch.float64)
     whole = layer(x).hidden_states
-    layer.set_runner(ExpertRunner(Recorded(layer.runner.dispatcher), num_chunks=2))
+    layer.runner = ExpertRunner(Recorded(layer.runner.dispatcher), num_chunks=2)
     layer.experts.register_forward_pre_hook(lambda *_: order.append("compute"))
     torch.testing.assert_close(layer(x).hidden_states, whole, rtol=1e-13, atol=1e-15)
     first = ["exchange 2", "send 0", "receive 0", "send 1", "compute", "send back"]

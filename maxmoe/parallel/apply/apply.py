@@ -22,7 +22,7 @@ def apply_plan(module: nn.Module, plan: Plan, num_chunks: int, input_check: Inpu
         if uses_token_group(planned.module):
             planned.module.token_group = plan.tokens  # type: ignore[assignment]
     for layer, dispatch_plan in plan.layers.values():
-        layer.set_runner(dispatch_plan.runner(num_chunks))
+        layer.runner = dispatch_plan.runner(num_chunks)
     parameter_hooks = _register_hooks(module, plan, input_check)
     fully_shard_blocks(module, plan)
     for hooks in parameter_hooks:
