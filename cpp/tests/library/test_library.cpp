@@ -2,8 +2,9 @@
 // through the dispatcher, with their gradients.
 #include "library.h"
 
+#include <ATen/ATen.h>
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include <torch/csrc/autograd/autograd.h>
 
 #include <algorithm>
 
@@ -32,25 +33,25 @@ TEST(Library, ForcedPathsAreNamed) {
 
 // Two groups of rows, the second one empty, and rows after the last group.
 TEST(Library, ProductsOfGroupsAndTheirGradients) {
-  const auto options = torch::dtype(torch::kFloat64);
-  const at::Tensor lhs = torch::randn({5, 3}, options).requires_grad_();
-  const at::Tensor rhs = torch::randn({3, 3, 4}, options).requires_grad_();
-  const at::Tensor sizes = torch::tensor({2, 0, 2}, torch::kInt64);
+  const auto options = at::dtype(at::kDouble);
+  const at::Tensor lhs = at::randn({5, 3}, options).set_requires_grad(true);
+  const at::Tensor rhs = at::randn({3, 3, 4}, options).set_requires_grad(true);
+  const at::Tensor sizes = at::tensor({2, 0, 2}, at::kLong);
   ops::Projection projection;
   projection.tensor = rhs;
   const at::Tensor out = ops::gmm(lhs, projection, sizes, 0);
   const at::Tensor expected =
-      torch::cat({lhs.narrow(0, 0, 2).mm(rhs[0]), lhs.narrow(0, 2, 2).mm(rhs[2]), torch::zeros({1, 4}, options)});
-  EXPECT_TRUE(torch::allclose(out, expected));
-  const at::Tensor cotangent = torch::randn_like(out);
+      at::cat({lhs.narrow(0, 0, 2).mm(rhs[0]), lhs.narrow(0, 2, 2).mm(rhs[2]), at::zeros({1, 4}, options)});
+  EXPECT_TRUE(at::allclose(out, expected));
+  const at::Tensor cotangent = at::randn_like(out);
   const auto got = torch::autograd::grad({out}, {lhs, rhs}, {cotangent});
   const auto wanted = torch::autograd::grad({expected}, {lhs, rhs}, {cotangent});
-  for (size_t input = 0; input < wanted.size(); ++input) EXPECT_TRUE(torch::allclose(got[input], wanted[input]));
+  for (size_t input = 0; input < wanted.size(); ++input) EXPECT_TRUE(at::allclose(got[input], wanted[input]));
 }
 
 TEST(Library, AWrongSizeIsNamed) {
   try {
-    ops::tgmm(torch::randn({4, 3}), torch::randn({5, 2}), torch::tensor({4}, torch::kInt64), 1, 0);
+    ops::tgmm(at::randn({4, 3}), at::randn({5, 2}), at::tensor({4}, at::kLong), 1, 0);
     FAIL();
   } catch (const c10::ValueError& error) {
     EXPECT_NE(error.msg().find("maxmoe::tgmm: rhs must have"), std::string::npos) << error.msg();
@@ -60,9 +61,9 @@ TEST(Library, AWrongSizeIsNamed) {
 TEST(Library, MemoryOfResultsIsCountedAndReturned) {
   const size_t before = memory_allocated();
   {
-    const at::Tensor rows = torch::randn({1 << 13, 1 << 8});
-    const at::Tensor out = ops::ragged_gather(rows, torch::arange(rows.size(0)), std::nullopt, 0, std::nullopt);
-    EXPECT_TRUE(torch::equal(out, rows));
+    const at::Tensor rows = at::randn({1 << 13, 1 << 8});
+    const at::Tensor out = ops::ragged_gather(rows, at::arange(rows.size(0)), std::nullopt, 0, std::nullopt);
+    EXPECT_TRUE(at::equal(out, rows));
     EXPECT_GE(memory_allocated() - before, out.nbytes());
   }
   EXPECT_EQ(memory_allocated(), before);
