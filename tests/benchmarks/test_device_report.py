@@ -30,6 +30,20 @@ def test_kernels_are_counted_once(folder: Path) -> None:
         assert abs(sum(kinds) - total) < 0.03
 
 
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("tensor_core::multiply<BFloat16, true>", "products"),
+        ("gather_rows<maxmoe::BFloat16, 8>", "gather, scatter"),
+        ("sum_rows<maxmoe::BFloat16, 8, 2>", "sum over slots"),
+        ("backward_of_rows<maxmoe::BFloat16, 8, maxmoe::cuda::AnyForm>", "activation, weights, copies"),
+        ("sum_experts", "sort, plan, checks"),
+    ],
+)
+def test_kernels_of_maxmoe_have_a_kind(kernel: str, kind: str) -> None:
+    assert device_report.kind_of(f"void maxmoe::cuda::(anonymous namespace)::{kernel}(long, bool)") == kind
+
+
 def test_what_failed_or_was_not_run_is_said() -> None:
     """Cases that were not measured have no row."""
     passed = {"dtype": "float32", "error": 1e-6, "limit": 1e-5, "same_bits": True, "ok": True}
