@@ -44,9 +44,14 @@ CRASH = """
 import os
 from device.cases import main
 
+def illegal_access(cases):
+    cases._device_error = lambda: "illegal access"
+    return {"ok": True}
+
 def check(cases):
     cases.run("group", "first", lambda cases: {"ok": True})
     cases.run("group", "crash", lambda cases: os.abort())
+    cases.run("group", "illegal access", illegal_access)
     cases.run("group", "wrong", lambda cases: {"ok": False})
     cases.run("group", "last", lambda cases: {"ok": True})
 
@@ -59,11 +64,12 @@ def test_a_crash_costs_one_case(tmp_path: Path) -> None:
     script.write_text(CRASH)
     paths = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     done = programs.run([sys.executable, str(script), "--device", "cpu", "--out", str(out)], cwd=ROOT, env=paths)
-    assert done.returncode == 1 and "planted: 2 passed, 2 failed, 0 not run" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 1 and "planted: 2 passed, 3 failed, 0 not run" in done.stdout, done.stdout + done.stderr
     cases = json.loads(out.read_text())["planted"]["group"]
     assert {name: values["ok"] for name, values in cases.items()} == {
         "first": True,
         "crash": False,
+        "illegal access": False,
         "wrong": False,
         "last": True,
     }
