@@ -208,6 +208,11 @@ def decisions(sections: dict[str, Any]) -> Iterator[str]:
         yield f"{group}: {name}: {'ours' if is_ours else 'of PyTorch'}"
         if "rows" in values:
             faster.setdefault(group, []).extend([] if is_ours else [values["rows"]])
+    for group, named in sections.get("rows", {}).items():
+        times = {name: values["ms"] for name, values in named.items() if "ms" in values}
+        if group.startswith("candidates") and times:
+            listed = ", ".join(f"{name} {ms:.3f} ms" for name, ms in times.items())
+            yield f"{group}: {min(times, key=lambda name: times[name])} ({listed})"
     for group, rows in faster.items():
         least = f"from {min(rows)} rows per group on" if rows else "at no number of rows that was timed"
         yield f"{group}: PyTorch's products are faster {least} (kManyRowsPerGroup)"

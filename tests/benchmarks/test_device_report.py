@@ -66,6 +66,10 @@ def test_what_failed_or_was_not_run_is_said() -> None:
         "rows": {
             "ceilings": {"copy": {"gb_per_second": 4000.0}},
             "Mixtral": {"ragged_gather": {"ms": 0.5, "aten_ms": 1.0, "bytes": 10**9}, "ragged_dot": failed},
+            "candidates of the sum": {
+                "4 rows ahead": {"ms": 0.25, "bytes": 9},
+                "8 rows ahead": {"ms": 0.5, "bytes": 9},
+            },
             "gmm, float16": {
                 f"{rows} rows per group": {"ms": ms, "aten_ms": 1.0, "flops": 10**11, "rows": rows}
                 for rows, ms in ((32, 0.5), (512, 2.0), (2048, 4.0))
@@ -84,8 +88,9 @@ def test_what_failed_or_was_not_run_is_said() -> None:
     assert "| gmm, float16: 512 rows per group | 2.000 | 1.000 | 0.50 | 50 TFLOP/s | |" in rows
     decided = list(device_report.decisions(sections))
     assert decided[0] == "Mixtral: ragged_gather: ours"
-    assert decided[-2:] == [
+    assert decided[-3:] == [
         "gmm, float16: 2048 rows per group: of PyTorch",
+        "candidates of the sum: 4 rows ahead (4 rows ahead 0.250 ms, 8 rows ahead 0.500 ms)",
         "gmm, float16: PyTorch's products are faster from 512 rows per group on (kManyRowsPerGroup)",
     ]
     assert all(table.count("\n") == 1 for table in (training, kernels, threads))

@@ -10,7 +10,8 @@
 # which implementation was faster. MAXMOE_CUDA_KERNELS=all,-gmm switches a kernel off that fails.
 #
 # First what must be right, then how fast it is, then layers and models. The step "tests" needs the kernels' GoogleTest
-# suite, build/cuda/maxmoe_cuda_tests of `make cuda-tests`, in .device, "sanitizers" compute-sanitizer and "ncu" the
+# suite, build/cuda/maxmoe_cuda_tests of `make cuda-tests`, in .device, "rows" times candidates of kernels if
+# libmaxmoe_cuda_candidates.so of `make cuda-candidates` is there too, "sanitizers" compute-sanitizer and "ncu" the
 # profiler of that name, which writes ncu.csv; without them they are left out.
 #
 # The core is built for the torch that is there, also for one that is older than maxmoe supports (MAXMOE_ANY_TORCH).
