@@ -9,7 +9,8 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .ONESHELL:
-.PHONY: help setup train test lint format docs sanitize test-aarch64 cuda cuda-tests benchmark wheel try-wheel clean
+.PHONY: help setup train test lint format docs sanitize test-aarch64 cuda cuda-tests cuda-candidates benchmark wheel \
+  try-wheel clean
 
 PYTHON ?= python3
 ARGS ?=
@@ -123,10 +124,20 @@ build/cuda/%.o: cpp/cuda/%.cu .venv-cuda/packages $(wildcard cpp/cuda/*.h) $(fil
 # build/cuda/maxmoe_cuda_tests: the tests of cpp/cuda/tests for a machine with an NVIDIA GPU, run by
 # CUDA_LAUNCH_BLOCKING=1 maxmoe_cuda_tests --gtest_filter=-*Error*. Tests of errors are left out, because a failed
 # assertion makes the device unusable for the process.
-CUDA_TESTS := $(patsubst cpp/cuda/tests/%.cpp,build/cuda/%.o,$(filter-out %_emulator.cpp,$(wildcard cpp/cuda/tests/*.cpp)))
+CUDA_TESTS := $(patsubst cpp/cuda/tests/%.cpp,build/cuda/%.o,$(filter-out %_emulator.cpp %_candidates.cpp,$(wildcard cpp/cuda/tests/*.cpp)))
 cuda-tests: $(CUDA_OBJECTS) $(CUDA_TESTS) build/cuda/managed_memory.o
 	@$(CXX) $^ -L"$(CUDA_HOME)/lib" -lgtest_main -lgtest -static-libstdc++ -static-libgcc -lcudart_static -ldl -lrt -lpthread \
 	  -o build/cuda/maxmoe_cuda_tests
+
+# build/cuda/libmaxmoe_cuda_candidates.so: variants of kernels, which a device check times beside the kernels.
+cuda-candidates: build/cuda/candidates.o
+	@export PATH="$(CUDA_HOME)/bin:$$PATH"
+	nvcc -shared -cudart static -L"$(CUDA_HOME)/lib" $< -o build/cuda/libmaxmoe_cuda_candidates.so
+
+build/cuda/candidates.o: cpp/cuda/tests/device/candidates.cu .venv-cuda/packages $(wildcard cpp/cuda/*) $(filter %.h,$(KERNELS))
+	@mkdir -p build/cuda
+	export PATH="$(CUDA_HOME)/bin:$$PATH"
+	nvcc $(NVCC_FLAGS) -c $< -o $@
 
 build/cuda/test_%.o: cpp/cuda/tests/test_%.cpp $(wildcard cpp/cuda/*.h cpp/cuda/tests/*.h cpp/tests/*.h) $(filter %.h,$(KERNELS))
 	@mkdir -p build/cuda

@@ -26,14 +26,15 @@ SUMMED = (
     "quantized experts",
 )
 OURS, OURS_FUSED = "ours", "ours, gate and up in one"
-# Kinds by patterns of CUDA kernel names; the first match counts. The sum over the slots of a token is in float32, all
-# other elementwise passes are in bfloat16.
+# Kinds by patterns of CUDA kernel names, of PyTorch and of maxmoe; the first match counts. The sum over the slots of a
+# token is in float32, all other elementwise passes are in bfloat16.
 KINDS = {
-    "products": r"cutlass|gemm",
-    "gather, scatter": r"gather_kernel<16|indexFunc|index_elementwise|scatter_add",
-    "sum over slots": r"EmbeddingBag|Functor_add<float>|BinaryFunctor<float|unrolled_elementwise|masked_fill_kernel"
-    r"|bfloat16_copy",
-    "activation, weights, copies": r"elementwise_kernel<(4|8|128)|CatArray|reduce_kernel<512, 1, .*BFloat16",
+    "products": r"cutlass|gemm|tensor_core|multiply_add",
+    "gather, scatter": r"gather_kernel<16|indexFunc|index_elementwise|scatter_add|gather_rows|add_slots",
+    "sum over slots": r"sum_rows|EmbeddingBag|Functor_add<float>|BinaryFunctor<float|unrolled_elementwise"
+    r"|masked_fill_kernel|bfloat16_copy",
+    "activation, weights, copies": r"activate_elements|backward_of_rows|multiply_rows"
+    r"|elementwise_kernel<(4|8|128)|CatArray|reduce_kernel<512, 1, .*BFloat16",
 }
 REST = "sort, plan, checks"
 INTEGERS = r"<long|long>|<bool|clamp_scalar|_scatter_gather"  # elementwise kernels of the plan
@@ -157,7 +158,7 @@ def memory_table(sections: dict[str, Any]) -> str:
 
 def kind_of(kernel: str) -> str:
     is_integer = re.search(INTEGERS, kernel) and not re.search(
-        r"cutlass|gather_kernel<16|indexFunc|EmbeddingBag", kernel
+        r"maxmoe|cutlass|gather_kernel<16|indexFunc|EmbeddingBag", kernel
     )
     return REST if is_integer else next((kind for kind, names in KINDS.items() if re.search(names, kernel)), REST)
 
@@ -207,6 +208,11 @@ def decisions(sections: dict[str, Any]) -> Iterator[str]:
         yield f"{group}: {name}: {'ours' if is_ours else 'of PyTorch'}"
         if "rows" in values:
             faster.setdefault(group, []).extend([] if is_ours else [values["rows"]])
+    for group, named in sections.get("rows", {}).items():
+        times = {name: values["ms"] for name, values in named.items() if "ms" in values}
+        if group.startswith("candidates") and times:
+            listed = ", ".join(f"{name} {ms:.3f} ms" for name, ms in times.items())
+            yield f"{group}: {min(times, key=lambda name: times[name])} ({listed})"
     for group, rows in faster.items():
         least = f"from {min(rows)} rows per group on" if rows else "at no number of rows that was timed"
         yield f"{group}: PyTorch's products are faster {least} (kManyRowsPerGroup)"

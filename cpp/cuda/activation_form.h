@@ -19,12 +19,11 @@ constexpr bool is_approximate(Activation activation) {
   return activation == Activation::silu || activation == Activation::swigluoai;
 }
 
-// An activation, with or without a gate and a limit.
+// An activation of 16-bit numbers, with or without a gate and a limit.
 template <Activation kActivation, bool kHasGate, bool kIsLimited>
 struct ActivationForm {
   template <class T>
-  using Math =
-      std::conditional_t<sizeof(T) == 2 && is_approximate(kActivation), ApproximateMath, NumberMath<Accumulator<T>>>;
+  using Math = std::conditional_t<is_approximate(kActivation), ApproximateMath, NumberMath<Accumulator<T>>>;
 
   static bool has(const ActivationKind& kind) {
     return kind.activation == kActivation && (kind.gate != GateLayout::none) == kHasGate &&

@@ -4,7 +4,7 @@ namespace maxmoe::cuda {
 namespace {
 
 // A thread sums its columns of all rows of a group, in the order of the index; with two matrices, of a row of each.
-template <class T, int kWidth, int kMatrices>
+template <class T, int kWidth, int kMatrices, int kAhead>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 1 : 3)
     sum_rows(const RaggedGatherReduce<T> a, const ConstMatrixView<T> others) {
   for (int64_t group = first_row_of_thread(); group < a.out.rows; group += rows_of_all_blocks()) {
@@ -20,20 +20,20 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 1 : 3)
         return {row + c, a.weights == nullptr ? Accumulator<T>(1) : a.weights[j]};
       };
       Accumulator<T> sums[kWidth] = {};
-      add_terms<T>(sums, begin * kMatrices, (begin + a.group_size) * kMatrices, index, term);
+      add_terms<T, kAhead>(sums, begin * kMatrices, (begin + a.group_size) * kMatrices, index, term);
       store_sums(a.out.row(group) + c, sums);
     }
   }
 }
 
-template <class T, int kMatrices>
+template <class T, int kMatrices, int kAhead = 4>
 void sum(const RaggedGatherReduce<T>& a, const ConstMatrixView<T>& others, Stream stream) {
   if (a.out.rows == 0 || a.out.columns == 0) return;
   const bool is_vectorized = is_aligned(a.rows) && (kMatrices == 1 || is_aligned(others)) && is_aligned(a.out);
   with_width<T>(is_vectorized, [&]<int kWidth>() {
     const dim3 threads = block_of_rows(a.out.columns / kWidth);
-    launch("ragged_gather_reduce", sum_rows<T, kWidth, kMatrices>, grid_of(a.out.rows, threads.y), threads, 0, stream,
-           a, others);
+    launch("ragged_gather_reduce", sum_rows<T, kWidth, kMatrices, kAhead>, grid_of(a.out.rows, threads.y), threads, 0,
+           stream, a, others);
   });
 }
 

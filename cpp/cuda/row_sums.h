@@ -15,10 +15,9 @@ struct Term {
 // sums += the terms [begin, end), in order. term(j, index(j)) is a term at the columns of this thread. A thread reads
 // the indices of kAhead terms, then their rows, then adds: one row at a time, 16 KB would be on their way to a
 // multiprocessor, and a device needs about 32 KB.
-template <class T, int kWidth, class Index, class GetTerm>
+template <class T, int kAhead = 4, int kWidth, class Index, class GetTerm>
 __device__ void add_terms(Accumulator<T> (&sums)[kWidth], int64_t begin, int64_t end, const Index& index,
                           const GetTerm& term) {
-  constexpr int kAhead = 4;
   for (int64_t first = begin; first < end; first += kAhead) {
     int64_t indices[kAhead];
     Term<T> terms[kAhead];

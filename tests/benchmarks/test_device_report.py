@@ -30,6 +30,20 @@ def test_kernels_are_counted_once(folder: Path) -> None:
         assert abs(sum(kinds) - total) < 0.03
 
 
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("tensor_core::multiply<BFloat16, true>", "products"),
+        ("gather_rows<maxmoe::BFloat16, 8>", "gather, scatter"),
+        ("sum_rows<maxmoe::BFloat16, 8, 2>", "sum over slots"),
+        ("backward_of_rows<maxmoe::BFloat16, 8, maxmoe::cuda::AnyForm>", "activation, weights, copies"),
+        ("sum_experts", "sort, plan, checks"),
+    ],
+)
+def test_kernels_of_maxmoe_have_a_kind(kernel: str, kind: str) -> None:
+    assert device_report.kind_of(f"void maxmoe::cuda::(anonymous namespace)::{kernel}(long, bool)") == kind
+
+
 def test_what_failed_or_was_not_run_is_said() -> None:
     """Cases that were not measured have no row."""
     passed = {"dtype": "float32", "error": 1e-6, "limit": 1e-5, "same_bits": True, "ok": True}
@@ -52,6 +66,10 @@ def test_what_failed_or_was_not_run_is_said() -> None:
         "rows": {
             "ceilings": {"copy": {"gb_per_second": 4000.0}},
             "Mixtral": {"ragged_gather": {"ms": 0.5, "aten_ms": 1.0, "bytes": 10**9}, "ragged_dot": failed},
+            "candidates of the sum": {
+                "4 rows ahead": {"ms": 0.25, "bytes": 9},
+                "8 rows ahead": {"ms": 0.5, "bytes": 9},
+            },
             "gmm, float16": {
                 f"{rows} rows per group": {"ms": ms, "aten_ms": 1.0, "flops": 10**11, "rows": rows}
                 for rows, ms in ((32, 0.5), (512, 2.0), (2048, 4.0))
@@ -70,8 +88,9 @@ def test_what_failed_or_was_not_run_is_said() -> None:
     assert "| gmm, float16: 512 rows per group | 2.000 | 1.000 | 0.50 | 50 TFLOP/s | |" in rows
     decided = list(device_report.decisions(sections))
     assert decided[0] == "Mixtral: ragged_gather: ours"
-    assert decided[-2:] == [
+    assert decided[-3:] == [
         "gmm, float16: 2048 rows per group: of PyTorch",
+        "candidates of the sum: 4 rows ahead (4 rows ahead 0.250 ms, 8 rows ahead 0.500 ms)",
         "gmm, float16: PyTorch's products are faster from 512 rows per group on (kManyRowsPerGroup)",
     ]
     assert all(table.count("\n") == 1 for table in (training, kernels, threads))

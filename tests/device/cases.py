@@ -72,7 +72,7 @@ class Cases:
             values["seconds"] = round(time.monotonic() - start, 2)
         device_error = self._device_error()
         if device_error:
-            values = {"ok": False, "error_message": device_error} | values
+            values |= {"ok": False, "error_message": device_error}
         self.write(group, name, values)
         if device_error:
             os._exit(NEXT_PROCESS)

@@ -4,9 +4,12 @@
 
 Every row is counted once for each time that it must be read or written. Products of float16 and float32 are timed for
 several numbers of rows per group, from which `benchmarks.device_report` says where PyTorch's products are faster.
+Candidates of kernels are timed if `make cuda-candidates` has built them, and their library is in .device.
 """
 
+import ctypes
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -20,6 +23,7 @@ from maxmoe import ops
 SHAPES = {name: shape for name, shape in speed.SHAPES.items() if shape.num_tokens > 1000}
 ROWS_PER_GROUP = (32, 128, 256, 512, 2048)
 NUM_GROUPS = 8
+CANDIDATES = Path(".device/libmaxmoe_cuda_candidates.so")
 
 
 class Timed(NamedTuple):
@@ -79,6 +83,35 @@ def product(cases: Cases, dtype: torch.dtype, rows_per_group: int) -> Values:
     return {"ms": rounded(ms), "aten_ms": rounded(aten_ms), "flops": 2 * num_rows * D * F, "rows": rows_per_group}
 
 
+def candidates(cases: Cases, problem: experts.Problem, library: ctypes.CDLL) -> None:
+    """Time variants of the sum over slots and of silu, beside the kernels that operators run."""
+    x, weights, chosen, _, up, *_ = problem
+    plan = ops.ragged_plan(chosen, len(problem.down), num_rows=chosen.numel())
+    rows = x.index_select(0, plan.slots // chosen.shape[1])
+    gate = torch.randn(len(rows), up.shape[2], device=x.device, dtype=x.dtype)
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+
+    def call(function: Callable[..., None], *arguments: Tensor | int) -> None:
+        pointers = [
+            ctypes.c_void_p(each.data_ptr()) if isinstance(each, Tensor) else ctypes.c_int64(each)
+            for each in arguments[1:]
+        ]
+        function(ctypes.c_int(arguments[0]), *pointers, stream)
+
+    def timed(cases: Cases, function: Callable[..., None], num_bytes: int, *arguments: Tensor | int) -> Values:
+        ms = speed.milliseconds(cases, lambda: call(function, *arguments))
+        return {"ms": rounded(ms), "bytes": num_bytes}
+
+    of_sum = (rows, *rows.shape, plan.rows, chosen.shape[1], weights, torch.empty_like(x), len(x))
+    for ahead in (1, 2, 4, 8):
+        arguments = (library.maxmoe_candidate_of_sum, rows.nbytes + x.nbytes, ahead, *of_sum)
+        cases.run("candidates of the sum", f"{ahead} rows ahead", timed, *arguments)
+    of_silu = (gate, gate.flip(0), torch.empty_like(gate), *gate.shape)
+    for name, number in (("exact", 0), ("approximated", 1)):
+        arguments = (library.maxmoe_candidate_of_silu, 3 * gate.nbytes, number, *of_silu)
+        cases.run("candidates of silu", name, timed, *arguments)
+
+
 def check(cases: Cases) -> None:
     """Time the operators."""
     cases.run("ceilings", "copy", speed.copy_ceiling)
@@ -87,6 +120,8 @@ def check(cases: Cases) -> None:
         problem = experts.draw(shape, torch.bfloat16, cases.device)
         for timed in operators(problem):
             cases.run(name, timed.name, both, timed)
+        if cases.is_cuda and CANDIDATES.exists() and name == next(iter(shapes)):
+            candidates(cases, problem, ctypes.CDLL(str(CANDIDATES.resolve())))
         del problem
     for dtype in (torch.float16, torch.float32):
         group = f"gmm, {str(dtype).removeprefix('torch.')}"

@@ -10,8 +10,9 @@
 # which implementation was faster. MAXMOE_CUDA_KERNELS=all,-gmm switches a kernel off that fails.
 #
 # First what must be right, then how fast it is, then layers and models. The step "tests" needs the kernels' GoogleTest
-# suite, build/cuda/maxmoe_cuda_tests of `make cuda-tests`, in .device, and "sanitizers" compute-sanitizer; without them
-# they are left out.
+# suite, build/cuda/maxmoe_cuda_tests of `make cuda-tests`, in .device, "rows" times candidates of kernels if
+# libmaxmoe_cuda_candidates.so of `make cuda-candidates` is there too, "sanitizers" compute-sanitizer and "ncu" the
+# profiler of that name, which writes ncu.csv; without them they are left out.
 #
 # The core is built for the torch that is there, also for one that is older than maxmoe supports (MAXMOE_ANY_TORCH).
 # That needs a C++ compiler, cmake, ninja and the headers of Python there, and wheels in .device, which git ignores:
@@ -24,7 +25,7 @@
 # A core in .device, such as the libmaxmoe_torch2_11.so of an earlier run, is used as it is, with the libmaxmoe_cuda.so
 # beside it. Take them out after a change of C++.
 set -uo pipefail
-: "${OUT:=runs/device}" "${PYTHON:=python3}" "${STEPS:=tests operators sanitizers rows speed kernels layers models}"
+: "${OUT:=runs/device}" "${PYTHON:=python3}" "${STEPS:=tests operators sanitizers rows speed kernels ncu layers models}"
 declare -A limits=([operators]=60 [rows]=40 [layers]=50 [models]=50 [speed]=50 [kernels]=40 [threads]=100)
 device=cuda
 [[ " $* " == *" --device cpu "* ]] && device=cpu
@@ -73,6 +74,16 @@ sanitizers() { # few small operators; every tensor has an allocation of its own
   done
 }
 
+ncu_of_kernels() { # the first launches of six kernels: share of the memory's speed, and what warps wait for
+  if [[ $device == cpu ]] || ! command -v ncu >/dev/null; then
+    echo "== ncu: left out, there is no ncu or no GPU"
+    return
+  fi
+  step "ncu" 60 ncu --target-processes all --launch-count 12 --section SpeedOfLight --section WarpStateStats --csv \
+    --kernel-name 'regex:gather_rows|sum_rows|multiply_rows|add_slots|activate_elements|backward_of_rows' \
+    --log-file "$OUT/ncu.csv" "$PYTHON" -W ignore -m device.speed --here --out "$OUT/ncu.json" --seconds 20
+}
+
 [[ $device == cpu ]] || nvidia-smi
 rm -f "$OUT/results.json"
 if compgen -G ".device/libmaxmoe_torch*.so"; then
@@ -86,6 +97,7 @@ for name in $STEPS; do
   case $name in
     tests) kernel_tests ;;
     sanitizers) sanitizers ;;
+    ncu) ncu_of_kernels ;;
     *) check "$name" "${limits[$name]}" "$name" "$@" ;;
   esac
 done

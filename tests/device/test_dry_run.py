@@ -16,12 +16,11 @@ from support.sampling import by_default
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).parent / "run.sh"
-STEPS = ["tests", "operators", "sanitizers", "rows", "speed", "kernels", "layers", "models"]
+STEPS = ["tests", "operators", "sanitizers", "rows", "speed", "kernels", "ncu", "layers", "models"]
+PROGRAMS = {"tests", "sanitizers", "ncu"}  # steps that are not scripts, and need a GPU
 
 
-@pytest.mark.parametrize(
-    "step", by_default([step for step in STEPS if step not in ("tests", "sanitizers")], ["operators", "rows"])
-)
+@pytest.mark.parametrize("step", by_default([step for step in STEPS if step not in PROGRAMS], ["operators", "rows"]))
 def test_every_case_passes_on_the_cpu(tmp_path: Path, step: str) -> None:
     out = tmp_path / "results.json"
     paths = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
@@ -45,9 +44,14 @@ CRASH = """
 import os
 from device.cases import main
 
+def illegal_access(cases):
+    cases._device_error = lambda: "illegal access"
+    return {"ok": True}
+
 def check(cases):
     cases.run("group", "first", lambda cases: {"ok": True})
     cases.run("group", "crash", lambda cases: os.abort())
+    cases.run("group", "illegal access", illegal_access)
     cases.run("group", "wrong", lambda cases: {"ok": False})
     cases.run("group", "last", lambda cases: {"ok": True})
 
@@ -60,11 +64,12 @@ def test_a_crash_costs_one_case(tmp_path: Path) -> None:
     script.write_text(CRASH)
     paths = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     done = programs.run([sys.executable, str(script), "--device", "cpu", "--out", str(out)], cwd=ROOT, env=paths)
-    assert done.returncode == 1 and "planted: 2 passed, 2 failed, 0 not run" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 1 and "planted: 2 passed, 3 failed, 0 not run" in done.stdout, done.stdout + done.stderr
     cases = json.loads(out.read_text())["planted"]["group"]
     assert {name: values["ok"] for name, values in cases.items()} == {
         "first": True,
         "crash": False,
+        "illegal access": False,
         "wrong": False,
         "last": True,
     }
@@ -87,8 +92,13 @@ def test_contenders_compute_the_same() -> None:
 def test_the_script_runs_the_steps(tmp_path: Path) -> None:
     """Run one step here; the others are files that the script names, or need a GPU."""
     assert f"STEPS:={' '.join(STEPS)}" in SCRIPT.read_text()
-    assert {path.stem for path in SCRIPT.parent.glob("*.py")} >= set(STEPS) - {"tests", "sanitizers"}
-    settings = {"OUT": str(tmp_path), "PYTHON": sys.executable, "STEPS": "tests rows", "OMP_NUM_THREADS": "1"}
+    assert {path.stem for path in SCRIPT.parent.glob("*.py")} >= set(STEPS) - PROGRAMS
+    settings = {
+        "OUT": str(tmp_path),
+        "PYTHON": sys.executable,
+        "STEPS": "tests sanitizers ncu rows",
+        "OMP_NUM_THREADS": "1",
+    }
     command = ["bash", str(SCRIPT), "--device", "cpu", "--tiny"]
     done = programs.run(command, cwd=ROOT, env=os.environ | settings)
     assert done.returncode == 0 and done.stdout.endswith("failed: nothing\n"), done.stdout + done.stderr

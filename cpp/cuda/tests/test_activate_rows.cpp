@@ -35,7 +35,7 @@ TEST(CudaActivateRowsNan, StaysNan) {
   }
 }
 
-TYPED_TEST(CudaActivateRowsTest, ApproximatesSixteenBitNumbersAlone) {
+TYPED_TEST(CudaActivateRowsTest, ErrorsOfApproximationsReachSixteenBitNumbersAlone) {
   const auto gate = Matrix<TypeParam>::random(1, 8, 1, 8);
   const auto up = Matrix<TypeParam>::random(1, 8, 2, 8);
   const ActivationKind kind{Activation::silu, GateLayout::separate, std::numeric_limits<double>::infinity()};

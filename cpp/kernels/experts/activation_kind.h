@@ -10,7 +10,7 @@ namespace maxmoe {
 enum class Activation { silu, gelu, gelu_tanh, relu, relu2, swigluoai, situ };
 
 // Whether the activation requires a gate, because it also applies a function to up.
-MAXMOE_INLINE constexpr bool needs_gate(Activation activation) {
+MAXMOE_INLINE bool needs_gate(Activation activation) {
   return activation == Activation::swigluoai || activation == Activation::situ;
 }
 
