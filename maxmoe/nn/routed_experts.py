@@ -51,7 +51,7 @@ class OneOperator:
     def of(cls, layer: MoE) -> OneOperator | None:
         """Return the operator of a layer whose modules would now run their own forward and nothing else."""
         kept, children = layer.one_operator, child_table(layer)
-        router, experts = children["router"], children["experts"]
+        router, experts = children.get("router"), children.get("experts")
         if kept is None or kept._parts != (layer.config, layer.runner, router, experts):
             kept = layer.one_operator = cls(layer.config, layer.runner, router, experts)
         can_run = (

@@ -67,7 +67,7 @@ def test_empty_stacks(shape: tuple[int, ...]) -> None:
 
 def test_the_dtype_is_what_the_processor_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
     for isas, expected in ((["baseline", "avx512bf16"], torch.bfloat16), (["baseline", "avx2"], torch.float32)):
-        monkeypatch.setattr("maxmoe.optim.newton_schulz.build_info", lambda isas=isas: {"supported_isas": isas})
+        monkeypatch.setattr("maxmoe._C.build_info", lambda isas=isas: {"supported_isas": isas})
         assert fast_dtype(torch.device("cpu")) == expected
         assert fast_dtype(torch.device("cuda")) == torch.bfloat16
 
