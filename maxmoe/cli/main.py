@@ -23,6 +23,7 @@ loss, outputs and gradients are equal, with 1 if they differ, and with 2 if they
 
 import argparse
 import importlib
+import os
 import re
 import sys
 import traceback
@@ -99,7 +100,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         report = options.report(options)
-        print(report)
+        print(report, flush=True)
+    except BrokenPipeError:  # the reader, such as head, has closed the pipe: nothing more is written, also at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except OSError as error:
         print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
         return 2

@@ -177,6 +177,12 @@ def test_info_describes_this_installation(capsys: pytest.CaptureFixture[str]) ->
     assert said["threads:wait"] == waiting_of_this_process(torch.get_num_threads())
 
 
+def test_a_closed_pipe_is_not_an_error() -> None:
+    """As of `head`, which ends before everything is written."""
+    done = programs.run(["bash", "-c", f"{sys.executable} -m maxmoe info | true; exit ${{PIPESTATUS[0]}}"])
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_plan_prints_the_fastest_plans_and_the_call(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ("--preset", "olmoe", "--num-layers", "1", "--world-size", "2", "--batch-size", "4")
     assert main(["plan", *sizes, "--rules", "ep-as-dp", "--memory", "200GiB", "--master-dtype", "float32"]) == 0
