@@ -1,7 +1,7 @@
 """Differentiable operators, for any floating dtype, any strides and any sizes.
 
-Each function calls the operator of the same name in `torch.ops.maxmoe`, with a plan in place of its tensors: by
-``maxmoe._C``, which takes less time, or by `torch.ops` while a compiler traces.
+Each function calls the operator of the same name in `torch.ops.maxmoe`, with a plan in place of its tensors: through
+the C++ core, in less time than through `torch.ops`, which it takes while a compiler traces.
 `maxmoe.reference` has an implementation of each operator in plain loops. A wrong argument, such as an index out of
 range or a size that does not fit, raises a `ValueError` that names the operator, the argument and its value.
 
