@@ -188,7 +188,8 @@ wheel: $(VENV)/dev $(WHEEL_TORCHES:%=%/requirements)
 	mkdir -p build
 	echo "== sdist and wheel"
 	export MAXMOE_TORCH="$$(ls -d $(addsuffix /lib/python*/site-packages,$(abspath $(WHEEL_HEADERS))) | paste -sd:)"
-	export MAXMOE_PYTHON_HEADERS="$$($(BIN)/python cpp/cmake/python_headers.py build/headers)"
+	headers="$$($(BIN)/python cpp/cmake/python_headers.py build/headers)"
+	export MAXMOE_PYTHON_HEADERS="$$headers"
 	export MAXMOE_CUDA=off # no CUDA kernels in wheels, until they have run on a GPU
 	$(BIN)/python -m build --no-isolation --sdist --outdir dist . >build/sdist.log
 	$(BIN)/python -m build --no-isolation --wheel --outdir build/wheel . >build/wheel.log
