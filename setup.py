@@ -131,14 +131,19 @@ class CMakeBuild(build_ext):
         return {str(path): str(ROOT / "maxmoe" / path.relative_to(package)) for path in binaries(package)}
 
     def copy_extensions_to_source(self) -> None:
-        """Put the files into an editable installation, in the place of an earlier build's."""
-        package = self._package()
-        for earlier in set(binaries(ROOT / "maxmoe")) - {ROOT / "maxmoe/libmaxmoe_cuda_emulator.so"}:
-            earlier.unlink()
-        for path in binaries(package):
-            target = ROOT / "maxmoe" / path.relative_to(package)
-            target.parent.mkdir(exist_ok=True)
-            shutil.copy(path, target)
+        """Put the files into an editable installation.
+
+        Files for other releases of torch stay, because environments share the sources. Modules for another Python are
+        removed with the library that they were linked to.
+        """
+        package, target = self._package(), ROOT / "maxmoe"
+        (target / "libmaxmoe_cuda.so").unlink(missing_ok=True)
+        for folder in package.glob("torch*"):
+            shutil.rmtree(target / folder.name, ignore_errors=True)
+        for built, copied in self.get_output_mapping().items():
+            Path(copied).parent.mkdir(exist_ok=True)
+            Path(copied).unlink(missing_ok=True)  # not overwritten: a running process may have mapped it
+            shutil.copy(built, copied)
 
 
 def binaries(package: Path) -> list[Path]:

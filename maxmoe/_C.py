@@ -16,15 +16,19 @@ from sysconfig import get_config_var
 from types import ModuleType
 
 
+def _missing(message: str) -> ImportError:
+    """Make the error of a core that is off, not built, or cannot be loaded; its name is the name of this module."""
+    return ImportError(message, name="maxmoe._C")
+
+
 def _refuse_sub_interpreters() -> None:
     """Raise in a sub-interpreter, before torch is imported, whose import does not return there."""
     name = "_interpreters" if sys.version_info >= (3, 13) else "_xxsubinterpreters"
     if find_spec(name) is None:
         return
     interpreters = import_module(name)
-    current, main = interpreters.get_current(), interpreters.get_main()
-    if current != main:
-        raise ImportError("maxmoe cannot be imported in a sub-interpreter, because torch cannot", name=__name__)
+    if interpreters.get_current() != interpreters.get_main():
+        raise _missing("maxmoe cannot be imported in a sub-interpreter, because torch cannot")
 
 
 _refuse_sub_interpreters()
@@ -33,11 +37,6 @@ import torch  # noqa: E402
 
 _PACKAGE = Path(__file__).parent
 _BUILD = "pip install --no-build-isolation -e ."
-
-
-def _missing(message: str) -> ImportError:
-    """Make the error of a core that is off, not built, or cannot be loaded; its name is the name of this module."""
-    return ImportError(message, name="maxmoe._C")
 
 
 def _built_modules() -> dict[tuple[int, int], dict[str, Path]]:

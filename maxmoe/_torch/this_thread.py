@@ -23,7 +23,8 @@ class OfThisThread(threading.local, Generic[Value]):
     recomputed calls `read`.
 
     Args:
-        name: what the value is, as no other one is called: modules that have read it are marked with its name.
+        name: name of the value for messages; it must be unique, because modules that have read the value are marked
+            with it.
     """
 
     def __init__(self, name: str) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class OneOperator:
     """The operator that computes what the router and the experts of a layer would compute.
 
-    A layer keeps one for its config, its runner and these two modules, until it has others.
+    A layer keeps it until its config, its runner or one of the two modules is replaced.
     """
 
     def __init__(self, config: MoEConfig, runner: ExpertRunner, router: Any, experts: Any) -> None:
@@ -74,25 +74,25 @@ class OneOperator:
     def __call__(self, x: Tensor) -> tuple[Tensor, Routing, Tensor]:
         """Return the outputs ``(..., D)`` for tokens x, their routing, and the number ``()`` of dropped slots."""
         config, _, router, experts = self._parts
-        of_router: Any = parameter_table(router)  # an attribute of a module takes ten times the time
-        of_experts: Any = parameter_table(experts)
+        router_parameters: Any = parameter_table(router)  # an attribute of a module takes ten times the time
+        expert_parameters: Any = parameter_table(experts)
         activation = experts.activation_arguments
         try:
             out, logits, weights, ids, probabilities, load, dropped = _C.routed_experts(
                 x,
-                of_router["weight"],
-                of_router["bias"],
+                router_parameters["weight"],
+                router_parameters["bias"],
                 config.top_k,
                 config.score_function,
                 buffer_table(router)["score_correction_bias"],
                 *self._routing,
                 config.routed_scaling_factor,
-                of_experts["gate_proj"],
-                of_experts["up_proj"],
-                of_experts["down_proj"],
-                of_experts["gate_bias"],
-                of_experts["up_bias"],
-                of_experts["down_bias"],
+                expert_parameters["gate_proj"],
+                expert_parameters["up_proj"],
+                expert_parameters["down_proj"],
+                expert_parameters["gate_bias"],
+                expert_parameters["up_bias"],
+                expert_parameters["down_bias"],
                 activation["activation"],
                 activation["limit"],
                 activation["limit_target"],

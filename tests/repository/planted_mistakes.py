@@ -112,7 +112,7 @@ class Copy:
         self._is_compiled = False
         listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
         names = subprocess.run(listed, cwd=tree, check=True, capture_output=True, text=True).stdout.split("\0")
-        names += [str(path.relative_to(tree)) for path in tree.glob("maxmoe/*.so")]
+        names += [str(path.relative_to(tree)) for path in (tree / "maxmoe").rglob("*.so")]
         files = {name for name in names if name and os.path.lexists(tree / name)}
         for path in [*folder.rglob("*")]:
             is_source = "__pycache__" not in path.parts and not {self._build, self._saved} & {path, *path.parents}
@@ -144,16 +144,18 @@ class Copy:
         package = self.folder / "maxmoe"
         shutil.rmtree(self._saved, ignore_errors=True)
         shutil.copytree(self._build, self._saved / "build")
-        for library in package.glob("*.so"):
-            shutil.copy2(library, self._saved)
+        libraries = [path.relative_to(package) for path in package.rglob("*.so")]
+        for library in libraries:
+            (self._saved / library).parent.mkdir(exist_ok=True)
+            shutil.copy2(package / library, self._saved / library)
         try:
             self._compile()
             yield
         finally:
             shutil.rmtree(self._build)
             (self._saved / "build").rename(self._build)
-            for library in self._saved.glob("*.so"):
-                shutil.copy2(library, package)
+            for library in libraries:
+                shutil.copy2(self._saved / library, package / library)
 
     def _compile(self) -> None:
         command = [sys.executable, "setup.py", "--quiet", "build_ext", "--build-lib", "."]
