@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from maxmoe.nn.moe import MoE
 
 
+# Not typed: the arguments of the activation are passed on in the order of the config.
+_routed_experts: Any = _C.routed_experts
+
+
 class OneOperator:
     """The operator that computes what the router and the experts of a layer would compute.
 
@@ -76,9 +80,8 @@ class OneOperator:
         config, _, router, experts = self._parts
         router_parameters: Any = parameter_table(router)  # an attribute of a module takes ten times the time
         expert_parameters: Any = parameter_table(experts)
-        activation = experts.activation_arguments
         try:
-            out, logits, weights, ids, probabilities, load, dropped = _C.routed_experts(
+            out, logits, weights, ids, probabilities, load, dropped = _routed_experts(
                 x,
                 router_parameters["weight"],
                 router_parameters["bias"],
@@ -93,11 +96,7 @@ class OneOperator:
                 expert_parameters["gate_bias"],
                 expert_parameters["up_bias"],
                 expert_parameters["down_bias"],
-                activation["activation"],
-                activation["limit"],
-                activation["limit_target"],
-                activation["gate_softcap"],
-                activation["up_softcap"],
+                *experts.activation_arguments.values(),
                 "experts" in experts.recompute,
             )
         except ValueError as error:
