@@ -33,7 +33,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from tqdm import tqdm
 
 from maxmoe.parallel import Dispatch, watch_ranks
-from maxmoe.planning.estimate import Optimizer
+from maxmoe.costs.estimate import Optimizer
 from pretraining import InputError, checkpoint, figures, ranks
 from pretraining.baselines import bigram_bits_per_byte, zlib_bits_per_byte
 from pretraining.command import (

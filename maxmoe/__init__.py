@@ -13,6 +13,7 @@ from maxmoe.config import MoEConfig
 if TYPE_CHECKING:
     from maxmoe import (  # noqa: F401
         convert,
+        costs,
         expert_load,
         integrations,
         models,
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
         optim,
         parallel,
         pipelining,
-        planning,
         presets,
         quantization,
         reference,
@@ -71,6 +71,7 @@ __all__ = [
 
 _PACKAGES = (
     "convert",
+    "costs",
     "expert_load",
     "integrations",
     "models",
@@ -79,7 +80,6 @@ _PACKAGES = (
     "optim",
     "parallel",
     "pipelining",
-    "planning",
     "presets",
     "quantization",
     "reference",

@@ -1,4 +1,4 @@
-"""Declarations of modules, which `maxmoe.parallelize` and `maxmoe.planning` read."""
+"""Declarations of modules, which `maxmoe.parallelize` and `maxmoe.costs` read."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -112,7 +112,7 @@ ExampleInputs: TypeAlias = Callable[[int, int], tuple[Any, ...] | dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Declaration:
-    """Properties of a module that `maxmoe.parallelize` and `maxmoe.planning` read from its attribute `declaration`.
+    """Properties of a module that `maxmoe.parallelize` and `maxmoe.costs` read from its attribute `declaration`.
 
     Modules without a declaration work too. Their parameters are replicated, and listed by `explain`, unless an outer
     module declares their names. They are gathered by the FSDP unit around the module, or by the module itself if there
@@ -150,14 +150,14 @@ class Declaration:
             does not gather with its token group; see `TokenGroupAttribute`. Rules that shard sequences then raise an
             error.
         max_sequence_length: largest number of tokens of a sequence that the forward takes; None for any number.
-            `maxmoe.planning` raises an error for more.
+            `maxmoe.costs` raises an error for more.
         residual_stream: children that read and write the residual stream.
         pipeline_parts: parts of the module by which `maxmoe.pipeline` cuts it; None for a module that cannot be cut.
         saved_tensors: function of the global batch size and sequence length that returns the tensors that the module
             itself saves for the backward or recomputes, by name: with its input, without the tensors that its children
             save. None to trace the forward of the model for what it saves.
         example_inputs: function of the number of sequences and their length that returns the positional arguments of
-            the forward as a tuple, or the keyword arguments as a dict. `maxmoe.planning` traces a model with tensors of
+            the forward as a tuple, or the keyword arguments as a dict. `maxmoe.costs` traces a model with tensors of
             these shapes and dtypes. Not needed if all required arguments are token ids ``(B, S)`` or hidden states
             ``(B, S, D)``.
     """

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.parallel import Dispatch, token_group, token_sharding
-from maxmoe.planning import estimate
-from maxmoe.planning.estimate import Optimizer
+from maxmoe.costs import estimate
+from maxmoe.costs.estimate import Optimizer
 from maxmoe.sharding import LogicalRules, Mesh, check_used, parse_mesh
 from maxmoe.sharding.mesh import STAGE_AXIS
 from pretraining import InputError

@@ -15,16 +15,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import _register_namedtuple, tree_leaves, tree_map
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 # Documented in the notes of torch on extending it, but not in a public module.
-__all__ = ["FakeTensorMode", "TorchDispatchMode", "tree_leaves", "tree_map"]
+__all__ = ["FakeTensor", "FakeTensorMode", "TorchDispatchMode", "tree_leaves", "tree_map"]
+
+# Types of tensors without operators of their own. A subclass such as DTensor first runs its operators.
+PLAIN_TENSORS = (Tensor, nn.Parameter, FakeTensor)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -197,6 +200,13 @@ def shares_memory(tensor: Tensor, other: Tensor) -> bool:
     """Return whether two tensors have the same elements in the same memory, also tensors without memory."""
     one, two = ((storage_id(each), each.shape, each.stride(), each.storage_offset()) for each in (tensor, other))
     return one == two
+
+
+@contextmanager
+def without_dispatch_modes() -> Iterator[None]:
+    """Run operators without the dispatch modes around them, as a mode must to compute a part of them itself."""
+    with _disable_current_modes():
+        yield
 
 
 @contextmanager

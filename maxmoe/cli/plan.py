@@ -7,8 +7,8 @@ from typing import Any
 
 from maxmoe.cli.model import add_model, add_state_dtypes, chosen_model, state_dtypes
 from maxmoe.cli.values import parse_bytes, positive
-from maxmoe.planning import search
-from maxmoe.planning.device import Device, device_names
+from maxmoe.costs import search
+from maxmoe.costs.device import Device, device_names
 from maxmoe.sharding.rules import preset_names
 from maxmoe.text_table import report
 

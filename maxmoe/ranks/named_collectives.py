@@ -22,9 +22,16 @@ CHECK_VARIABLE = "MAXMOE_CHECK_COLLECTIVES"
 
 
 class _Started:
-    """Number of the collectives that this process has started."""
+    """Number of the collectives that this process has started, and the name of the last one."""
 
     number = 0
+    name: str | None = None  # of what the next one communicates
+
+
+def take_name() -> str | None:
+    """Return the name of what the collective communicates that has just been announced, once."""
+    name, _Started.name = _Started.name, None
+    return name
 
 
 def num_started() -> int:
@@ -81,7 +88,7 @@ def _announce(kind: str, what: str, tensor: Tensor, shape: torch.Size, group: di
     """Count a collective, and compare it with the one that the other ranks are about to run."""
     if torch.compiler.is_compiling():
         return
-    _Started.number += 1
+    _Started.number, _Started.name = _Started.number + 1, what
     if os.environ.get(CHECK_VARIABLE) == "1":
         text = f"the {kind} of {what}, {str(tensor.dtype).removeprefix('torch.')} {tuple(shape)}"
         check_ranks_agree({"the next collective": text}, tensor.device.type, group)

@@ -58,17 +58,18 @@ class AllToAll:
     group: dist.ProcessGroup
     send: tuple[int, ...]
     receive: tuple[int, ...]
+    what: str
 
     def start(self, rows: Tensor) -> CollectiveHandle:
         """Start an all-to-all: ``(sum(send), ...)`` to ``(sum(receive), ...)``."""
         result = rows.new_empty(sum(self.receive), *rows.shape[1:])
-        work = all_to_all(result, rows, list(self.receive), list(self.send), "rows", group=self.group)
+        work = all_to_all(result, rows, list(self.receive), list(self.send), self.what, group=self.group)
         return CollectiveHandle(result, work)
 
     @property
     def adjoint(self) -> "AllToAll":
         """The all-to-all in the opposite direction."""
-        return AllToAll(self.group, self.receive, self.send)
+        return AllToAll(self.group, self.receive, self.send, self.what)
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ class AllGather:
 
     group: dist.ProcessGroup
     counts: tuple[int, ...]
+    what: str
 
     def start(self, rows: Tensor) -> CollectiveHandle:
         """Start an all-gather: ``(N, ...)`` to ``(sum(counts), ...)``."""
@@ -84,15 +86,15 @@ class AllGather:
         if len(set(self.counts)) > 1:
             # All-gathers need tensors of equal size. An all-to-all of copies sends the same number of bytes.
             copies = torch.cat([rows] * num_ranks)
-            return AllToAll(self.group, (rows.shape[0],) * num_ranks, self.counts).start(copies)
+            return AllToAll(self.group, (rows.shape[0],) * num_ranks, self.counts, self.what).start(copies)
         result = rows.new_empty(sum(self.counts), *rows.shape[1:])
-        work = all_gather(result, rows, "rows", group=self.group, is_async=True) if result.numel() else None
+        work = all_gather(result, rows, self.what, group=self.group, is_async=True) if result.numel() else None
         return CollectiveHandle(result, work)
 
     @property
     def adjoint(self) -> "ReduceScatter":
         """A reduce-scatter."""
-        return ReduceScatter(self.group, self.counts)
+        return ReduceScatter(self.group, self.counts, self.what)
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ class ReduceScatter:
 
     group: dist.ProcessGroup
     counts: tuple[int, ...]
+    what: str
 
     def start(self, rows: Tensor) -> CollectiveHandle:
         """Start a reduce-scatter: ``(sum(counts), ...)`` to ``(N, ...)``."""
@@ -108,15 +111,15 @@ class ReduceScatter:
         result = rows.new_empty(count, *rows.shape[1:])
         # The reduce-scatter of gloo is an all-reduce: it takes two to four times as long as an all-to-all and a sum.
         if len(set(self.counts)) == 1 and dist.get_backend(self.group) != "gloo":
-            work = reduce_scatter(result, rows, "rows", group=self.group, is_async=True) if rows.numel() else None
+            work = reduce_scatter(result, rows, self.what, group=self.group, is_async=True) if rows.numel() else None
             return CollectiveHandle(result, work)
-        sent = AllToAll(self.group, self.counts, (count,) * num_ranks).start(rows)
+        sent = AllToAll(self.group, self.counts, (count,) * num_ranks, self.what).start(rows)
         return CollectiveHandle(result, sent.work, sent.result.view(num_ranks, count, *rows.shape[1:]))
 
     @property
     def adjoint(self) -> AllGather:
         """An all-gather."""
-        return AllGather(self.group, self.counts)
+        return AllGather(self.group, self.counts, self.what)
 
 
 # Linear map of the rows of all ranks to rows of all ranks. `start` takes the contiguous rows ``(N, ...)`` of this rank;
@@ -183,36 +186,38 @@ class _Wait(torch.autograd.Function):
         return gradient, None
 
 
-def all_gather_rows(rows: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Future[Tensor]:
+def all_gather_rows(rows: Tensor, counts: Sequence[int], group: dist.ProcessGroup, what: str) -> Future[Tensor]:
     """All-gather ``(N, ...)`` to ``(sum(counts), ...)``; the backward is a reduce-scatter.
 
     Args:
         rows: ``(N, ...)``, rows of this rank.
         counts: N of every rank.
         group: the ranks.
+        what: name of what is communicated, for errors and costs.
 
     Returns:
         A function that waits for ``(sum(counts), ...)``, the rows in the order of the ranks.
     """
-    return start_collective(rows, AllGather(group, tuple(counts)))
+    return start_collective(rows, AllGather(group, tuple(counts), what))
 
 
-def reduce_scatter_rows(rows: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Future[Tensor]:
+def reduce_scatter_rows(rows: Tensor, counts: Sequence[int], group: dist.ProcessGroup, what: str) -> Future[Tensor]:
     """Reduce-scatter ``(sum(counts), ...)`` to ``(N, ...)``; the backward is an all-gather.
 
     Args:
         rows: ``(sum(counts), ...)``, summand of this rank.
         counts: number of rows that each rank gets.
         group: the ranks.
+        what: name of what is communicated, for errors and costs.
 
     Returns:
         A function that waits for ``(N, ...)``, the sum of this rank's rows.
     """
-    return start_collective(rows, ReduceScatter(group, tuple(counts)))
+    return start_collective(rows, ReduceScatter(group, tuple(counts), what))
 
 
 def ragged_all_to_all(
-    rows: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup
+    rows: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup, what: str
 ) -> Future[Tensor]:
     """Send different rows to each rank; the backward is the same with `send` and `receive` swapped.
 
@@ -221,6 +226,7 @@ def ragged_all_to_all(
         send: number of rows for each rank.
         receive: number of rows from each rank.
         group: the ranks.
+        what: name of what is communicated, for errors and costs.
 
     Returns:
         A function that waits for ``(sum(receive), ...)``, ordered by the rank that sent the rows.
@@ -238,7 +244,7 @@ def ragged_all_to_all(
         )
     if rows.shape[0] != sum(send):
         raise ValueError(f"ragged_all_to_all: rows must have sum(send) = {sum(send)} rows, got {rows.shape[0]}")
-    return start_collective(rows, AllToAll(group, tuple(send), tuple(receive)))
+    return start_collective(rows, AllToAll(group, tuple(send), tuple(receive), what))
 
 
 @torch.library.custom_op("maxmoe_dispatch::all_gather_counts", mutates_args=())

@@ -58,7 +58,8 @@ class LentExperts:
 
     def _send(self, tensor: Tensor) -> Future[Tensor]:
         chosen: Tensor = _Select.apply(tensor, [expert for experts in self.lent for expert in experts])  # type: ignore[no-untyped-call]
-        return ragged_all_to_all(chosen, [len(experts) for experts in self.lent], self.receive, self.group)
+        counts = [len(experts) for experts in self.lent]
+        return ragged_all_to_all(chosen, counts, self.receive, self.group, "weights of moved experts")
 
     def _send_again(self, tensor: Tensor, previous: Wait) -> Wait:
         arrive = self._send(tensor)

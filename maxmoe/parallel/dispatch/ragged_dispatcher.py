@@ -17,7 +17,7 @@ from maxmoe.nn.routing import TopK
 from maxmoe.ops import RaggedPlan, ragged_gather, ragged_sort, ragged_unsort
 from maxmoe.parallel.dispatch.collectives import all_gather_counts, ragged_all_to_all
 from maxmoe.parallel.dispatch.expert_ranks import ExpertLayout, ExpertRanks, without_last_rows
-from maxmoe.parallel.dispatch.strategy import PlannedDispatch, Received, Strategy
+from maxmoe.parallel.dispatch.strategy import OUTPUTS, TOKENS, WEIGHTS, PlannedDispatch, Received, Strategy
 from maxmoe.recompute.freed_storage import Recomputation
 from maxmoe.sharding.planned_collective import PlannedCollective
 
@@ -128,12 +128,12 @@ class RaggedAllToAll(Strategy):
     ) -> Future[Received[SentRows]]:
         """Start the all-to-all of rows and of their weights, which `local` dispatches to `expert_ids` ``(R, 1)``."""
         plan, splits = sent
-        rows = self._sent(ragged_sort(x, plan), splits)
-        weights = self._sent(ragged_gather(top_k.weights.reshape(-1, 1), plan.slots), splits)
+        rows = self._sent(ragged_sort(x, plan), splits, TOKENS)
+        weights = self._sent(ragged_gather(top_k.weights.reshape(-1, 1), plan.slots), splits, WEIGHTS)
 
         def arrive() -> Received[SentRows]:
             arrived = rows()
-            again = Recomputation(arrived, lambda x: self._sent(ragged_sort(x(), plan), splits))
+            again = Recomputation(arrived, lambda x: self._sent(ragged_sort(x(), plan), splits, TOKENS))
             return Received.of(local.dispatch(arrived, TopK(weights(), expert_ids), 1)(), again, plan.dropped, sent)
 
         return arrive
@@ -142,11 +142,11 @@ class RaggedAllToAll(Strategy):
         """Start the all-to-all of the outputs back to the ranks of their tokens: steps 6 and 7."""
         plan, splits = dispatched.sent
         weighted = self.local.combine(outputs, dispatched.local)()
-        rows = ragged_all_to_all(weighted, splits.receive, splits.send, self.ranks.group)
+        rows = ragged_all_to_all(weighted, splits.receive, splits.send, self.ranks.group, OUTPUTS)
         return lambda: ragged_unsort(rows(), plan)
 
-    def _sent(self, rows: Tensor, splits: Splits) -> Future[Tensor]:
-        return ragged_all_to_all(rows, splits.send, splits.receive, self.ranks.group)
+    def _sent(self, rows: Tensor, splits: Splits, what: str) -> Future[Tensor]:
+        return ragged_all_to_all(rows, splits.send, splits.receive, self.ranks.group, what)
 
     def _facts(self, chunk: TopK) -> list[int]:
         """Return the numbers that are exchanged with the row counts of a chunk."""

@@ -16,7 +16,7 @@ from maxmoe.nn.dispatcher import Dispatcher, Future
 from maxmoe.nn.routing import TopK
 from maxmoe.parallel.dispatch.collectives import all_gather_counts, all_gather_rows, reduce_scatter_rows
 from maxmoe.parallel.dispatch.expert_ranks import ExpertLayout
-from maxmoe.parallel.dispatch.strategy import PlannedDispatch, Received, Strategy
+from maxmoe.parallel.dispatch.strategy import OUTPUTS, TOKENS, WEIGHTS, PlannedDispatch, Received, Strategy
 from maxmoe.recompute.freed_storage import Recomputation
 from maxmoe.sharding.planned_collective import PlannedCollective
 
@@ -68,14 +68,14 @@ class RingOfExperts(Strategy):
     def dispatch(self, x: Tensor, top_k: TopK, counts: RingCounts) -> Future[Received[list[int]]]:
         """Start the all-gather of x ``(T, D)``, expert ids and weights: steps 2 and 3."""
         num_tokens, num_sequences = counts
-        tokens = all_gather_rows(x, num_tokens, self.group)
-        weights = all_gather_rows(top_k.weights, num_tokens, self.group)
-        experts = all_gather_rows(top_k.experts.to(torch.int32), num_tokens, self.group)
+        tokens = all_gather_rows(x, num_tokens, self.group, TOKENS)
+        weights = all_gather_rows(top_k.weights, num_tokens, self.group, WEIGHTS)
+        experts = all_gather_rows(top_k.experts.to(torch.int32), num_tokens, self.group, "expert ids")
 
         def arrive() -> Received[list[int]]:
             gathered = TopK(weights(), experts().to(torch.int64))
             arrived = tokens()
-            again = Recomputation(arrived, lambda x: all_gather_rows(x(), num_tokens, self.group))
+            again = Recomputation(arrived, lambda x: all_gather_rows(x(), num_tokens, self.group, TOKENS))
             local = self.local.dispatch(arrived, gathered, num_sequences)()
             return Received.of(local, again, local.dropped, num_tokens)
 
@@ -84,7 +84,7 @@ class RingOfExperts(Strategy):
     def combine(self, outputs: Tensor, dispatched: Received[list[int]]) -> Future[Tensor]:
         """Start the reduce-scatter of the outputs: steps 4 and 5."""
         partial_sums = self.local.combine(outputs, dispatched.local)()
-        return reduce_scatter_rows(partial_sums, dispatched.sent, self.group)
+        return reduce_scatter_rows(partial_sums, dispatched.sent, self.group, OUTPUTS)
 
     @staticmethod
     def planned_collectives(tokens: PlannedDispatch) -> Iterator[PlannedCollective]:

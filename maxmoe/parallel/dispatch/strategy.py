@@ -18,6 +18,9 @@ from maxmoe.sharding.planned_collective import CollectiveKind, PlannedCollective
 
 S = TypeVar("S")
 
+# Names of what strategies communicate.
+TOKENS, WEIGHTS, OUTPUTS = "tokens to experts", "routing weights", "outputs of experts"
+
 ADJOINT: dict[CollectiveKind, CollectiveKind] = {
     "all-gather": "reduce-scatter",
     "reduce-scatter": "all-gather",

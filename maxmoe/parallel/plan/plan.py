@@ -176,7 +176,7 @@ class ModulePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Mapping[str, ModulePlan]):
-    """Plans of the modules of a model, by their path, for `parallelize` and `maxmoe.planning`.
+    """Plans of the modules of a model, by their path, for `parallelize` and `maxmoe.costs`.
 
     Args:
         mesh: mesh on which the model runs; may be planned.

@@ -1,0 +1,62 @@
+"""Private names of `torch.distributed` with which a process is one rank of a world of many, without the others."""
+
+import itertools
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+# All groups of a process have their names in one table. These are names that torch gives to no group.
+_names = (f"fake {number}" for number in itertools.count())
+
+
+class _FakeWorld(c10d._World):
+    """Process groups of a fake world, apart from the groups of the process; torch allows its world to be replaced."""
+
+    group_count = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        tables: list[dict[Any, Any]] = [{} for _ in range(6)]
+        self._map, self._names, self._ranks, self._config, self._to_tag, self._of_tag = tables
+
+    pg_map = property(lambda self: self._map)
+    pg_names = property(lambda self: self._names)
+    pg_group_ranks = property(lambda self: self._ranks)
+    pg_backend_config = property(lambda self: self._config)
+    pg_to_tag = property(lambda self: self._to_tag)
+    tags_to_pg = property(lambda self: self._of_tag)
+
+
+@cache
+def _world_of(num_ranks: int) -> _FakeWorld:
+    """Return the world of a number of ranks; one for each number, because meshes and their groups are cached too."""
+    return _FakeWorld()
+
+
+@contextmanager
+def fake_world(num_ranks: int) -> Iterator[None]:
+    """Make this process rank 0 of `num_ranks` ranks in the context; its own process groups are back afterwards.
+
+    Collectives return at once: a gather has this rank's values for every rank, other results are not written.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+    world, before = _world_of(num_ranks), c10d._world
+    try:
+        with (
+            mock.patch.object(c10d, "_world", world),
+            mock.patch.object(c10d, "_process_group_name", lambda *_, **__: next(_names)),
+            mock.patch.object(sys, "excepthook"),
+        ):
+            if world.default_pg is None:
+                dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+            c10d._update_default_pg(world.default_pg)
+            yield
+    finally:
+        c10d._update_default_pg(before.default_pg)

@@ -1,0 +1,9 @@
+"""Costs of a training step without a cluster: shardings, memory, communication and operators of a rank, and a search."""
+
+from maxmoe.costs.device import Device, Link
+from maxmoe.costs.estimate import estimate
+from maxmoe.costs.explain import Explanation, explain
+from maxmoe.costs.report import Estimate, RankEstimate, Traffic
+from maxmoe.costs.stored import StateDtypes
+
+__all__ = ["Device", "Estimate", "Explanation", "Link", "RankEstimate", "StateDtypes", "Traffic", "estimate", "explain"]

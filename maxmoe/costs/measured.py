@@ -1,0 +1,244 @@
+"""What a step does, measured where torch dispatches its operators: collectives, saved tensors, memory and products."""
+
+import itertools
+import math
+import re
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from maxmoe._torch import PLAIN_TENSORS, TorchDispatchMode, argument_names, process_group_named, storage_id, tree_leaves
+from maxmoe._torch.autograd import is_backward_running
+from maxmoe.costs.flops import FLOPS
+from maxmoe.checks.whole_tensors import is_dtensor
+from maxmoe.ranks.named_collectives import take_name
+from maxmoe.sharding.mesh import Mesh
+
+KINDS = {
+    "all-gather": r"all_?gather",
+    "reduce-scatter": r"reduce_scatter",
+    "all-reduce": r"all_?reduce",
+    "all-to-all": r"all_?to_?all",
+    "broadcast": r"broadcast",
+}
+# Operators whose arguments and results are no memory traffic.
+ALLOCATIONS = re.compile(r"aten\.(new_)?empty|c10d|fsdp\.")
+# FSDP2 names nothing; all other collectives of a step are named.
+FSDP_GATHER, FSDP_REDUCTION = "weights of FSDP2", "gradients of FSDP2"
+
+
+class Flow(NamedTuple):
+    """Collectives with the same purpose, kind and mesh axes."""
+
+    purpose: str
+    kind: str
+    axes: str
+
+
+class Work(NamedTuple):
+    """Floating-point operations of an operator, and the bytes of its arguments and results."""
+
+    flops: int
+    num_bytes: int
+
+
+@dataclass
+class Measured:
+    """Costs of a step, or of a part of one, on one rank.
+
+    Args:
+        times: number of collectives by their flow.
+        sent: bytes that the rank sends in them, and receives.
+        work: number of operators by their work.
+        saved: bytes that autograd keeps from the forward to the backward, without parameters and buffers.
+        temporary: bytes in memory when most are, beside the stored ones and `saved`.
+    """
+
+    times: Counter[Flow] = field(default_factory=Counter)
+    sent: Counter[Flow] = field(default_factory=Counter)
+    work: Counter[Work] = field(default_factory=Counter)
+    saved: int = 0
+    temporary: int = 0
+
+    def plus(self, other: "Measured", times: int = 1, less: "Measured | None" = None) -> "Measured":
+        """Add the costs of another step `times`, each time less the costs of a third one."""
+        result = Measured(self.times.copy(), self.sent.copy(), self.work.copy(), self.saved, self.temporary)
+        for part, count in ((other, times), (less or Measured(), -times)):
+            for mine, its in ((result.times, part.times), (result.sent, part.sent), (result.work, part.work)):
+                for key, value in its.items():
+                    mine[key] += value * count
+            result.saved += part.saved * count
+        result.temporary = max(self.temporary, other.temporary)
+        return result
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of products and attention."""
+        return sum(work.flops * count for work, count in self.work.items())
+
+
+@contextmanager
+def measuring(mesh: Mesh, model: nn.Module) -> Iterator["Recorder"]:
+    """Measure the operators in the context; call `end_forward` of the recorder between forward and backward."""
+    recorder, resize = Recorder(mesh, model), torch.UntypedStorage.resize_
+
+    def resized(storage: torch.UntypedStorage, size: int) -> Any:
+        recorder.resize(storage, size)
+        return resize(storage, size)
+
+    take_name()
+    with (
+        mock.patch.object(torch.UntypedStorage, "resize_", resized),
+        saved_tensors_hooks(recorder.save, lambda tensor: tensor),
+        recorder,
+    ):
+        yield recorder
+    recorder.end()
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up what operators do in `measured`."""
+
+    def __init__(self, mesh: Mesh, model: nn.Module) -> None:
+        super().__init__()
+        self.measured = Measured()
+        self._parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        self._axes = {mesh.ranks_along(*axes): ", ".join(axes) for axes in _combinations(mesh.axes)}
+        # The tensors are kept, so that no other storage gets the id of one.
+        self._stored = {storage_id(tensor): tensor for tensor in stored_tensors(model)}
+        self._sizes: dict[int, int] = {}  # bytes of all other storages
+        self._live = self._peak = 0
+        self._saved: dict[int, Tensor] | None = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator, and measure it."""
+        if any(kind not in PLAIN_TENSORS for kind in types):
+            return NotImplemented
+        options = kwargs or {}
+        result = func(*args, **options)
+        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        for tensor in results:
+            self._allocate(tensor)
+        kind = _kind(func)
+        if kind is not None:
+            self._communicate(func, kind, args, result)
+        elif not func.is_view and not ALLOCATIONS.match(str(func)):
+            formula = FLOPS.get(func.overloadpacket)
+            flops = 0 if formula is None else formula(*args, **options, out_val=result)
+            leaves = (*tree_leaves((args, options)), *results)
+            num_bytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
+            self.measured.work[Work(flops, num_bytes)] += 1
+        return result
+
+    def save(self, tensor: Tensor) -> Tensor:
+        """See a tensor that autograd saves; after the forward, it belongs to a recomputation."""
+        if self._saved is not None and storage_id(tensor) not in self._stored:
+            self._saved[storage_id(tensor)] = tensor
+        return tensor
+
+    def end_forward(self) -> None:
+        """Count what autograd has saved and still holds."""
+        assert self._saved is not None
+        # The storages of gathered parameters are empty: FSDP2 has freed them.
+        self.measured.saved = sum(tensor.untyped_storage().nbytes() for tensor in self._saved.values())
+        self._saved = None
+
+    def end(self) -> None:
+        """Count what was in memory beside saved tensors."""
+        self.measured.temporary = self._peak - self.measured.saved
+
+    def resize(self, storage: torch.UntypedStorage, size: int) -> None:
+        """See that a storage is about to get another size."""
+        identity = storage._cdata
+        if identity in self._sizes:
+            self._live += size - self._sizes[identity]
+            self._sizes[identity] = size
+            self._peak = max(self._peak, self._live)
+
+    def _allocate(self, tensor: Tensor) -> None:
+        identity = storage_id(tensor)
+        if identity not in self._sizes and identity not in self._stored:
+            storage = tensor.untyped_storage()
+            self._sizes[identity] = storage.nbytes()
+            self._live += storage.nbytes()
+            self._peak = max(self._peak, self._live)
+            weakref.finalize(storage, self._free, identity)
+
+    def _free(self, identity: int) -> None:
+        self._live -= self._sizes.pop(identity)
+
+    def _communicate(self, func: Any, kind: str, args: Sequence[Any], result: Any) -> None:
+        leaves = tree_leaves((args, result))
+        group = _group(leaves)
+        num_bytes = _exchanged(func, args, group) if kind == "all-to-all" else _on_a_ring(kind, leaves, group.size())
+        purpose = f"{self._purpose(kind)}, {'backward' if is_backward_running() else 'forward'}"
+        flow = Flow(purpose, kind, self._axes.get(tuple(dist.get_process_group_ranks(group)), ""))
+        self.measured.times[flow] += 1
+        self.measured.sent[flow] += num_bytes
+
+    def _purpose(self, kind: str) -> str:
+        """Return what the collective communicates, the same for all parameters; FSDP2 names nothing."""
+        name = take_name()
+        if name is None:
+            return FSDP_GATHER if kind == "all-gather" else FSDP_REDUCTION
+        gradient = re.fullmatch(r"gradient of (.*?)( and \d+ others)?", name)
+        if name.removesuffix(", again") in self._parameters:
+            return "weights"
+        return "gradients of weights" if gradient and gradient[1] in self._parameters else name
+
+
+def stored_tensors(model: nn.Module) -> Iterator[Tensor]:
+    """Yield the parameters of this rank with their gradients, and the buffers."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        for each in (tensor, tensor.grad):
+            if each is not None:
+                yield each.to_local() if is_dtensor(each) else each
+
+
+def _combinations(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    return itertools.chain.from_iterable(itertools.combinations(axes, count) for count in range(1, len(axes) + 1))
+
+
+@cache
+def _kind(func: Any) -> str | None:
+    """Return the kind of a collective, None for any other operator."""
+    name = str(func)
+    if not name.startswith(("c10d", "_c10d", "maxmoe_dispatch")):
+        return None
+    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), None)
+
+
+def _group(leaves: Sequence[Any]) -> dist.ProcessGroup:
+    """Return the group of a collective. Functional ones have its name, after "sum" or "avg", others the group."""
+    for leaf in leaves:
+        if isinstance(leaf, str) and leaf not in ("sum", "avg"):
+            return process_group_named(leaf)
+        if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type()):
+            return dist.ProcessGroup.unbox(leaf)
+    raise AssertionError("a collective without a group")
+
+
+def _on_a_ring(kind: str, leaves: Sequence[Any], num_ranks: int) -> int:
+    """Return (n - 1) / n of the largest tensor, the bytes that a rank of a ring sends; twice that for an all-reduce."""
+    largest = max(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
+    return (2 if kind == "all-reduce" else 1) * largest * (num_ranks - 1) // num_ranks
+
+
+def _exchanged(func: Any, args: Sequence[Any], group: dist.ProcessGroup) -> int:
+    """Return the bytes of an all-to-all that this rank sends to others, or receives, whichever are more."""
+    given = dict(zip(argument_names(func), args, strict=False))
+    tensor, most = given["input"], 0
+    for splits in (given["input_split_sizes"], given["output_split_sizes"]):
+        counts = splits or [len(tensor) // group.size()] * group.size()
+        most = max(most, sum(counts) - counts[group.rank()])
+    return most * math.prod(tensor.shape[1:]) * tensor.itemsize

@@ -1,0 +1,255 @@
+"""A step of a model, or of one of its stages, measured on a fake rank with one block of each kind."""
+
+import inspect
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from maxmoe._torch import buffer_table, parameter_table, reshaped, tree_leaves
+from maxmoe._torch.copies import copy_modules
+from maxmoe.costs.fake_rank import allocate, fake_rank
+from maxmoe.costs.measured import Measured, measuring
+from maxmoe.declaration import declaration_of
+from maxmoe.nn import MoE
+from maxmoe.nn.training_watch import TrainingWatch
+from maxmoe.optim.muon import Muon
+from maxmoe.optim.parameter_groups import parameter_groups
+from maxmoe.parallel.apply.apply import apply_plan
+from maxmoe.parallel.apply.fsdp import fully_shard_stage
+from maxmoe.parallel.plan.dispatch_plan import Dispatch
+from maxmoe.parallel.plan.planner import make_plan
+from maxmoe.pipelining.stage_modules import StagePart, pipeline_parts, stage_module
+from maxmoe.sharding.mesh import Mesh
+from maxmoe.sharding.rules import LogicalRules
+
+Arguments: TypeAlias = tuple[Any, ...] | dict[str, Any]
+# Function of the numbers of sequences and of tokens of each: positional arguments of the model, or keywords.
+Inputs: TypeAlias = Callable[[int, int], Arguments]
+# Function of the output of the model that returns the loss of a step.
+Loss: TypeAlias = Callable[[Any], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """How a step runs.
+
+    Args:
+        sizes: number of ranks along each axis of the mesh within a stage.
+        tokens: numbers of sequences of a rank, and of tokens of each.
+        inputs: arguments of the model; None for token ids or hidden states.
+        loss: loss of the output; None for `default_loss`.
+        hot_share: share of the slots that choose the first expert; the others are distributed equally.
+        hidden_states: shape and dtype of what a stage gets from the stage before.
+        splits_backward: whether a schedule computes gradients of inputs and of weights at different times; None for a
+            model without stages.
+    """
+
+    sizes: dict[str, int]
+    rules: LogicalRules
+    dispatch: Dispatch
+    num_chunks: int
+    tokens: tuple[int, int]
+    inputs: Inputs | None = None
+    loss: Loss | None = None
+    hot_share: float = 0.0
+    hidden_states: Tensor | None = None
+    splits_backward: bool | None = None
+
+
+def measure_step(model: nn.Module, part: StagePart | None, options: StepOptions) -> Measured:
+    """Measure a forward and a backward of a model or of a stage, with gradients that are there already.
+
+    One block of each kind is measured, then two of each kind: every further block adds what the second one does.
+    """
+    if declaration_of(model).pipeline_parts is None:
+        return _measure(model, options)
+    blocks = model.get_submodule(pipeline_parts(model).blocks)
+    whole = StagePart(tuple(map(str, range(len(blocks)))), is_first=True, is_last=True)  # type: ignore[arg-type]
+    part = part or whole
+    kinds = _kinds(model, part)
+
+    def measured(names: Sequence[str]) -> Measured:
+        chosen = tuple(sorted(names, key=int))
+        return _measure(stage_module(model, part._replace(blocks=chosen)), options)
+
+    ones = [names[0] for names in kinds.values()]
+    total = base = measured(ones)
+    for names in kinds.values():
+        if len(names) > 1:
+            total = total.plus(measured([*ones, names[1]]), len(names) - 1, less=base)
+    return total
+
+
+def part_kind(model: nn.Module, part: StagePart) -> Hashable:
+    """Return what two stages have in common if a step costs the same in both."""
+    counts = frozenset((signature, len(names)) for signature, names in _kinds(model, part).items())
+    return counts, part.is_first, part.is_last
+
+
+def _kinds(model: nn.Module, part: StagePart) -> dict[Hashable, list[str]]:
+    """Group the names of the blocks of a stage that cost the same."""
+    blocks, kinds = pipeline_parts(model).blocks, dict[Hashable, list[str]]()
+    for name in part.blocks:
+        kinds.setdefault(_signature(model.get_submodule(f"{blocks}.{name}")), []).append(name)
+    return kinds
+
+
+def _signature(block: nn.Module) -> Hashable:
+    """Return what two blocks have in common if a step costs the same in both."""
+    modules = tuple((path, type(module), module.extra_repr()) for path, module in block.named_modules())
+    configs = tuple(repr(getattr(module, "config", None)) for module in block.modules())
+    parameters = tuple(
+        (name, tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
+        for name, parameter in block.named_parameters()
+    )
+    return modules, configs, parameters
+
+
+def _measure(module: nn.Module, options: StepOptions) -> Measured:
+    """Measure a step; raise the error of the most likely inputs if the module takes none of those that are tried."""
+    first: Exception | None = None
+    for make in _inputs(module, options):
+        model = _on_meta(module)
+        try:
+            return _measure_with(model, make, options)
+        except Exception as error:
+            first = first or _readable(model, error)
+    assert first is not None
+    raise first
+
+
+def _measure_with(model: nn.Module, make_inputs: Callable[[], Arguments], options: StepOptions) -> Measured:
+    with _on_fake_rank(model, options) as (mesh, called):
+        inputs = make_inputs()
+        positional, named = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
+        with measuring(mesh, model) as recorder:
+            output = called(*positional, **named)
+            loss = (options.loss or default_loss)(output)
+            recorder.end_forward()
+            loss.backward()
+    return recorder.measured
+
+
+def measure_muon(model: nn.Module, options: StepOptions) -> Measured:
+    """Measure the step of `maxmoe.optim.Muon` for the matrices of a whole model or stage."""
+    model = _on_meta(model)
+    with _on_fake_rank(model, options) as (mesh, _):
+        groups = [group for group in parameter_groups(model) if group["algorithm"] == "muon"]
+        with measuring(mesh, model) as recorder:
+            recorder.end_forward()
+            Muon(groups).step()
+    return recorder.measured
+
+
+@contextmanager
+def _on_fake_rank(model: nn.Module, options: StepOptions) -> Iterator[tuple[Mesh, nn.Module]]:
+    """Parallelize a model on the meta device in the context of a fake rank; yields the mesh, and what is to be called.
+
+    Without the checks of `maxmoe.parallelize`, whose plan has been made before, and which compare ranks.
+    """
+    with fake_rank(options.sizes, options.hot_share) as (mesh, fake_tensors):
+        has_stages = options.splits_backward is not None
+        plan = make_plan(
+            model,
+            mesh,
+            options.rules,
+            dispatch=options.dispatch,
+            num_chunks=options.num_chunks,
+            allow_unused=True,
+            splits_backward=bool(options.splits_backward),
+        )
+        apply_plan(model, plan, options.num_chunks, input_check=None)
+        stage = nn.Sequential(model)
+        if has_stages:
+            fully_shard_stage(stage, model, plan, reshards=not options.splits_backward)
+        with fake_tensors:
+            allocate(model)
+            yield mesh, stage if has_stages else model
+
+
+def default_loss(output: Any) -> Tensor:
+    """Return the mean cross-entropy of the `logits` of an output with its `aux_loss`, or the sum of another output."""
+    logits, aux_loss = getattr(output, "logits", None), getattr(output, "aux_loss", None)
+    if isinstance(logits, Tensor):
+        rows = logits.float().flatten(0, -2)
+        loss = F.cross_entropy(rows, torch.zeros(len(rows), dtype=torch.int64, device=rows.device))
+        return loss + aux_loss if isinstance(aux_loss, Tensor) else loss
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not leaves:
+        raise ValueError("no output of the model requires a gradient: nothing is trained")
+    return torch.stack([leaf.sum() for leaf in leaves]).sum()
+
+
+def _inputs(model: nn.Module, options: StepOptions) -> Iterator[Callable[[], Arguments]]:
+    """Yield functions that make arguments with which a model may be called, the most likely ones first."""
+    given, tokens = options.inputs, options.tokens
+    if options.hidden_states is not None:
+        like = options.hidden_states
+        # A stage gets hidden states that are no leaf, so that a block may modify them in place.
+        yield lambda: (reshaped(torch.empty(like.shape, dtype=like.dtype, requires_grad=True), tuple(like.shape)),)
+        return
+    if given is not None:
+        yield lambda: _checked_inputs(given(*tokens))
+        return
+    parameters = [each for each in model.parameters() if each.is_floating_point()]
+    required = [
+        parameter
+        for parameter in inspect.signature(model.forward).parameters.values()
+        if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
+    count = max(len(required), 1)
+    dtype = parameters[0].dtype if parameters else torch.get_default_dtype()
+    sizes = dict.fromkeys(parameter.shape[-1] for parameter in parameters if parameter.dim())
+    hidden = [lambda size=size: (torch.empty(*tokens, size, dtype=dtype),) * count for size in sizes]
+    owners = (module for module in model.modules() if next(module.parameters(recurse=False), None) is not None)
+    place = 0 if isinstance(next(owners, None), nn.Embedding) else len(hidden)
+    hidden.insert(place, lambda: (torch.zeros(tokens, dtype=torch.int64),) * count)
+    yield from hidden
+
+
+def _checked_inputs(inputs: Arguments) -> Arguments:
+    if not isinstance(inputs, tuple | dict):
+        raise TypeError(f"inputs must return a tuple or a dict of arguments, got {type(inputs).__name__}")
+    return inputs
+
+
+def _on_meta(module: nn.Module) -> nn.Module:
+    """Copy a module in train mode; the copies of its tensors are on the meta device, and nothing observes it."""
+    copied = copy_modules(module).train()
+    made: dict[int, Tensor] = {}
+    for each in copied.modules():
+        if isinstance(each, MoE):
+            each.metrics_accumulator, each.training_watch = None, TrainingWatch()
+        for table in (parameter_table(each), buffer_table(each)):
+            for name, tensor in table.items():
+                if tensor is not None and id(tensor) not in made:
+                    new = torch.empty_like(tensor, device="meta")
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    made[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if is_parameter else new
+                table[name] = None if tensor is None else made[id(tensor)]
+    return copied
+
+
+def _readable(model: nn.Module, error: Exception) -> Exception:
+    """Return a ValueError that names the innermost module in which a step has failed, and what it ran."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    running = [frame for frame in _locals(error.__traceback__) if id(frame.get("self")) in paths]
+    where = "the loss" if not running else paths[id(running[-1]["self"])] or "the model"
+    reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return ValueError(
+        f"a step of {type(model).__name__} cannot be measured without values, because of {where}: {reason}. If the "
+        "model takes other inputs, give `inputs`; if a value decides a shape or a branch, it must be an integer that "
+        "does not depend on floating-point values"
+    )
+
+
+def _locals(traceback: TracebackType | None) -> Iterator[dict[str, Any]]:
+    while traceback is not None:
+        yield traceback.tb_frame.f_locals
+        traceback = traceback.tb_next
