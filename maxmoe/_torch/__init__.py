@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -206,6 +207,26 @@ def shares_memory(tensor: Tensor, other: Tensor) -> bool:
 def without_dispatch_modes() -> Iterator[None]:
     """Run operators without the dispatch modes around them, as a mode must to compute a part of them itself."""
     with _disable_current_modes():
+        yield
+
+
+@contextmanager
+def shapes_apart_from_modes() -> Iterator[None]:
+    """Let DTensor find out the shapes of results without the dispatch modes around it, which would see global tensors.
+
+    It runs operators on fake tensors within a lock, as a rule of none.
+    """
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator  # with DTensor, slow to import
+
+    class Apart:
+        def __enter__(self) -> None:
+            self.modes = without_dispatch_modes()
+            self.modes.__enter__()
+
+        def __exit__(self, *error: Any) -> None:
+            self.modes.__exit__(*error)
+
+    with mock.patch.object(ShardingPropagator, "_fake_mode_lock", Apart()):
         yield
 
 

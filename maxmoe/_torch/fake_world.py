@@ -51,7 +51,7 @@ def fake_world(num_ranks: int) -> Iterator[None]:
     try:
         with (
             mock.patch.object(c10d, "_world", world),
-            mock.patch.object(c10d, "_process_group_name", lambda *_, **__: next(_names)),
+            mock.patch.object(c10d, "_process_group_name", side_effect=lambda *_, **__: next(_names)),
             mock.patch.object(sys, "excepthook"),
         ):
             if world.default_pg is None:

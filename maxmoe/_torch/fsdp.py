@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -63,6 +64,14 @@ def parameters_with_hooks(module: Any) -> Iterator[tuple[Any, str]]:
         for parameter in group.fsdp_params:
             if parameter.sharded_param._backward_hooks:
                 yield parameter._module_info.module, parameter._module_info.param_name
+
+
+def gathered_parameters(module: Any) -> Iterator[Tensor]:
+    """Yield the gathered parameters of a FSDP2 module, also between their uses, when their storages may be empty."""
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        for parameter in group.fsdp_params:
+            if hasattr(parameter, "_unsharded_param"):
+                yield parameter._unsharded_param
 
 
 def reset_root(root: Any) -> None:

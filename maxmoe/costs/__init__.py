@@ -1,4 +1,4 @@
-"""Costs of a training step without a cluster: shardings, memory, communication and operators of a rank, and a search."""
+"""Costs of a training step, without a cluster: shardings, memory, communication and operators of a rank."""
 
 from maxmoe.costs.device import Device, Link
 from maxmoe.costs.estimate import estimate

@@ -19,6 +19,7 @@ from maxmoe._torch import (
     TorchDispatchMode,
     buffer_table,
     parameter_table,
+    shapes_apart_from_modes,
     tree_leaves,
     tree_map,
     without_dispatch_modes,
@@ -50,7 +51,7 @@ def fake_rank(sizes: dict[str, int], hot_share: float = 0.0) -> Iterator[tuple[M
 @contextmanager
 def _fake_tensors(hot_share: float) -> Iterator[None]:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with without_log_of_fake_tensors(), fake, _ComputedIntegers(fake, hot_share):
+    with shapes_apart_from_modes(), without_log_of_fake_tensors(), fake, _ComputedIntegers(fake, hot_share):
         yield
 
 

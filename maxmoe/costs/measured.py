@@ -17,10 +17,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from maxmoe._torch import PLAIN_TENSORS, TorchDispatchMode, argument_names, process_group_named, storage_id, tree_leaves
+from maxmoe._torch import (
+    PLAIN_TENSORS,
+    TorchDispatchMode,
+    argument_names,
+    process_group_named,
+    storage_id,
+    tree_leaves,
+)
 from maxmoe._torch.autograd import is_backward_running
-from maxmoe.costs.flops import FLOPS
+from maxmoe._torch.fsdp import gathered_parameters
 from maxmoe.checks.whole_tensors import is_dtensor
+from maxmoe.costs.flops import FLOPS
+from maxmoe.parallel.apply.fsdp import fsdp_modules
 from maxmoe.ranks.named_collectives import take_name
 from maxmoe.sharding.mesh import Mesh
 
@@ -34,7 +43,7 @@ KINDS = {
 # Operators whose arguments and results are no memory traffic.
 ALLOCATIONS = re.compile(r"aten\.(new_)?empty|c10d|fsdp\.")
 # FSDP2 names nothing; all other collectives of a step are named.
-FSDP_GATHER, FSDP_REDUCTION = "weights of FSDP2", "gradients of FSDP2"
+FSDP_GATHER, FSDP_REDUCTION, REDUCTION = "weights of FSDP2", "gradients of FSDP2", "gradients of weights"
 
 
 class Flow(NamedTuple):
@@ -118,6 +127,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, mesh: Mesh, model: nn.Module) -> None:
         super().__init__()
         self.measured = Measured()
+        self._model = model
         self._parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         self._axes = {mesh.ranks_along(*axes): ", ".join(axes) for axes in _combinations(mesh.axes)}
         # The tensors are kept, so that no other storage gets the id of one.
@@ -156,7 +166,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def end_forward(self) -> None:
         """Count what autograd has saved and still holds."""
         assert self._saved is not None
-        # The storages of gathered parameters are empty: FSDP2 has freed them.
+        # A schedule with a split backward keeps them gathered.
+        for gathered in (tensor for block in fsdp_modules(self._model) for tensor in gathered_parameters(block)):
+            self._saved.pop(storage_id(_local(gathered)), None)
         self.measured.saved = sum(tensor.untyped_storage().nbytes() for tensor in self._saved.values())
         self._saved = None
 
@@ -222,7 +234,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         gradient = re.fullmatch(r"gradient of (.*?)( and \d+ others)?", name)
         if name.removesuffix(", again") in self._parameters:
             return "weights"
-        return "gradients of weights" if gradient and gradient[1] in self._parameters else name
+        return REDUCTION if gradient and gradient[1] in self._parameters else name
 
 
 def stored_tensors(model: nn.Module) -> Iterator[Tensor]:
@@ -230,7 +242,14 @@ def stored_tensors(model: nn.Module) -> Iterator[Tensor]:
     for tensor in (*model.parameters(), *model.buffers()):
         for each in (tensor, tensor.grad):
             if each is not None:
-                yield each.to_local() if is_dtensor(each) else each
+                yield _local(each)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that is on this rank."""
+    with torch.no_grad():
+        part: Any = tensor
+        return part.to_local() if is_dtensor(tensor) else tensor  # type: ignore[no-any-return]
 
 
 def _combinations(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:

@@ -120,7 +120,9 @@ def traffic_of(measured: Measured) -> tuple[Traffic, ...]:
     """Return the collectives of a step, sorted; what FSDP2 gathers and reduces are weights too."""
     times, sent = Counter[Flow](), Counter[Flow]()
     for flow in measured.times:
-        merged = flow._replace(purpose=flow.purpose.replace(" of FSDP2", " of weights" if "grad" in flow.purpose else ""))
+        merged = flow._replace(
+            purpose=flow.purpose.replace(" of FSDP2", " of weights" if "grad" in flow.purpose else "")
+        )
         times[merged] += measured.times[flow]
         sent[merged] += measured.sent[flow]
     return tuple(Traffic(*flow, times[flow], sent[flow]) for flow in sorted(times) if times[flow])

@@ -1,4 +1,4 @@
-"""Costs of the ranks of a pipeline: each stage is measured with one micro-batch, the schedule says how many there are."""
+"""Costs of the ranks of a pipeline: a stage is measured with one micro-batch, the schedule says how many there are."""
 
 from collections import Counter
 from dataclasses import replace
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from maxmoe.costs.measured import FSDP_GATHER, FSDP_REDUCTION, Flow, Measured
+from maxmoe.costs.measured import FSDP_GATHER, Flow, Measured
 from maxmoe.costs.report import RankEstimate, traffic_of
 from maxmoe.costs.step import StepOptions, measure_muon, measure_step, part_kind
 from maxmoe.costs.stored import stored_memory
@@ -17,6 +17,7 @@ from maxmoe.pipelining.fsdp_gathers import NUM_AHEAD, fsdp_gathers
 from maxmoe.pipelining.micro_batches import MicroBatch
 from maxmoe.pipelining.pipeline_plan import PipelinePlan
 from maxmoe.pipelining.schedules import schedule_kind
+from maxmoe.pipelining.stage import first_tensor
 from maxmoe.pipelining.stage_modules import stage_module, stage_parts
 from maxmoe.sharding.mesh import STAGE_AXIS
 
@@ -39,8 +40,9 @@ class _Stages:
         """Return how a stage runs a micro-batch."""
         _, length = self._step.tokens
         hidden = self.hidden_states(num_rows) if stage else None
-        splits = self.kind.splits_backward
-        return replace(self._step, tokens=(num_rows, length), hidden_states=hidden, splits_backward=splits)
+        loss = self._step.loss if stage == len(self.parts) - 1 else _sum_of_hidden_states
+        tokens, splits = (num_rows, length), self.kind.splits_backward
+        return replace(self._step, tokens=tokens, loss=loss, hidden_states=hidden, splits_backward=splits)
 
     def hidden_states(self, num_rows: int) -> torch.Tensor:
         """Return a tensor without values like the hidden states of a micro-batch that stages send."""
@@ -96,11 +98,17 @@ class _Stages:
             kept[stage.index] = measured.saved + message * (has_output - is_local)
             temporary[stage.index] = measured.temporary
             parameters = stage.plan.parameters.values()
-            unsharded[stage.index] = sum(each.bytes(each.unsharded) for each in parameters if each.fsdp_block is not None)
+            unsharded[stage.index] = sum(
+                each.bytes(each.unsharded) for each in parameters if each.fsdp_block is not None
+            )
         most = max(temporary, key=temporary.__getitem__)
         gathered = sum(sorted(unsharded.values())[-NUM_AHEAD:]) + pipeline.gradient_peak(rank, unsharded)
         others = gathered - 2 * unsharded[most]
         return {"activations": pipeline.peak(rank, kept), "temporary": temporary[most] + max(0, others)}
+
+
+def _sum_of_hidden_states(output: Any) -> torch.Tensor:
+    return first_tensor(output).sum()
 
 
 def ranks_of_stages(

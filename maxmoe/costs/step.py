@@ -77,7 +77,9 @@ def measure_step(model: nn.Module, part: StagePart | None, options: StepOptions)
 
     def measured(names: Sequence[str]) -> Measured:
         chosen = tuple(sorted(names, key=int))
-        return _measure(stage_module(model, part._replace(blocks=chosen)), options, [f"{path}.{name}" for name in chosen])
+        return _measure(
+            stage_module(model, part._replace(blocks=chosen)), options, [f"{path}.{name}" for name in chosen]
+        )
 
     ones = [names[0] for names in kinds.values()]
     total = base = measured(ones)
@@ -206,7 +208,7 @@ def default_loss(output: Any) -> Tensor:
     """Return the mean cross-entropy of the `logits` of an output with its `aux_loss`, or the sum of another output."""
     logits, aux_loss = getattr(output, "logits", None), getattr(output, "aux_loss", None)
     if isinstance(logits, Tensor):
-        rows = logits.float().flatten(0, -2)
+        rows = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
         loss = F.cross_entropy(rows, torch.zeros(len(rows), dtype=torch.int64, device=rows.device))
         return loss + aux_loss if isinstance(aux_loss, Tensor) else loss
     leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]

@@ -1,7 +1,7 @@
 """Memory and collectives of a training step on real ranks, for comparison with a plan."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +29,7 @@ class MeasuredStep:
 
     Args:
         parameters: shape and bytes of this rank's part of each parameter.
-        collectives: times and bytes by kind and axis, without the sums of losses and statistics.
+        collectives: times and bytes by kind and axis.
         kept_bytes: bytes that autograd holds after the forward, without stored parameters.
     """
 
@@ -69,11 +69,13 @@ def measured_steps(
     dispatch: Dispatch = "ring_of_experts",
     num_chunks: int = 1,
     dtype: torch.dtype = torch.float64,
+    make: Callable[[], Any] | None = None,
 ) -> list[MeasuredStep]:
-    """Measure a step with balanced routing, by rank; results are cached."""
-    key = f"{layout} {config} {dispatch} {num_chunks} {dtype}"
+    """Measure a step with balanced routing, by rank, of a decoder or of what `make` returns; results are cached."""
+    key = f"{layout} {config} {dispatch} {num_chunks} {dtype} {make}"
     if key not in _measured:
-        _measured[key] = run_ranks(_step, layout.world_size, layout, config, dispatch, num_chunks, dtype)
+        make = make or (lambda: decoder(config).to(dtype))
+        _measured[key] = run_ranks(_step, layout.world_size, layout, make, dispatch, num_chunks)
     return _measured[key]
 
 
@@ -95,16 +97,15 @@ def balanced_routing(model: torch.nn.Module, shape: torch.Size) -> RoutingRecord
     return RoutingRecord(calls)
 
 
-def _step(
-    layout: MeshRules, config: DecoderConfig, dispatch: Dispatch, num_chunks: int, dtype: torch.dtype
-) -> MeasuredStep:
+def _step(layout: MeshRules, make: Callable[[], Any], dispatch: Dispatch, num_chunks: int) -> MeasuredStep:
     mesh = Mesh(layout.sizes)
-    model: Any = parallelize(decoder(config).to(dtype), mesh, layout.rules, dispatch=dispatch, num_chunks=num_chunks)
+    options: Any = {"dispatch": dispatch, "num_chunks": num_chunks, "allow_unused": True}
+    model: Any = parallelize(make(), mesh, layout.rules, **options)
     part = NamedSharding(mesh, token_spec(mesh, LogicalRules.load(layout.rules))).slices((BATCH, LENGTH))
     tokens, targets = (whole[part].clone() for whole in batch())
     stored = {name: parameter.to_local() for name, parameter in model.named_parameters()}
     routing = balanced_routing(model, tokens.shape)
-    with without_sums_of_losses(), replay_routing(model, routing), CountedCollectives(mesh) as counted:
+    with replay_routing(model, routing), CountedCollectives(mesh) as counted:
         with kept_tensors(stored.values()) as kept:
             result = loss(model(tokens), targets)
         kept_bytes = num_bytes(kept)

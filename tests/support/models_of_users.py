@@ -9,17 +9,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from maxmoe import MoEConfig, MoEFeedForward
-from maxmoe.parallel import Declaration
 
 MOE = MoEConfig(hidden_size=32, intermediate_size=48, num_experts=4, top_k=2, load_balance_loss_weight=0.01)
 VOCABULARY = 61
 
 
 class UserModel(NamedTuple):
-    """A model and the arguments of its forward for a number of sequences and their length."""
+    """A model, the arguments of its forward for a number of sequences and their length, and whether they are unusual."""
 
     model: nn.Module
     arguments: Callable[[int, int], tuple[Tensor, ...]]
+    are_unusual: bool = False
 
 
 def ids(batch: int, length: int) -> tuple[Tensor, ...]:
@@ -135,8 +135,6 @@ class Mixer(nn.Module):
 class Vision(nn.Module):
     """Patches of images, by a convolution."""
 
-    declaration = Declaration(example_inputs=lambda batch, length: (torch.empty(batch, 3, 4, 4 * length),))
-
     def __init__(self) -> None:
         super().__init__()
         self.patches, self.norm, self.moe = nn.Conv2d(3, 32, 4, 4), nn.BatchNorm2d(32), MoEFeedForward(MOE)
@@ -148,13 +146,6 @@ class Vision(nn.Module):
 
 class EncoderDecoder(nn.Module):
     """A model with two keyword arguments of different dtypes."""
-
-    declaration = Declaration(
-        example_inputs=lambda batch, length: {
-            "frames": torch.empty(batch, 2 * length, 32),
-            "tokens": torch.zeros(batch, length, dtype=torch.int64),
-        }
-    )
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,7 +184,9 @@ MODELS: dict[str, Callable[[], UserModel]] = {
         nn.MultiheadAttention(32, 4, batch_first=True), lambda *sizes: hidden_states(*sizes) * 3
     ),
     "MLP mixer": lambda: UserModel(nn.Sequential(Mixer(LENGTH), Mixer(LENGTH)), hidden_states),
-    "convolution and MoE": lambda: UserModel(Vision(), lambda batch, length: (torch.randn(batch, 3, 4, 4 * length),)),
+    "convolution and MoE": lambda: UserModel(
+        Vision(), lambda batch, length: (torch.randn(batch, 3, 4, 4 * length),), are_unusual=True
+    ),
     "recurrent": lambda: UserModel(Recurrent(), hidden_states),
     "SwiGLU, MoE in each second block": lambda: UserModel(
         LanguageModel(
@@ -208,7 +201,9 @@ MODELS: dict[str, Callable[[], UserModel]] = {
         LanguageModel(*(Block(Attention(is_written_out=False), dense()) for _ in range(3)), is_checkpointed=True), ids
     ),
     "encoder and decoder": lambda: UserModel(
-        EncoderDecoder(), lambda batch, length: (torch.randn(batch, 2 * length, 32), *ids(batch, length))
+        EncoderDecoder(),
+        lambda batch, length: (torch.randn(batch, 2 * length, 32), *ids(batch, length)),
+        are_unusual=True,
     ),
     "Llama of transformers": lambda: UserModel(of_transformers("Llama"), ids),
     "Qwen3 of transformers": lambda: UserModel(of_transformers("Qwen3", head_dim=8), ids),

@@ -1,0 +1,230 @@
+"""`maxmoe.costs.estimate` against collectives, saved tensors and parameters of real ranks, to the byte."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import maxmoe
+from maxmoe import MoEConfig
+from maxmoe.costs import Estimate, estimate
+from maxmoe.models import DecoderConfig, DecoderOutput
+from maxmoe.optim import Muon, parameter_groups
+from maxmoe.parallel import parallelize, token_sharding
+from maxmoe.parallel.plan.dispatch_plan import STRATEGIES, Dispatch
+from maxmoe.parallel.plan.planner import make_plan
+from maxmoe.sharding import LogicalRules, Mesh
+from support.counted_collectives import CountedCollectives
+from support.dispatched_layer import FAMILIES, Batch, make_batch, make_layer, take_step
+from support.measured_step import PRESET_LAYOUTS, MeasuredStep, by_kind_and_axis, measured_steps
+from support.moved_experts import make_moves_free
+from support.parallel_decoder import BATCH, CONFIG, LENGTH, MOE, MeshRules, decoder, loss
+from support.run_ranks import run_ranks
+
+
+def loss_of(output: DecoderOutput) -> Tensor:
+    return loss(output, torch.zeros(output.logits.shape[:2], dtype=torch.int64))
+
+
+def estimated(model: nn.Module, layout: MeshRules, **options: Any) -> Estimate:
+    sizes = {"batch_size": BATCH, "sequence_length": LENGTH}
+    return estimate(model, Mesh.planned(layout.sizes), layout.rules, **{**sizes, "loss": loss_of, **options})
+
+
+def assert_equal(found: Estimate, steps: list[MeasuredStep]) -> None:
+    for step in steps:
+        assert by_kind_and_axis(*found.traffic) == step.collectives
+        assert found.memory["parameters"] == sum(part for _, part in step.parameters.values())
+        assert found.memory["activations"] == step.kept_bytes
+
+
+def assert_as_measured(
+    layout: MeshRules,
+    dispatch: Dispatch,
+    num_chunks: int = 1,
+    config: DecoderConfig = CONFIG,
+    dtype: torch.dtype = torch.float64,
+) -> None:
+    model = decoder(config).to(device="meta", dtype=dtype)
+    found = estimated(model, layout, dispatch=dispatch, num_chunks=num_chunks)
+    assert_equal(found, measured_steps(layout, config, dispatch=dispatch, num_chunks=num_chunks, dtype=dtype))
+
+
+def strategies(layout: MeshRules) -> list[Dispatch]:
+    """Strategies that differ: on some meshes no token is sent, or all ranks have all experts."""
+    ((_, plan),) = make_plan(decoder(), Mesh.planned(layout.sizes), LogicalRules.load(layout.rules)).layers.values()
+    return list(STRATEGIES) if plan.expert_axes else ["ring_of_experts"]
+
+
+REPLICAS = MeshRules("ep-as-dp", {"data": 2, "fsdp": 2})
+CASES = [(layout, dispatch) for layout in [*PRESET_LAYOUTS, REPLICAS] for dispatch in strategies(layout)]
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(("layout", "dispatch"), CASES, ids=str)
+def test_a_step_is_what_torch_runs_and_autograd_saves(layout: MeshRules, dispatch: Dispatch) -> None:
+    assert_as_measured(layout, dispatch)
+
+
+# Half of the slots select zero-computation experts, whose rows are not sent.
+NOTHING = replace(MOE, num_zero_experts=2, num_copy_experts=4, num_constant_experts=2, shared_expert_gate=False)
+NO_SHARED: dict[str, Any] = {"num_shared_experts": 0, "shared_expert_gate": False}
+PARTS = ("attention", "dispatch", "experts", "feed_forward", "norms", "shared_experts")
+VARIANTS: dict[str, DecoderConfig] = {
+    "zero-computation experts": replace(CONFIG, moe=NOTHING),
+    "latent experts": replace(CONFIG, moe=replace(MOE, latent_size=4)),
+    "latent experts alone": replace(CONFIG, moe=replace(MOE, latent_size=4, **NO_SHARED)),
+    "weights on the input, drops": replace(
+        CONFIG, moe=replace(MOE, apply_weights_to="input", expert_bias=False, buffer_factor=2.0, **NO_SHARED)
+    ),
+    "parts recomputed": replace(CONFIG, recompute=PARTS),
+    "blocks recomputed": replace(CONFIG, recompute=("blocks",)),
+    "tied embeddings, five blocks": replace(CONFIG, num_layers=5, num_dense_layers=2, tie_embeddings=True),
+}
+EXPERT, BOTH = MeshRules("ep-as-dp", {"expert": 2}), MeshRules("default", {"fsdp": 2, "tensor": 2})
+VARIANT_CASES = [
+    (name, layout, dispatch)
+    for name in VARIANTS
+    for layout, dispatch in ((EXPERT, "ring_of_experts"), (EXPERT, "ragged_all_to_all"), (BOTH, "auto"))
+]
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(("name", "layout", "dispatch"), VARIANT_CASES, ids=str)
+def test_configs(name: str, layout: MeshRules, dispatch: Dispatch) -> None:
+    assert_as_measured(layout, dispatch, config=VARIANTS[name])
+
+
+# Three chunks of 32 tokens are of 11, 11 and 10; in all-to-alls of two chunks routing is balanced in each.
+@pytest.mark.parametrize(("dispatch", "num_chunks"), [("ring_of_experts", 3), ("ragged_all_to_all", 2)])
+def test_chunks_and_sixteen_bits(dispatch: Dispatch, num_chunks: int) -> None:
+    assert_as_measured(MeshRules("cp-as-ep", {"context": 2}), dispatch, num_chunks, dtype=torch.bfloat16)
+
+
+def adapted() -> Any:
+    """Experts with adapters, and a trained embedding, so that the backward passes through all modules."""
+    from peft import LoraConfig, get_peft_model
+
+    targets = ["experts.gate_proj", "experts.up_proj", "experts.down_proj"]
+    options: Any = {"target_modules": [], "target_parameters": targets}
+    model = get_peft_model(decoder(), LoraConfig(r=3, **options)).to(torch.float64)
+    model.base_model.model.embedding.weight.requires_grad_(True)
+    return model.base_model.model
+
+
+def quantized() -> Any:
+    """Frozen quantized experts, and trained parameters before them."""
+    model = decoder()
+    for path, parameter in model.named_parameters():
+        parameter.requires_grad_(".experts." not in path)
+    maxmoe.quantize_experts(model, "mxfp4")
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:no rule for the logical name")
+@pytest.mark.parametrize("make", [adapted, quantized])
+def test_adapters_and_quantized_experts(make: Any) -> None:
+    pytest.importorskip("peft")
+    for layout in (EXPERT, MeshRules("shard-exp-on-fsdp", {"fsdp": 2})):
+        found = estimated(make(), layout, dispatch="ring_of_experts", allow_unused=True)
+        assert_equal(found, measured_steps(layout, dispatch="ring_of_experts", make=make))
+
+
+# Parameters, gradients, optimizers
+
+
+def states_of(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of the moments that an optimizer has made."""
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return sum(value.nbytes for value in states if isinstance(value, Tensor) and value.dim())
+
+
+def test_the_state_of_an_optimizer_is_what_it_makes() -> None:
+    model, one = decoder(), MeshRules("pure-fsdp", {})
+    muon = Muon(parameter_groups(model))
+    muon.step()  # makes the state of all parameters, without any gradient
+    assert estimated(model, one, optimizer="muon").memory["state of muon"] == states_of(muon)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    adamw = torch.optim.AdamW(model.parameters())
+    adamw.step()
+    memory = estimated(model, one).memory
+    assert memory["state of adamw"] == states_of(adamw)
+    assert memory["parameters"] == memory["gradients"] == sum(p.nbytes for p in model.parameters())
+
+
+# Loads that are not balanced
+
+
+def skewed_batch(config: MoEConfig, imbalance: float, num_ranks: int) -> Batch:
+    """A batch in which each rank sends the share of `estimate` to the first expert, and the others evenly."""
+    batch = make_batch(config, "even")
+    slots = batch.x.shape[0] * batch.x.shape[1] * config.top_k // num_ranks
+    hot = round(slots * (imbalance - 1) / (num_ranks - 1))
+    of_rank = torch.cat([torch.zeros(hot, dtype=torch.int64), torch.arange(slots - hot) % config.num_experts])
+    return replace(batch, experts=of_rank.repeat(num_ranks).view(*batch.x.shape[:2], config.top_k))
+
+
+IMBALANCES: list[tuple[Dispatch, float]] = [("ragged_all_to_all", 4.0), ("least_loaded", 1.1), ("least_loaded", 2.5)]
+
+
+def test_a_load_that_is_not_balanced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All-to-alls of the rank that has the first expert; with an imbalance of P it gets all rows."""
+    make_moves_free(monkeypatch)
+    family = FAMILIES["mixtral"]
+    batches = [skewed_batch(family, imbalance, 4) for _, imbalance in IMBALANCES]
+
+    def check() -> list[list[int]]:
+        mesh, found = Mesh({"expert": 4}), []
+        for (dispatch, _), batch in zip(IMBALANCES, batches, strict=True):
+            layer = parallelize(make_layer(family), mesh, "ep-as-dp", dispatch=dispatch)
+            part = token_sharding(mesh, LogicalRules.load("ep-as-dp")).slices(batch.x.shape[:2])
+            with CountedCollectives(mesh) as counted:
+                take_step(layer, batch.part(part))
+            found.append(counted.counts["all-to-all", "expert"])
+        return found
+
+    real, *_ = run_ranks(check, 4)
+    for (dispatch, imbalance), batch, expected in zip(IMBALANCES, batches, real, strict=True):
+        sizes = {"batch_size": batch.x.shape[0], "sequence_length": batch.x.shape[1]}
+        options: dict[str, Any] = {"dispatch": dispatch, "imbalance": imbalance, **sizes}
+        options["inputs"] = lambda *shape: (torch.empty(*shape, family.hidden_size, requires_grad=True),)
+        traffic = estimate(make_layer(family), Mesh.planned({"expert": 4}), "ep-as-dp", **options).traffic
+        assert by_kind_and_axis(*traffic)["all-to-all", "expert"] == expected
+        assert any("moved experts" in row.purpose for row in traffic) == (imbalance == 2.5)
+
+
+@pytest.mark.parametrize(
+    ("rules", "sizes", "options", "message"),
+    [
+        ("pure-fsdp", {}, {"optimizer": "sgd"}, r"^optimizer must be one of adamw, muon, got 'sgd'$"),
+        ("cp-as-ep", {"data": 2}, {"batch_size": 0}, "batch_size must be a positive int, got 0"),
+        ("cp-as-ep", {"data": 3}, {}, r"batch_size \(8\) must be divisible by data=3"),
+        ("cp-as-ep", {"context": 2, "expert": 2}, {"sequence_length": 7}, r"sequence_length \(7\) must be divisible"),
+        (
+            "pure-fsdp",
+            {},
+            {"sequence_length": 99},
+            r"sequence_length \(99\) must not exceed max_sequence_length \(16\)",
+        ),
+        ("ep-as-dp", {"expert": 4}, {"imbalance": 4.5}, r"ranks that share the experts \(4\), got 4\.5"),
+        ("ep-as-dp", {"expert": 4}, {"imbalance": 0.5}, r"imbalance must be a finite float >= 1\.0, got 0\.5"),
+        ("pure-fsdp", {"fsdp": 2}, {"imbalance": 2.0}, r"ranks that share the experts \(1\), got 2\.0"),
+    ],
+)
+def test_errors(rules: str, sizes: dict[str, int], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        estimated(decoder(), MeshRules(rules, sizes), allow_unused=True, **options)
+
+
+def test_the_tables_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    result = estimated(decoder(), MeshRules("shard-exp-on-fsdp", {"fsdp": 2, "expert": 2}))
+    memory, traffic, flops = str(result).split("\n\n")
+    assert memory.splitlines()[-1].split()[0] == traffic.splitlines()[-1].split()[0] == "total"
+    assert traffic.splitlines()[-1].split()[1] == str(sum(line.times for line in result.traffic))
+    assert len(traffic.splitlines()) == len(result.traffic) + 3
+    assert all(result.memory.values()) and "TFLOP" in flops
+    assert estimated(decoder(), MeshRules("default", {"fsdp": 1})).traffic == ()

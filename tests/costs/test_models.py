@@ -1,0 +1,196 @@
+"""`maxmoe.costs.estimate` of any model, against a real step in one process."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+
+import maxmoe
+from maxmoe import MoEConfig, MoEFeedForward
+from maxmoe.costs import Estimate, estimate
+from maxmoe.costs.step import default_loss
+from maxmoe.models import Decoder, DecoderConfig
+from maxmoe.parallel import parallelize
+from maxmoe.sharding import Mesh
+from support.measured_step import kept_tensors, num_bytes
+from support.models_of_users import LENGTH, MODELS, MOE, UserModel, hidden_states, ids
+from support.run_ranks import run_ranks
+
+ONE_RANK = Mesh.planned({})
+
+
+def estimated(user: UserModel, batch_size: int = 4, **options: Any) -> Estimate:
+    inputs = (lambda *sizes: tuple(map(torch.empty_like, user.arguments(*sizes)))) if user.are_unusual else None
+    sizes = {"batch_size": batch_size, "sequence_length": LENGTH}
+    return estimate(user.model, ONE_RANK, "ep-as-dp", inputs=inputs, allow_unused=True, **sizes, **options)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_activations_are_what_autograd_saves(name: str) -> None:
+    pytest.importorskip("transformers")
+    user = MODELS[name]()
+    for batch_size in (1, 6):
+        arguments = user.arguments(batch_size, LENGTH)
+        with kept_tensors([*user.model.parameters(), *user.model.buffers()]) as kept:
+            default_loss(user.model(*arguments))
+        assert estimated(user, batch_size).memory["activations"] == pytest.approx(num_bytes(kept), rel=1e-3)
+
+
+def real_peak(model: nn.Module, arguments: tuple[Tensor, ...]) -> int:
+    """Bytes that torch's profiler sees allocated at most in a step, with gradients that are there already."""
+    model = parallelize(model, Mesh({"data": 1}), allow_unused=True).train()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        default_loss(model(*arguments)).backward()
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
+
+
+def decoder(dtype: torch.dtype = torch.float32, **changes: Any) -> UserModel:
+    moe = MoEConfig(hidden_size=64, intermediate_size=48, num_experts=8, top_k=2, load_balance_loss_weight=0.01)
+    sizes: dict[str, Any] = {"num_layers": 5, "num_dense_layers": 2, "num_heads": 4, "intermediate_size": 160}
+    config = DecoderConfig(vocab_size=61, hidden_size=64, moe=moe, max_sequence_length=64, **sizes, **changes)
+    return UserModel(Decoder(config, dtype=dtype), ids)
+
+
+def lora() -> UserModel:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=4, target_modules=[], target_parameters=["experts.gate_proj", "experts.down_proj"])
+    return UserModel(get_peft_model(decoder().model, config), ids)
+
+
+def quantized() -> UserModel:
+    user = decoder()
+    maxmoe.quantize_experts(user.model.requires_grad_(False), "mxfp4")
+    user.model.embedding.requires_grad_(True)
+    return user
+
+
+def replaced(name: str) -> UserModel:
+    """A model of transformers whose MoE blocks are computed by this library."""
+    import transformers
+
+    from maxmoe.integrations.transformers import replace_moe_blocks
+
+    sizes: dict[str, Any] = {"vocab_size": 61, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    experts = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    config = getattr(transformers, f"{name}Config")(**sizes, **experts, num_key_value_heads=2, intermediate_size=96)
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    replace_moe_blocks(model)
+    return UserModel(model, ids)
+
+
+PEAKS: dict[str, Callable[[], UserModel]] = {
+    "decoder": decoder,
+    "decoder, bfloat16": lambda: decoder(torch.bfloat16),
+    "experts recomputed": lambda: decoder(recompute=("experts",)),
+    "blocks recomputed": lambda: decoder(recompute=("blocks",)),
+    "adapters": lora,
+    "quantized experts": quantized,
+    **{name: (lambda name=name: replaced(name)) for name in ("Mixtral", "Qwen3Moe", "Olmoe")},
+    **{name: MODELS[name] for name in ("GPT, attention written out", "checkpointed blocks")},
+}
+
+
+def test_the_peak_of_memory_is_what_torch_allocates() -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    users = {name: make() for name, make in PEAKS.items()}
+    planned = {name: estimated(user).memory for name, user in users.items()}
+
+    def peaks() -> dict[str, int]:
+        return {name: real_peak(user.model, user.arguments(4, LENGTH)) for name, user in users.items()}
+
+    (real,) = run_ranks(peaks, 1)
+    found = {name: memory["activations"] + memory["temporary"] for name, memory in planned.items()}
+    assert found == pytest.approx(real, rel=0.03)
+
+
+@pytest.mark.parametrize("name", ["GPT, attention written out", "tied embeddings", "encoder and decoder"])
+def test_flops_are_what_torch_counts(name: str) -> None:
+    """torch's counter leaves out its attention on the CPU: here attention is written out as products."""
+    user = MODELS[name]()
+    with sdpa_kernel(SDPBackend.MATH):
+        with FlopCounterMode(display=False) as counter:
+            default_loss(user.model(*user.arguments(4, LENGTH))).backward()
+        assert estimated(user).flops == counter.get_total_flops()
+
+
+def test_flops_of_experts_are_products_with_the_rows() -> None:
+    tokens, (model, *_) = 4 * LENGTH, decoder()
+    moe, config = model.blocks[-1].feed_forward, model.config
+    experts = 2 * config.moe.top_k * 3 * config.moe.hidden_size * config.moe.intermediate_size
+    per_token = experts + 2 * moe.router.weight.numel()
+    one = UserModel(moe, lambda *sizes: (torch.empty(*sizes, 64),))
+    # No gradient of the input, which is no parameter's: only the router's and the experts' inputs have one.
+    assert estimated(one).flops == 3 * tokens * per_token
+
+
+class ReadsValues(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.moe = nn.Embedding(61, 32), MoEFeedForward(MOE)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        return self.moe(x) if x.max() > 3 else x  # type: ignore[no-any-return]
+
+
+class TakesMore(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor, length: int) -> Tensor:
+        return self.linear(x[:, :length])  # type: ignore[no-any-return]
+
+
+def test_what_cannot_be_measured_names_the_module_and_the_operator() -> None:
+    message = r"a step of Sequential cannot be measured .* because of 0: .*aten\._local_scalar_dense"
+    with pytest.raises(ValueError, match=message):
+        estimated(UserModel(nn.Sequential(ReadsValues()), ids))
+    with pytest.raises(ValueError, match=r"a step of TakesMore cannot be measured .* give `inputs`"):
+        estimated(UserModel(TakesMore(), hidden_states))
+    inputs = {"inputs": lambda *sizes: (torch.empty(*sizes, 32), 8)}
+    sizes: dict[str, Any] = {"batch_size": 4, "sequence_length": LENGTH}
+    assert estimate(TakesMore(), ONE_RANK, "pure-fsdp", allow_unused=True, **sizes, **inputs).flops > 0
+    with pytest.raises(ValueError, match="inputs must return a tuple or a dict of arguments, got Tensor"):
+        estimate(TakesMore(), ONE_RANK, "pure-fsdp", inputs=lambda *sizes: torch.ones(1), **sizes)
+
+
+@pytest.mark.parametrize("name", ["recurrent", "convolution and MoE"])
+def test_the_model_is_as_it_was(name: str) -> None:
+    user = MODELS[name]()
+    user.model.eval()
+    state = {name: tensor.clone() for name, tensor in user.model.state_dict().items()}
+    estimated(user)
+    assert not any(module.training or module._forward_hooks for module in user.model.modules())
+    assert all(torch.equal(tensor, state[name]) for name, tensor in user.model.state_dict().items())
+    assert all(parameter.grad is None and not parameter.is_meta for parameter in user.model.parameters())
+
+
+def test_the_process_groups_are_as_they_were() -> None:
+    def check() -> list[float]:
+        mesh = Mesh({"expert": 2})
+        before = dist.get_rank(), dist.get_world_size(), mesh.process_group("expert").group_name
+        estimated(decoder())
+        estimate(decoder().model, Mesh.planned({"expert": 8}), "ep-as-dp", batch_size=8, sequence_length=LENGTH)
+        assert before == (dist.get_rank(), dist.get_world_size(), mesh.process_group("expert").group_name)
+        total = torch.ones(2) * (1 + dist.get_rank())
+        dist.all_reduce(total, group=mesh.process_group("expert"))
+        return total.tolist()
+
+    assert run_ranks(check, 2) == [[3.0, 3.0]] * 2
+    assert not dist.is_initialized()

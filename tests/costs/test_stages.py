@@ -1,0 +1,231 @@
+"""`explain` and `estimate` for pipeline stages, against the memory, messages and collectives of real ranks."""
+
+import functools
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
+
+from maxmoe.costs import Estimate, Explanation, estimate, explain
+from maxmoe.models import Decoder
+from maxmoe.pipelining.pipeline_plan import PipelinePlan
+from maxmoe.pipelining.schedules import SCHEDULES
+from maxmoe.sharding import Mesh
+from support.counted_collectives import CountedCollectives
+from support.measured_step import by_kind_and_axis, without_sums_of_losses
+from support.run_ranks import run_ranks
+from support.sampling import by_default
+from support.saved_by_stages import saved_by_stages
+from support.staged_decoder import BATCH, LENGTH, MOE, batch, config, loss, part_of_micro_batches, staged
+
+NUM_MICRO_BATCHES = 4
+# All experts get all tokens, so that routing is balanced. Two and four stages get different numbers of blocks.
+CONFIG = config("mixtral", num_layers=5, moe=replace(MOE["mixtral"], top_k=4, load_balance_loss_weight=0.0))
+STEP: dict[str, Any] = {"batch_size": BATCH, "sequence_length": LENGTH, "num_micro_batches": NUM_MICRO_BATCHES}
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@dataclass
+class RealStep:
+    """Bytes of one rank; collectives are numbers of calls and bytes by kind and axis."""
+
+    rank: int
+    names: dict[str, int]
+    gradients: int
+    activations: int
+    collectives: dict[tuple[str, str], list[int]]
+    sent: Counter[str]
+
+
+@contextmanager
+def sent_by_stages() -> Iterator[Counter[str]]:
+    """Count the bytes of all messages to other stages, by the method that makes them."""
+    sent: Counter[str] = Counter()
+
+    def counting(method: str) -> Any:
+        original = getattr(PipelineStage, method)
+
+        def make(stage: PipelineStage, number: int) -> list[dist.P2POp]:
+            operations: list[dist.P2POp] = original(stage, number)
+            sent[method] += sum(operation.tensor.nbytes for operation in operations)
+            return operations
+
+        return make
+
+    with pytest.MonkeyPatch.context() as patch:
+        for method in ("get_fwd_send_ops", "get_bwd_send_ops"):
+            patch.setattr(PipelineStage, method, counting(method))
+        yield sent
+
+
+@functools.cache
+def real_steps(
+    axes: tuple[tuple[str, int], ...], rules: str, schedule: str, dispatch: str, recompute: tuple[str, ...] = ()
+) -> list[RealStep]:
+    """Measurements of the second step, by rank."""
+
+    def run() -> RealStep:
+        mesh = Mesh(dict(axes))
+        pipeline = staged(
+            CONFIG, mesh, rules, schedule, num_micro_batches=NUM_MICRO_BATCHES, dispatch=dispatch, recompute=recompute
+        )
+        tokens, targets = (part_of_micro_batches(whole, mesh, rules, NUM_MICRO_BATCHES) for whole in batch())
+        pipeline.step(tokens, targets)
+        stored = dict(pipeline.named_parameters())
+        sizes = {name: local(parameter).nbytes for name, parameter in stored.items()}
+        for parameter in stored.values():
+            parameter.grad = None
+        with (
+            without_sums_of_losses(),
+            sent_by_stages() as sent,
+            saved_by_stages(tokens, targets) as saved,
+            CountedCollectives(mesh) as collectives,
+        ):
+            pipeline.step(tokens, targets)
+        return RealStep(
+            mesh.coordinates()["stage"],
+            sizes,
+            sum(local(parameter.grad).nbytes for parameter in stored.values() if parameter.grad is not None),
+            saved.num_bytes,
+            {key: count for key, count in collectives.counts.items() if "stage" not in key[1]},
+            sent,
+        )
+
+    return run_ranks(run, Mesh.planned(dict(axes)).num_ranks)
+
+
+def model(recompute: tuple[str, ...] = ()) -> Decoder:
+    return Decoder(replace(CONFIG, recompute=recompute), device="meta", dtype=torch.float64)
+
+
+def estimated(
+    axes: tuple[tuple[str, int], ...], rules: str, schedule: str, dispatch: Any, recompute: tuple[str, ...] = ()
+) -> Estimate:
+    mesh = Mesh.planned(dict(axes))
+    options: dict[str, Any] = {"schedule": schedule, "dispatch": dispatch, **STEP}
+    return estimate(
+        model(recompute),
+        mesh,
+        rules,
+        loss=lambda output: loss(output, torch.zeros(output.logits.shape[:2], dtype=torch.int64)),
+        **options,
+    )
+
+
+def staged_plan(
+    axes: tuple[tuple[str, int], ...], rules: str, schedule: str, dispatch: Any, recompute: tuple[str, ...] = ()
+) -> PipelinePlan:
+    mesh, options = Mesh.planned(dict(axes)), {"schedule": schedule, "num_micro_batches": NUM_MICRO_BATCHES}
+    pipeline = explain(model(recompute), mesh, rules, dispatch=dispatch, **options).pipeline
+    assert pipeline is not None
+    return pipeline
+
+
+STAGES = (("stage", 2),)
+FSDP = (*STAGES, ("fsdp", 2))
+CASES: list[tuple[Any, ...]] = [(STAGES, "default", schedule, "auto") for schedule in SCHEDULES]
+CASES += [
+    (((("stage", 4)),), "default", "1f1b", "auto"),
+    ((*STAGES, ("expert", 2)), "default", "1f1b", "ragged_all_to_all"),
+    ((*STAGES, ("expert", 2)), "ep-tp", "interleaved_1f1b", "auto"),
+    (STAGES, "default", "zbv", "auto", ("blocks",)),
+]
+CASES_OF_FSDP: list[tuple[Any, ...]] = [(FSDP, "default", schedule, "auto") for schedule in SCHEDULES]
+CASES_OF_FSDP += [(FSDP, "default", "interleaved_1f1b", "auto", ("blocks",))]
+# One stage of each rank, two in a round, and two in the form of a V. Their steps run once for all tests.
+BY_DEFAULT = [
+    (STAGES, "default", "gpipe", "auto"),
+    ((*STAGES, ("expert", 2)), "ep-tp", "interleaved_1f1b", "auto"),
+    (FSDP, "default", "zbv", "auto"),
+]
+
+
+@pytest.mark.parametrize("case", by_default([*CASES, *CASES_OF_FSDP], BY_DEFAULT), ids=str)
+def test_memory_messages_and_collectives_are_those_of_a_step(case: tuple[Any, ...]) -> None:
+    with without_sums_of_losses():
+        result = estimated(*case)
+    for step in real_steps(*case):
+        found = result.ranks[step.rank]
+        assert found.memory["parameters"] == sum(step.names.values())
+        assert found.memory["gradients"] == step.gradients
+        is_split = SCHEDULES[case[2]].splits_backward and case[4:] == ()
+        # The first half of a split backward frees a few tensors.
+        assert found.memory["activations"] == pytest.approx(step.activations, rel=0.02 if is_split else 0)
+        assert found.sent_bytes == sum(step.sent.values()) > 0
+        assert by_kind_and_axis(*(row for row in found.traffic if row.kind != "send")) == step.collectives
+    assert sum(result.memory.values()) == max(rank.total for rank in result.ranks)
+
+
+@pytest.mark.parametrize(
+    "case", by_default([*BY_DEFAULT, (STAGES, "default", "dual_pipe_v", "auto")], BY_DEFAULT), ids=str
+)
+def test_stages_have_the_parameters_of_their_parts(case: tuple[Any, ...]) -> None:
+    pipeline = staged_plan(*case)
+    whole = dict(model().named_parameters())
+    for step in real_steps(*case):
+        stages = pipeline.stages_of(step.rank)
+        assert {name for stage in stages for name in stage.plan.parameters} == set(step.names)
+        assert sum(stage.num_parameters for stage in stages) == sum(whole[name].numel() for name in step.names)
+    assert sum(stage.num_parameters for stage in pipeline.stages) == sum(map(torch.numel, whole.values()))
+
+
+def uneven(num_layers: int = 6, **options: Any) -> Explanation:
+    moe = replace(MOE["mixtral"], num_experts=64)
+    decoder = Decoder(config("mixtral", num_layers=num_layers, num_dense_layers=0, moe=moe), device="meta")
+    return explain(decoder, Mesh.planned({"stage": 3}), num_micro_batches=6, **options)
+
+
+def test_the_slowest_stage_and_its_bubble() -> None:
+    even, odd = uneven(blocks_per_stage=[2, 2, 2]).pipeline, uneven(blocks_per_stage=[1, 4, 1]).pipeline
+    assert even is not None and odd is not None
+    assert odd.slowest == 1 and even.work(1) < odd.work(1)
+    assert odd.timeline.bubble > even.timeline.bubble
+    assert sum(map(odd.work, range(3))) == pytest.approx(3)
+    # Stage 1 has four blocks; the last stage also the output projection.
+    assert odd.work(1) == pytest.approx(4 * odd.work(0))
+
+
+def test_the_text_names_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    text = str(uneven(blocks_per_stage=[1, 4, 1], schedule="1f1b"))
+    rows = {line.split()[0]: line for line in text.splitlines() if line[:1].isdigit()}
+    assert "embedding, blocks.0 " in rows["0"] and "blocks.1-4" in rows["1"] and "blocks.5, norm, output" in rows["2"]
+    assert [row.split()[-2] for row in rows.values()] == ["3", "2", "1"]  # in flight
+    assert "Most work: stage 1," in text and "Schedule 1f1b, 6 micro-batches" in text
+    costs = str(estimated(STAGES, "default", "zbv", "auto"))
+    assert costs.splitlines()[0].startswith("stages") and costs.splitlines()[2].startswith("0, 3 ")
+    assert "hidden states to stages" in costs and "memory of rank" in costs
+
+
+def test_without_stages_nothing_changes() -> None:
+    for sizes in ({"expert": 2}, {"stage": 1, "expert": 2}):
+        mesh, step = Mesh.planned(sizes), {"batch_size": BATCH, "sequence_length": LENGTH}
+        assert str(estimate(model(), mesh, **STEP)) == str(estimate(model(), mesh, **step))
+        assert str(explain(model(), mesh, num_micro_batches=NUM_MICRO_BATCHES)) == str(explain(model(), mesh))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"schedule": "1f2b"}, "schedule must be one of"),
+        ({"num_micro_batches": 1}, r"num_micro_batches must be at least the number of stages \(2\)"),
+        ({"stages_per_rank": 3}, "stages_per_rank must be 1 for the schedule '1f1b', got 3"),
+        ({"blocks_per_stage": [5]}, "blocks_per_stage must be 2 positive numbers with the sum 5"),
+        ({"schedule": "gpipe", "stages_per_rank": None, "batch_size": 7}, "batch_size"),
+    ],
+)
+def test_errors_of_the_pipeline(options: dict[str, Any], message: str) -> None:
+    mesh = Mesh.planned({"stage": 2, "fsdp": 2})
+    with pytest.raises(ValueError, match=message):
+        estimate(model(), mesh, **{**STEP, **options})
