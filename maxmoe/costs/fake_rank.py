@@ -77,7 +77,7 @@ class _ComputedIntegers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Computes operators whose arguments and results are integers, in a mode of fake tensors around it."""
 
     def __init__(self, fake: Any, hot_share: float) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._fake, self._hot_share = fake, hot_share
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -34,7 +34,7 @@ def _gmm(arguments: Mapping[str, Any]) -> int:
 
 
 def _tgmm(arguments: Mapping[str, Any]) -> int:
-    return 2 * arguments["lhs"].numel() * int(arguments["rhs"].shape[1])
+    return int(2 * arguments["lhs"].numel() * arguments["rhs"].shape[1])
 
 
 def _linear(arguments: Mapping[str, Any]) -> int:

@@ -86,7 +86,8 @@ class Measured:
         """Add the costs of another step `times`, each time less the costs of a third one, but for the peaks."""
         result = replace(self, times=self.times.copy(), sent=self.sent.copy(), work=self.work.copy())
         for part, count in ((other, times), (less or Measured(), -times)):
-            for mine, its in ((result.times, part.times), (result.sent, part.sent), (result.work, part.work)):
+            sums: list[tuple[Counter[Any], Counter[Any]]] = [(result.times, part.times), (result.sent, part.sent)]
+            for mine, its in [*sums, (result.work, part.work)]:
                 for key, value in its.items():
                     mine[key] += value * count
             result.saved += part.saved * count
@@ -125,7 +126,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up what operators do in `measured`."""
 
     def __init__(self, mesh: Mesh, model: nn.Module) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.measured = Measured()
         self._model = model
         self._parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -188,7 +189,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
                     # The backward of the block begins with the gradient of an output, and ends with that of the block
                     # before, or with the end of the backward: what comes before the first block counts for it.
-                    leaf.register_hook(lambda _gradient: setattr(self, "_block", name))
+                    leaf.register_hook(lambda _gradient: setattr(self, "_block", name))  # type: ignore[no-untyped-call]
 
         block.register_forward_pre_hook(enter)
         block.register_forward_hook(leave)
@@ -249,7 +250,8 @@ def _local(tensor: Tensor) -> Tensor:
     """Return the part of a tensor that is on this rank."""
     with torch.no_grad():
         part: Any = tensor
-        return part.to_local() if is_dtensor(tensor) else tensor  # type: ignore[no-any-return]
+        local: Tensor = part.to_local() if is_dtensor(tensor) else tensor
+        return local
 
 
 def _combinations(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:
@@ -288,4 +290,4 @@ def _exchanged(func: Any, args: Sequence[Any], group: dist.ProcessGroup) -> int:
     for splits in (given["input_split_sizes"], given["output_split_sizes"]):
         counts = splits or [len(tensor) // group.size()] * group.size()
         most = max(most, sum(counts) - counts[group.rank()])
-    return most * math.prod(tensor.shape[1:]) * tensor.itemsize
+    return int(most * math.prod(tensor.shape[1:]) * tensor.itemsize)

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeAlias
 
@@ -70,20 +71,18 @@ def measure_step(model: nn.Module, part: StagePart | None, options: StepOptions)
     if declaration_of(model).pipeline_parts is None:
         return _measure(model, options)
     path = pipeline_parts(model).blocks
-    names = map(str, range(len(model.get_submodule(path))))  # type: ignore[arg-type]
-    whole = StagePart(tuple(names), is_first=True, is_last=True)
-    part = part or whole
+    indices = range(len(model.get_submodule(path)))  # type: ignore[arg-type]
+    part = part or StagePart(tuple(map(str, indices)), is_first=True, is_last=True)
     kinds = _kinds(model, part)
 
     def measured(names: Sequence[str]) -> Measured:
         chosen = tuple(sorted(names, key=int))
-        return _measure(
-            stage_module(model, part._replace(blocks=chosen)), options, [f"{path}.{name}" for name in chosen]
-        )
+        module = stage_module(model, part._replace(blocks=chosen))
+        return _measure(module, options, [f"{path}.{name}" for name in chosen])
 
     ones = [names[0] for names in kinds.values()]
     total = base = measured(ones)
-    runs, kept = [base], {}
+    runs, kept = [base], dict[str, int]()
     for names in kinds.values():
         one = base.kept[f"{path}.{names[0]}"]
         if len(names) > 1:
@@ -151,11 +150,9 @@ def _measure(module: nn.Module, options: StepOptions, blocks: Sequence[str] = ()
     raise first
 
 
-def _measure_with(
-    model: nn.Module, make_inputs: Callable[[], Arguments], options: StepOptions, blocks: Sequence[str]
-) -> Measured:
+def _measure_with(model: nn.Module, make_inputs: Inputs, options: StepOptions, blocks: Sequence[str]) -> Measured:
     with _on_fake_rank(model, options) as (mesh, called):
-        inputs = make_inputs()
+        inputs = _checked_inputs(make_inputs(*options.tokens))
         positional, named = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
         with measuring(mesh, model) as recorder:
             for path in blocks:
@@ -163,7 +160,7 @@ def _measure_with(
             output = called(*positional, **named)
             loss = (options.loss or default_loss)(output)
             recorder.end_forward()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
     return recorder.measured
 
 
@@ -217,31 +214,36 @@ def default_loss(output: Any) -> Tensor:
     return torch.stack([leaf.sum() for leaf in leaves]).sum()
 
 
-def _inputs(model: nn.Module, options: StepOptions) -> Iterator[Callable[[], Arguments]]:
+def _inputs(model: nn.Module, options: StepOptions) -> Iterator[Inputs]:
     """Yield functions that make arguments with which a model may be called, the most likely ones first."""
-    given, tokens = options.inputs, options.tokens
-    if options.hidden_states is not None:
-        like = options.hidden_states
+    like = options.hidden_states
+    if like is not None:
         # A stage gets hidden states that are no leaf, so that a block may modify them in place.
-        yield lambda: (reshaped(torch.empty(like.shape, dtype=like.dtype, requires_grad=True), tuple(like.shape)),)
-        return
-    if given is not None:
-        yield lambda: _checked_inputs(given(*tokens))
-        return
+        empty = partial(torch.empty, like.shape, dtype=like.dtype, requires_grad=True)
+        yield lambda *_: (reshaped(empty(), tuple(like.shape)),)
+    elif options.inputs is not None:
+        yield options.inputs
+    else:
+        yield from _likely_inputs(model)
+
+
+def _likely_inputs(model: nn.Module) -> list[Inputs]:
+    """Return functions that make token ids and hidden states, for all arguments that the forward requires."""
     parameters = [each for each in model.parameters() if each.is_floating_point()]
-    required = [
-        parameter
-        for parameter in inspect.signature(model.forward).parameters.values()
-        if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-    ]
-    count = max(len(required), 1)
-    dtype = parameters[0].dtype if parameters else torch.get_default_dtype()
+    arguments = inspect.signature(model.forward).parameters.values()
+    required = [each for each in arguments if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
+    count, dtype = max(len(required), 1), parameters[0].dtype if parameters else torch.get_default_dtype()
+
+    def ids(*tokens: int) -> Arguments:
+        return (torch.zeros(tokens, dtype=torch.int64),) * count
+
+    def hidden_states(size: int, *tokens: int) -> Arguments:
+        return (torch.empty(*tokens, size, dtype=dtype),) * count
+
     sizes = dict.fromkeys(parameter.shape[-1] for parameter in parameters if parameter.dim())
-    hidden = [lambda size=size: (torch.empty(*tokens, size, dtype=dtype),) * count for size in sizes]
+    of_sizes: list[Inputs] = [partial(hidden_states, size) for size in sizes]
     owners = (module for module in model.modules() if next(module.parameters(recurse=False), None) is not None)
-    place = 0 if isinstance(next(owners, None), nn.Embedding) else len(hidden)
-    hidden.insert(place, lambda: (torch.zeros(tokens, dtype=torch.int64),) * count)
-    yield from hidden
+    return [ids, *of_sizes] if isinstance(next(owners, None), nn.Embedding) else [*of_sizes, ids]
 
 
 def _checked_inputs(inputs: Arguments) -> Arguments:
