@@ -53,9 +53,10 @@ bool move_pages(std::byte* from, size_t bytes, std::byte* to) {
   return true;
 }
 
-// Smaller blocks come from torch's allocator: malloc mostly reuses freed blocks of this size, and rounding them up to
-// huge pages would waste much of their memory.
-constexpr size_t kSmallest = size_t{4} << 20;
+// Smaller blocks come from torch's allocator: rounding them up to huge pages would more than double their memory.
+// Larger ones do not come from there, because malloc may return freed blocks to the system, by chance of what else is
+// in its heap: then every step maps and clears their pages again.
+constexpr size_t kSmallest = kPageSize / 2;
 
 // The allocator of the storages of large tensors: blocks in huge pages, reused. A storage calls it again when it is
 // resized.

@@ -33,7 +33,7 @@ void define_library(py::module_& module) {
       "Returns the previous one.");
   module.def("empty_cache", &empty_cache,
              "Return cached memory of the operators to the system, as `torch.cuda.empty_cache` does for a GPU.\n\n"
-             "On Linux, freed CPU memory of results and work space of at least 4 MiB is cached for later calls. The "
+             "On Linux, freed CPU memory of results and work space of at least 1 MiB is cached for later calls. The "
              "cache is never\nlarger than the peak use, and the system can reclaim it when it needs memory "
              "(`MADV_FREE`), so that it only shows in\nthe resident memory of the process. On other systems, nothing "
              "is cached.");
