@@ -12,6 +12,8 @@ import torch
 import typing
 
 __all__: list[str] = [
+    "RoutedExperts",
+    "are_false",
     "build_info",
     "dequantize",
     "empty_cache",
@@ -29,10 +31,49 @@ __all__: list[str] = [
     "ragged_sort",
     "ragged_unsort",
     "route",
-    "routed_experts",
     "router_entropy",
     "tgmm",
 ]
+
+class RoutedExperts:
+    """
+    Router and experts of a layer in one call of the operator `routed_experts`, whose constants are given once.
+    """
+    def __call__(
+        self,
+        x: torch.Tensor,
+        router: dict[str, typing.Any],
+        router_buffers: dict[str, typing.Any],
+        experts: dict[str, typing.Any],
+        recompute: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """
+        Route tokens (..., D) and compute their experts.
+
+        Returns out, logits, weights, experts, probabilities, tokens_per_expert and dropped; None if x has another size
+        or dtype than the experts, or their matrices are not tensors in the table of parameters.
+        """
+    def __init__(
+        self,
+        hidden_size: typing.SupportsInt | typing.SupportsIndex,
+        top_k: typing.SupportsInt | typing.SupportsIndex,
+        score_function: str,
+        num_groups: typing.SupportsInt | typing.SupportsIndex,
+        top_k_groups: typing.SupportsInt | typing.SupportsIndex,
+        group_score: str,
+        normalization: str,
+        scale: typing.SupportsFloat | typing.SupportsIndex,
+        activation: str,
+        limit: typing.SupportsFloat | typing.SupportsIndex | None,
+        limit_target: str,
+        gate_softcap: typing.SupportsFloat | typing.SupportsIndex | None,
+        up_softcap: typing.SupportsFloat | typing.SupportsIndex | None,
+    ) -> None: ...
+
+def are_false(entries: tuple[tuple[dict[str, typing.Any], str], ...]) -> bool:
+    """
+    Return whether no entry (table, name) is there and true, as an attribute of a module with a hook is.
+    """
 
 def build_info() -> dict[str, typing.Any]:
     """
@@ -184,40 +225,9 @@ def route(
     Return weights and experts (T, K) and probabilities (T, E).
     """
 
-def routed_experts(
-    x: torch.Tensor,
-    router: torch.Tensor,
-    router_bias: torch.Tensor | None,
-    top_k: int,
-    score_function: str,
-    correction_bias: torch.Tensor | None,
-    num_groups: int,
-    top_k_groups: int,
-    group_score: str,
-    normalization: str,
-    scale: float,
-    gate: torch.Tensor | None,
-    up: torch.Tensor | None,
-    down: torch.Tensor | None,
-    gate_bias: torch.Tensor | None,
-    up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
-    activation: str,
-    limit: float | None,
-    limit_target: str,
-    gate_softcap: float | None,
-    up_softcap: float | None,
-    recompute: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def router_entropy(probabilities: torch.Tensor, divisor: int | torch.SymInt) -> torch.Tensor:
     """
-    Route tokens (..., D) and compute their experts.
-
-    Returns out, logits, weights, experts, probabilities, tokens_per_expert and dropped.
-    """
-
-def router_entropy(probabilities: torch.Tensor) -> torch.Tensor:
-    """
-    mean_t sum_e -p[t, e] log(p[t, e]), 0 without tokens; not differentiable.
+    sum over t and e of -p[t, e] log(p[t, e]) / divisor, through which no gradient flows.
     """
 
 def tgmm(

@@ -201,9 +201,10 @@ class HugePages final : public c10::Allocator {
 }  // namespace
 
 at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  if (!options.device().is_cpu()) return at::empty(sizes, options);
   const at::ScalarType dtype = c10::typeMetaToScalarType(options.dtype());
-  if (!options.device().is_cpu() || c10::multiply_integers(sizes) * c10::elementSize(dtype) < kSmallest) {
-    return at::empty(sizes, options);
+  if (c10::multiply_integers(sizes) * c10::elementSize(dtype) < kSmallest) {
+    return torch_internals::empty_on_cpu(sizes, options);
   }
   // resize_ fills the memory if torch.utils.deterministic.fill_uninitialized_memory asks for it, as at::empty does.
   return torch_internals::empty(dtype, &HugePages::instance()).resize_(sizes);

@@ -5,7 +5,7 @@
 
 namespace maxmoe::ops {
 
-// at::empty, except that large tensors on the CPU are allocated in huge pages, which are reused.
+// at::empty for kernels, except that large tensors on the CPU are allocated in huge pages, which are reused.
 at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options);
 
 // Unmaps all freed pages.

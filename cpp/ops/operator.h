@@ -33,25 +33,30 @@ struct Name {
 // The `Gradient` of an operator without one: backward through its results is an error.
 struct NotDifferentiable {};
 
+// The `Gradient` of an operator whose results are constants for autograd.
+struct Constant {};
+
 // lower_precision: floating tensors are cast to the dtype of autocast. `weights` and the scales of quantized matrices
 // are not: kernels multiply by them in float32, whatever the dtype of the rows.
 enum class Autocast { none, lower_precision };
 
-// Sizes that torch.compile may trace as symbols (SymInt) are numbers when a kernel runs.
+// Sizes that torch.compile may trace as symbols (SymInt) are numbers when a kernel runs. Other arguments are returned
+// as they are: to copy the tensors of expert_ffn takes as long as some of its kernels with one token.
 template <class T>
-auto concrete(const T& argument) {
+decltype(auto) concrete(const T& argument) {
   if constexpr (std::is_same_v<T, c10::SymInt>) {
     return argument.guard_int(__FILE__, __LINE__);
   } else if constexpr (std::is_same_v<T, std::optional<c10::SymInt>>) {
     return argument.has_value() ? std::optional(concrete(*argument)) : std::nullopt;
   } else {
-    return argument;
+    return (argument);
   }
 }
 
 // The type of a kernel's parameter for an operator's parameter of type T.
 template <class T>
-using Concrete = std::conditional_t<std::is_reference_v<T>, T, decltype(concrete(std::declval<T>()))>;
+using Concrete =
+    std::conditional_t<std::is_reference_v<T>, T, std::remove_cvref_t<decltype(concrete(std::declval<T>()))>>;
 
 template <Name kName, class Signature>
 class Operator;
@@ -79,6 +84,8 @@ class Operator<kName, Return(Args...)> {
     library.impl(name, c10::DispatchKey::CompositeExplicitAutograd, &backend<kernel>);
     if constexpr (std::is_same_v<Gradient, NotDifferentiable>) {
       library.impl(name, c10::DispatchKey::Autograd, torch::autograd::autogradNotImplementedFallback());
+    } else if constexpr (std::is_same_v<Gradient, Constant>) {
+      library.impl(name, c10::DispatchKey::Autograd, &below_autograd);
     } else {
       library.impl(name, c10::DispatchKey::Autograd, &autograd<Gradient>);
     }
@@ -115,11 +122,17 @@ class Operator<kName, Return(Args...)> {
     return kernel(concrete(args)...);
   }
 
+  static Return below_autograd(Args... args) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    return Operator()(std::forward<Args>(args)...);
+  }
+
   template <class Gradient>
   static Return autograd(Args... args) {
-    check(args...);  // first: the gradients read the shapes of the arguments
-    if ((has_tangent(args) || ...)) return with_tangents<Gradient>(args...);
+    const bool has_tangents = (has_tangent(args) || ...);
     const bool is_recorded = at::GradMode::is_enabled() && (requires_grad(args) || ...);
+    if (has_tangents || is_recorded) check(args...);  // first: the gradients read the shapes of the arguments
+    if (has_tangents) return with_tangents<Gradient>(args...);
     if (is_recorded) check_no_function_transform(name);
     // Below, no call is recorded: Gradient::apply has created the only node of the graph.
     const at::AutoDispatchBelowADInplaceOrView guard;

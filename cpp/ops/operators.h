@@ -18,6 +18,9 @@ inline constexpr Operator<"route", std::tuple<Tensor, Tensor, Tensor>(
                                        const OptionalTensor& experts)>
     route;
 
+// sum_{t, e} -p[t, e] log(p[t, e]) / divisor, a constant for autograd.
+inline constexpr Operator<"router_entropy", Tensor(const Tensor& probabilities, c10::SymInt divisor)> router_entropy;
+
 // Returns slots, rows, group sizes and the number of dropped slots.
 inline constexpr Operator<"ragged_plan", std::tuple<Tensor, Tensor, Tensor, Tensor>(
                                              const Tensor& experts, int64_t num_experts, int64_t first_expert,

@@ -12,6 +12,7 @@
 #include "kernels/routing/ragged_plan.h"
 #include "ops/backend.h"
 #include "ops/cuda_kernels.h"
+#include "ops/memory.h"
 #include "ops/operators.h"
 #include "ops/torch_internals.h"
 #include "ops/views.h"
@@ -122,9 +123,9 @@ Plan ragged_plan_backend(const Tensor& experts, int64_t num_experts, int64_t fir
     return ragged_plan_aten(experts, num_experts, first_expert, num_local_experts, max_rows, known_rows);
   }
   const Tensor ids = experts.contiguous();
-  const Tensor rows = at::empty({ids.numel()}, ids.options());
-  const Tensor group_sizes = at::empty({num_local_experts}, ids.options());
-  const Tensor dropped = at::empty({}, ids.options());
+  const Tensor rows = empty({ids.numel()}, ids.options());
+  const Tensor group_sizes = empty({num_local_experts}, ids.options());
+  const Tensor dropped = empty({}, ids.options());
   RaggedPlan<int64_t> plan{const_pointer<int64_t>(ids),
                            ids.numel(),
                            first_expert,
@@ -139,7 +140,7 @@ Plan ragged_plan_backend(const Tensor& experts, int64_t num_experts, int64_t fir
   for (int64_t expert = 0; expert < num_local_experts; ++expert) num_rows += plan.group_sizes[expert];
   MAXMOE_CHECK(known_rows.value_or(num_rows) == num_rows, kRaggedPlan, "num_rows must be the number of rows (",
                num_rows, "), got ", known_rows.value_or(0));
-  const Tensor slots = at::empty({num_rows}, ids.options());
+  const Tensor slots = empty({num_rows}, ids.options());
   plan.slots = pointer<int64_t>(slots);
   if (plan.slots == nullptr) {  // no rows
     rows.fill_(-1);

@@ -1,5 +1,5 @@
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/softmax.h>
 #include <ATen/ops/softplus.h>
 #include <ATen/ops/where.h>
@@ -14,6 +14,7 @@
 #include "kernels/routing/route.h"
 #include "ops/backend.h"
 #include "ops/cuda_kernels.h"
+#include "ops/memory.h"
 #include "ops/operators.h"
 #include "ops/torch_internals.h"
 #include "ops/views.h"
@@ -241,9 +242,9 @@ bool uses_aten(const Tensor& logits) {
 
 Routing route_kernel(const Tensor& logits, int64_t top_k, const OptionalTensor& correction_bias,
                      const OptionalTensor& given, const RoutingRule& rule) {
-  const Tensor weights = at::empty({logits.size(0), top_k}, logits.options());
-  const Tensor probabilities = at::empty(logits.sizes(), logits.options());
-  const Tensor experts = at::empty({logits.size(0), top_k}, logits.options().dtype(at::kLong));
+  const Tensor weights = empty({logits.size(0), top_k}, logits.options());
+  const Tensor probabilities = empty(logits.sizes(), logits.options());
+  const Tensor experts = empty({logits.size(0), top_k}, logits.options().dtype(at::kLong));
   // Only float32 and float64: the scores of 16-bit logits are computed in float32.
   for_accumulator_type(logits.scalar_type(), [&]<class T>() {
     run(cuda_kernels(logits, "route"), &cuda::RouteKernels<T>::route, maxmoe::route<T>,
@@ -259,8 +260,8 @@ Routing route_backend(const Tensor& logits, OptionTypes... options) {
   const RoutingRule rule = rule_of(o);
   check_route(logits, o);
   const auto type = accumulator_type(logits.scalar_type());
-  const Tensor wide = logits.to(type);
-  const auto bias = o.correction_bias.has_value() ? OptionalTensor(o.correction_bias->to(type)) : std::nullopt;
+  const Tensor wide = with_dtype(logits, type);
+  const auto bias = o.correction_bias.has_value() ? OptionalTensor(with_dtype(*o.correction_bias, type)) : std::nullopt;
   const Routing routing = uses_aten(logits) ? route_aten(wide, o.top_k, bias, o.experts, rule)
                                             : route_kernel(wide, o.top_k, bias, o.experts, rule);
   // A token whose scores are NaN is marked instead of raising an error at once, because other devices cannot raise.

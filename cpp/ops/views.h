@@ -99,10 +99,15 @@ MatrixStack<T> stack(const at::Tensor& t) {
   return {view<T>(t), t.size(0), t.stride(0)};
 }
 
-// The weights in the accumulator's type of `type`, the dtype of the rows, in which kernels read them.
+// The tensor with another dtype. Tensor::to takes the way through the dispatcher also if the tensor has the dtype.
+inline at::Tensor with_dtype(const at::Tensor& tensor, at::ScalarType type) {
+  return tensor.scalar_type() == type ? tensor : tensor.to(type);
+}
+
+// The weights in the accumulator's type of `type`, the dtype of the rows, in which kernels read them: a list in memory.
 inline std::optional<at::Tensor> accumulator_weights(const std::optional<at::Tensor>& weights, at::ScalarType type) {
   if (!weights.has_value()) return std::nullopt;
-  return weights->reshape(-1).to(accumulator_type(type)).contiguous();
+  return with_dtype(*weights, accumulator_type(type)).contiguous();
 }
 
 template <class T>

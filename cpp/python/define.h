@@ -71,6 +71,7 @@ void define_products(py::module_& module);
 void define_rows(py::module_& module);
 void define_routing(py::module_& module);
 void define_experts(py::module_& module);
+void define_routed_experts(py::module_& module);
 void define_library(py::module_& module);
 
 }  // namespace maxmoe::python

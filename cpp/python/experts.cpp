@@ -1,5 +1,4 @@
 #include "ops/expert_ffn/expert_ffn.h"
-#include "ops/routed_experts.h"
 #include "python/define.h"
 
 namespace maxmoe::python {
@@ -35,14 +34,6 @@ void define_experts(py::module_& module) {
          py::arg("limit_target") = "input", py::arg("gate_softcap") = py::none(), py::arg("up_softcap") = py::none(),
          py::arg("fused_gate") = py::none(), py::arg("recompute") = false,
          "Compute the routed experts: gather, gate and up, activation, down, weighted sum.");
-  define<ops::routed_experts>(
-      module, py::arg("x"), py::arg("router"), py::arg("router_bias"), py::arg("top_k"), py::arg("score_function"),
-      py::arg("correction_bias"), py::arg("num_groups"), py::arg("top_k_groups"), py::arg("group_score"),
-      py::arg("normalization"), py::arg("scale"), py::arg("gate"), py::arg("up"), py::arg("down"), py::arg("gate_bias"),
-      py::arg("up_bias"), py::arg("down_bias"), py::arg("activation"), py::arg("limit"), py::arg("limit_target"),
-      py::arg("gate_softcap"), py::arg("up_softcap"), py::arg("recompute"),
-      "Route tokens (..., D) and compute their experts.\n\n"
-      "Returns out, logits, weights, experts, probabilities, tokens_per_expert and dropped.");
 }
 
 }  // namespace maxmoe::python

@@ -18,4 +18,5 @@ PYBIND11_MODULE(_C, module) {
   maxmoe::python::define_rows(module);
   maxmoe::python::define_routing(module);
   maxmoe::python::define_experts(module);
+  maxmoe::python::define_routed_experts(module);
 }

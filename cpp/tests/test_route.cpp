@@ -131,5 +131,26 @@ TYPED_TEST(RouteTest, NanLogitsChooseNoExpert) {
   }
 }
 
+TYPED_TEST(RouteTest, EntropyMatchesTheLoop) {
+  for (const int64_t num_tokens : {0, 1, 19, 1500}) {
+    for (const int64_t num_experts : {1, 7, 33}) {
+      auto probabilities = Matrix<TypeParam>::random(num_tokens, num_experts, 1);
+      double want = 0.0;
+      for (int64_t t = 0; t < num_tokens; ++t) {
+        for (int64_t e = 0; e < num_experts; ++e) {
+          // Not only numbers below 1, and some that are 0.
+          auto& p = probabilities.element(t, e);
+          p = (t + e) % 5 == 0 ? TypeParam(0) : std::abs(p);
+          if (p > 0) want -= static_cast<double>(p) * std::log(static_cast<double>(p)) / 3;
+        }
+      }
+      const auto got = run_kernel<TypeParam>(1, 1, [&](MatrixView<TypeParam> view, const Executor& executor) {
+        router_entropy(RouterEntropy<TypeParam>{probabilities.view().as_const(), 3, view.data}, executor);
+      });
+      EXPECT_NEAR(got(0, 0), want, tolerance<TypeParam>() * std::max(1.0, static_cast<double>(num_tokens)));
+    }
+  }
+}
+
 }  // namespace
 }  // namespace maxmoe

@@ -30,6 +30,9 @@ __all__ = ["FakeTensor", "FakeTensorMode", "TorchDispatchMode", "tree_leaves", "
 # Types of tensors without operators of their own. A subclass such as DTensor first runs its operators.
 PLAIN_TENSORS = (Tensor, nn.Parameter, FakeTensor)
 
+_HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+_KINDS_OF_HOOKS = ("always_called", "with_kwargs")
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
@@ -165,19 +168,17 @@ def has_pre_hook(module: nn.Module, hook: Callable[..., Any]) -> bool:
     return hook in module._forward_pre_hooks.values()
 
 
+def entries_of_hooks(*modules: nn.Module) -> tuple[tuple[dict[str, Any], str], ...]:
+    """Return the table and the name of what makes a call of a module more than the forward of its class, where true."""
+    own = ("forward", "_compiled_call_impl", *(f"_{kind}" for kind in _HOOKS))
+    of_all = (*(f"_global_{kind}" for kind in _HOOKS), *(f"_global_forward_hooks_{kind}" for kind in _KINDS_OF_HOOKS))
+    table_of_all = vars(nn.modules.module)
+    return (*((vars(module), name) for module in modules for name in own), *((table_of_all, name) for name in of_all))
+
+
 def are_called_plainly(*modules: nn.Module) -> bool:
     """Return whether a call of any of the modules runs the forward of its class and nothing else, such as a hook."""
-    for module in modules:
-        if (
-            module._forward_hooks
-            or module._forward_pre_hooks
-            or module._backward_hooks
-            or module._backward_pre_hooks
-            or module._compiled_call_impl
-            or "forward" in module.__dict__
-        ):
-            return False
-    return not nn.modules.module._has_any_global_hook()  # type: ignore[no-untyped-call]
+    return not any(table.get(name) for table, name in entries_of_hooks(*modules))
 
 
 def default_store() -> Any:

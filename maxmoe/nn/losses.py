@@ -188,11 +188,13 @@ class RoutingLosses:
         step, the scope "step" has the balance loss of the scope "batch".
         """
         if routing.tokens_per_expert is not None and isinstance(tokens, LocalTokens) and step is None:
-            stats = MoEStats(routing.tokens_per_expert, dropped, _C.router_entropy(routing.probabilities))
-            return self.aux_loss(routing, num_sequences), stats
+            entropy = router_entropy(routing.probabilities, max(routing.probabilities.shape[0], 1))
+            has_loss = self.config.load_balance_loss_weight > 0 or self.config.router_z_loss_weight > 0
+            aux_loss = self.aux_loss(routing, num_sequences) if has_loss else torch.zeros_like(entropy)
+            return aux_loss, MoEStats(routing.tokens_per_expert, dropped, entropy)
         counts = self._tokens_per_expert(routing, num_sequences)
         aux_loss = self._weighted_losses(routing, counts, tokens, step)
-        entropy = _entropy(routing.probabilities.detach())
+        entropy = router_entropy(routing.probabilities)
         summands = (counts.sum(0), dropped, entropy, num_tokens_of(routing.probabilities, routing.token_mask))
         everywhere = FlattenedBatch(tokens)
         if routing.token_losses is None:
@@ -271,10 +273,13 @@ class RoutingLosses:
         return saved
 
 
-def _entropy(probabilities: Tensor) -> Tensor:
-    """Sum -p log p, with 0 for p = 0. torch.special.entr computes the same, but is not vectorized."""
-    # Not in place, because selective checkpointing saves the output of any operator that its policy names.
-    return (probabilities.clamp_min(torch.finfo(probabilities.dtype).tiny).log() * probabilities).sum().neg()
+def router_entropy(probabilities: Tensor, divisor: int = 1) -> Tensor:
+    """Return the sum ``()`` of -p log p, with 0 for p = 0, over a divisor; no gradient flows through it."""
+    if not torch.compiler.is_compiling():
+        return _C.router_entropy(probabilities, divisor)
+    # A compiler fuses these. torch.special.entr computes the same, but is not vectorized.
+    p = probabilities.detach()
+    return (p.clamp_min(torch.finfo(p.dtype).tiny).log() * p).sum().neg() / divisor
 
 
 def num_tokens_of(rows: Tensor, token_mask: Tensor | None) -> Tensor | int:

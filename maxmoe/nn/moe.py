@@ -229,14 +229,18 @@ class MoE(nn.Module):
         self, x: Tensor, token_mask: Tensor | None, router_state: Tensor | None
     ) -> tuple[Tensor, Routing, Tensor]:
         """Return hidden states, routing and its state as `forward`, and the number of slots that this rank drops."""
-        leading_dims, hooks = x.shape[:-1], self.routing_hooks
-        mask = None if token_mask is None else token_mask.reshape(-1)
+        hooks, mask = self.routing_hooks, None if token_mask is None else token_mask.reshape(-1)
         # Hooks that give no experts do not decide: a recomputation, which may have others, takes the same way.
-        given = given_experts(hooks, leading_dims, x.device, mask) if hooks else None
+        given = given_experts(hooks, x.shape[:-1], x.device, mask) if hooks else None
         is_plain = token_mask is None and given is None and router_state is None and not is_traced()
-        if is_plain and (operator := OneOperator.of(self)):
-            return self._in_one_operator(operator, x)
-        self._check_input(x, self.expert_dtype)
+        if self.metrics_accumulator is None and torch.is_grad_enabled() and self._balances_step():
+            raise ValueError(
+                "load_balance_scope 'step' needs maxmoe.StatsAccumulator(model), whose update() ends the step, got none"
+            )
+        if is_plain and (in_one := self._in_one_operator(x)) is not None:
+            return in_one
+        leading_dims = x.shape[:-1]
+        check_tokens(x, self.config.hidden_size, self.expert_dtype)
         tokens = x.reshape(-1, x.shape[-1])
         if token_mask is not None:
             check_mask(token_mask, x)
@@ -268,25 +272,21 @@ class MoE(nn.Module):
             routing = routing._replace(state=reshaped(routing.state, (*leading_dims, routing.state.shape[1])))
         return reshaped(hidden_states.contiguous(), (*leading_dims, hidden_states.shape[1])), routing, dropped
 
-    def _in_one_operator(self, operator: OneOperator, x: Tensor) -> tuple[Tensor, Routing, Tensor]:
-        """Compute `hidden_states_and_routing` of tokens without a mask in one process."""
-        self._check_input(x, operator.dtype)
-        tokens = x.reshape(-1, x.shape[-1]) if operator.has_others else x
-        hidden_states, routing, dropped = operator(tokens)
+    def _in_one_operator(self, x: Tensor) -> tuple[Tensor, Routing, Tensor] | None:
+        """Compute `hidden_states_and_routing` of tokens without a mask in one process; None where parts must run."""
+        operator = OneOperator.of(self)
+        if operator is None:
+            return None
+        tokens = x.reshape(-1, x.shape[-1]) if operator.has_others and x.dim() > 2 else x
+        if (computed := operator(tokens)) is None:
+            return None
+        hidden_states, routing, dropped = computed
         if self.routing_hooks:
             observe(self.routing_hooks, routing.experts, x.shape[:-1])
         if operator.has_others:
             others = self._compute_others(LayerInputs(tokens, tokens, tokens), None, routing, hidden_states.dtype)
             hidden_states = reshaped(sum_of(hidden_states, *others).contiguous(), x.shape)
         return hidden_states, routing, dropped
-
-    def _check_input(self, x: Tensor, dtype: torch.dtype) -> None:
-        """Check the input of `forward`, given the dtype of the experts."""
-        check_tokens(x, self.config.hidden_size, dtype)
-        if torch.is_grad_enabled() and self.metrics_accumulator is None and self._balances_step():
-            raise ValueError(
-                "load_balance_scope 'step' needs maxmoe.StatsAccumulator(model), whose update() ends the step, got none"
-            )
 
     def _route(
         self,

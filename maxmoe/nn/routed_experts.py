@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from maxmoe import _C
-from maxmoe._torch import are_called_plainly, buffer_table, child_table, parameter_table
+from maxmoe._torch import buffer_table, child_table, entries_of_hooks, parameter_table
 from maxmoe.config import MoEConfig
 from maxmoe.nn.dispatcher import ExpertRunner
 from maxmoe.nn.experts import Experts
@@ -22,10 +21,6 @@ if TYPE_CHECKING:
     from maxmoe.nn.moe import MoE
 
 
-# Not typed: the arguments of the activation are passed on in the order of the config.
-_routed_experts: Any = _C.routed_experts
-
-
 class OneOperator:
     """The operator that computes what the router and the experts of a layer would compute.
 
@@ -34,6 +29,7 @@ class OneOperator:
 
     def __init__(self, config: MoEConfig, runner: ExpertRunner, router: Any, experts: Any) -> None:
         self._parts = config, runner, router, experts
+        self.has_others = config.num_shared_experts > 0 or config.has_zero_computation_outputs
         self._fits_layer = (
             # The operator routes all tokens by their scores,
             config.router == "learned"
@@ -47,9 +43,29 @@ class OneOperator:
             # and makes one plan for experts that are all in this process and get the tokens themselves.
             and runner == _runner_of_one_process(config.num_experts)
             and config.latent_size is None
+            and type(router) is Router
+            and type(experts) is Experts
+            # It has no argument for functions.
+            and type(experts.activation) is str
         )
-        self.has_others = config.num_shared_experts > 0 or config.has_zero_computation_outputs
-        self._routing = (config.num_groups, config.top_k_groups, config.group_score, config.normalization)
+        if not self._fits_layer:
+            return
+        # Quantized matrices are modules.
+        others = ((child_table(experts), name) for name in (*experts.expert_matrices(), "norm"))
+        self._others = (*entries_of_hooks(router, experts), *others)
+        # An attribute of a module takes ten times the time of a table.
+        self._tables = parameter_table(router), buffer_table(router), parameter_table(experts)
+        self._routed_experts = _C.RoutedExperts(
+            config.hidden_size,
+            config.top_k,
+            config.score_function,
+            config.num_groups,
+            config.top_k_groups,
+            config.group_score,
+            config.normalization,
+            config.routed_scaling_factor,
+            *experts.activation_arguments.values(),
+        )
 
     @classmethod
     def of(cls, layer: MoE) -> OneOperator | None:
@@ -62,46 +78,25 @@ class OneOperator:
             kept._fits_layer
             and type(router) is Router
             and type(experts) is Experts
-            and are_called_plainly(router, experts)
-            # The operator has no argument for functions, and for quantized matrices, which are modules.
             and type(experts.activation) is str
-            and not any(child_table(experts).values())
+            and _C.are_false(kept._others)
         )
         return kept if can_run else None
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the matrices of the experts."""
-        dtype: torch.dtype = parameter_table(self._parts[3])["up_proj"].dtype
-        return dtype
+    def __call__(self, x: Tensor) -> tuple[Tensor, Routing, Tensor] | None:
+        """Return the outputs ``(..., D)`` for tokens x, their routing, and the number ``()`` of dropped slots.
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, Routing, Tensor]:
-        """Return the outputs ``(..., D)`` for tokens x, their routing, and the number ``()`` of dropped slots."""
-        config, _, router, experts = self._parts
-        router_parameters: Any = parameter_table(router)  # an attribute of a module takes ten times the time
-        expert_parameters: Any = parameter_table(experts)
+        None for tokens of another size or dtype than the experts have.
+        """
+        experts = self._parts[3]
         try:
-            out, logits, weights, ids, probabilities, load, dropped = _routed_experts(
-                x,
-                router_parameters["weight"],
-                router_parameters["bias"],
-                config.top_k,
-                config.score_function,
-                buffer_table(router)["score_correction_bias"],
-                *self._routing,
-                config.routed_scaling_factor,
-                expert_parameters["gate_proj"],
-                expert_parameters["up_proj"],
-                expert_parameters["down_proj"],
-                expert_parameters["gate_bias"],
-                expert_parameters["up_bias"],
-                expert_parameters["down_bias"],
-                *experts.activation_arguments.values(),
-                "experts" in experts.recompute,
-            )
+            routed = self._routed_experts(x, *self._tables, "experts" in experts.recompute)
         except ValueError as error:
-            part = experts if str(error).startswith("maxmoe::expert_ffn") else router
+            part = experts if str(error).startswith("maxmoe::expert_ffn") else self._parts[2]
             raise ValueError(f"{module_path(part)}: {error}") from error
+        if routed is None:
+            return None
+        out, logits, weights, ids, probabilities, load, dropped = routed
         return out, Routing(logits, probabilities, weights, ids, tokens_per_expert=load), dropped
 
 

@@ -89,6 +89,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "ragged_sort": lambda x, slots, **_: x.new_empty(slots.shape[0], x.shape[1]),
     "ragged_unsort": lambda rows, row_of_slot, top_k, **_: rows.new_empty(row_of_slot.shape[0] // top_k, rows.shape[1]),
     "route": _route,
+    "router_entropy": lambda probabilities, **_: probabilities.new_empty((), dtype=_wide(probabilities)),
     "route_backward": lambda logits, **_: torch.empty_like(logits, memory_format=torch.contiguous_format),
     "tgmm": lambda lhs, rhs, num_local_groups, **_: lhs.new_empty(num_local_groups, lhs.shape[1], rhs.shape[1]),
 }

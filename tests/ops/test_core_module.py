@@ -5,6 +5,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -30,9 +31,6 @@ def calls() -> dict[str, Arguments]:
     constants = {"activation": "silu", "limit": 1.0, "limit_target": "input", "gate_softcap": None, "up_softcap": None}
     rules = {"top_k": 2, "score_function": "softmax", "correction_bias": torch.randn(3), "num_groups": 1}
     rules |= {"top_k_groups": 1, "group_score": "top2", "normalization": "sum", "scale": 1.0}
-    matrices = {"gate": torch.randn(3, 4, 6), "up": torch.randn(3, 4, 6), "down": down}
-    biases = dict.fromkeys(("gate_bias", "up_bias", "down_bias"))
-    routed = {"x": x, "router": torch.randn(3, 4), "router_bias": None, **rules, **matrices, **biases}
     bounds = {"first_expert": 0, "num_local_experts": 3, "max_rows": None, "num_rows": 10}
     of_rows = {"index": plan.rows, "group_size": 2, "weights": torch.rand(10)}
     ffn = {"x": x, "weights": weights, "plan": plan, "gate": up, "up": up, "down": down, **constants}
@@ -50,14 +48,14 @@ def calls() -> dict[str, Arguments]:
         "ragged_sort": {"x": x, "plan": plan, "weights": weights},
         "ragged_unsort": {"rows": rows, "plan": plan, "weights": weights},
         "route": {"logits": torch.randn(5, 3), **rules, "experts": experts},
-        "router_entropy": {"probabilities": torch.rand(5, 3)},
-        "routed_experts": routed | constants | {"recompute": False},
+        "router_entropy": {"probabilities": torch.rand(5, 3), "divisor": 5},
         "tgmm": {"lhs": rows, "rhs": rows, "group_sizes": plan.group_sizes, "num_local_groups": 3, "group_offset": 0},
     }
 
 
 OF_LIBRARY = {"build_info", "empty_cache", "force_path", "memory_allocated", "memory_reserved"}
-NAMES = sorted({name for name in vars(_C) if not name.startswith("_")} - OF_LIBRARY)
+OF_LAYERS = {"RoutedExperts", "are_false"}
+NAMES = sorted({name for name in vars(_C) if not name.startswith("_")} - OF_LIBRARY - OF_LAYERS)
 
 
 def test_every_operator_is_called() -> None:
@@ -121,6 +119,80 @@ def test_meta_and_fake_tensors(name: str, kind: str) -> None:
         if isinstance(real, Tensor):
             assert (fake.shape, fake.dtype) == (real.shape, real.dtype)
             assert fake.is_meta or isinstance(fake, torch._subclasses.FakeTensor)
+
+
+ROUTED_CONSTANTS: Arguments = {
+    **{"top_k": 2, "score_function": "sigmoid", "num_groups": 1, "top_k_groups": 1, "group_score": "max"},
+    **{"normalization": "sum", "scale": 2.5, "activation": "gelu", "limit": 1.0, "limit_target": "output"},
+    **{"gate_softcap": None, "up_softcap": None},
+}
+
+
+def tables(has_biases: bool) -> dict[str, dict[str, Tensor | None]]:
+    """Router and experts as modules keep them."""
+    torch.manual_seed(0)
+    bias = torch.randn if has_biases else lambda *_: None
+    matrices = {"gate_proj": torch.randn(3, 4, 6), "up_proj": torch.randn(3, 4, 6), "down_proj": torch.randn(3, 6, 4)}
+    biases = {"gate_bias": bias(3, 6), "up_bias": bias(3, 6), "down_bias": bias(3, 4)}
+    router = {"weight": torch.randn(3, 4), "bias": bias(3), "scale": None}
+    return {"router": router, "router_buffers": {"score_correction_bias": bias(3)}, "experts": matrices | biases}
+
+
+def bound(**given: Any) -> Any:
+    return _C.RoutedExperts(hidden_size=4, **ROUTED_CONSTANTS)(**given)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "meta", "fake"])
+@pytest.mark.parametrize("has_biases", [False, True])
+def test_the_operator_of_a_layer_reads_its_tables(has_biases: bool, kind: str) -> None:
+    given, x = tables(has_biases), torch.randn(2, 5, 4)
+    with FakeTensorMode() if kind == "fake" else nullcontext() as mode:
+        move = mode.from_tensor if kind == "fake" else lambda tensor: tensor.to(kind)
+        moved = {
+            name: {key: None if t is None else move(t) for key, t in table.items()} for name, table in given.items()
+        }
+        got = bound(x=move(x), recompute=False, **moved)
+        router, experts = moved["router"], moved["experts"]
+        expected = torch.ops.maxmoe.routed_experts(
+            move(x),
+            router["weight"],
+            router["bias"],
+            correction_bias=moved["router_buffers"]["score_correction_bias"],
+            **{name.removesuffix("_proj"): tensor for name, tensor in experts.items()},
+            **ROUTED_CONSTANTS,
+        )
+        assert [(t.shape, t.dtype, t.device) for t in got] == [(t.shape, t.dtype, t.device) for t in expected]
+        if kind == "cpu":
+            assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
+
+
+def test_the_operator_of_a_layer_leaves_what_it_cannot_compute() -> None:
+    given, x = tables(False), torch.randn(5, 4)
+    assert bound(x=x, recompute=False, **given) is not None
+    for wrong in (x[0], x[:, :3], x.double(), torch.randn(())):
+        assert bound(x=wrong, recompute=False, **given) is None
+    for table, name in (("router", "weight"), ("experts", "up_proj"), ("experts", "down_proj")):
+        assert bound(x=x, recompute=False, **given | {table: given[table] | {name: None}}) is None
+        absent = {key: value for key, value in given[table].items() if key != name}
+        assert bound(x=x, recompute=False, **given | {table: absent}) is None
+        with pytest.raises(TypeError, match=f"maxmoe::routed_experts: {name} must be a tensor, got int"):
+            bound(x=x, recompute=False, **given | {table: given[table] | {name: 1}})
+    with pytest.raises(TypeError, match="maxmoe::routed_experts: x must be a tensor, got NoneType"):
+        bound(x=None, recompute=False, **given)
+    with pytest.raises(ValueError, match="maxmoe::expert_ffn: gate must"):
+        bound(x=x, recompute=False, **given | {"experts": given["experts"] | {"gate_proj": torch.randn(3, 4, 5)}})
+
+
+def test_entries_that_are_false() -> None:
+    table = {"none": None, "empty": {}, "full": {1: 2}}
+    assert _C.are_false(((table, "none"), (table, "empty"), (table, "absent")))
+    assert not _C.are_false(((table, "none"), (table, "full")))
+    assert _C.are_false(())
+    for wrong in ((table,), ((table,),), ((1, "name"),), ((table, []),)):
+        with pytest.raises(TypeError):
+            _C.are_false(wrong)
+    with pytest.raises(RuntimeError, match="Boolean value of Tensor"):
+        _C.are_false((({"tensor": torch.zeros(2)}, "tensor"),))
 
 
 def test_other_threads_run_during_a_kernel() -> None:

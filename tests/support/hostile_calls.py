@@ -120,6 +120,7 @@ def calls_of_routing(experts: Tensor) -> Iterator[tuple[str, Arguments]]:
     gradients = {"grad_weights": torch.rand(5, 2), "grad_probabilities": torch.randn(5, 3)}
     scores = {name: rules[name] for name in ("score_function", "normalization", "scale")}
     yield "route_backward", {**gradients, "logits": logits, "experts": experts, **scores}
+    yield "router_entropy", {"probabilities": logits.softmax(1), "divisor": 5}
     bounds = {"first_expert": 0, "num_local_experts": 3, "max_rows": None, "num_rows": None}
     yield "ragged_plan", {"experts": experts, "num_experts": 3, **bounds}
 

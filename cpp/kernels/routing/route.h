@@ -42,6 +42,14 @@ struct Route {
   MatrixView<T> probabilities;  // [T, E]
 };
 
+// sum_{t, e} -p[t, e] log(p[t, e]) / divisor, where p = 0 adds 0.
+template <class T>
+struct RouterEntropy {
+  ConstMatrixView<T> probabilities;  // [T, E]
+  int64_t divisor;
+  T* out;  // [1]
+};
+
 // The gradient of the logits, for fixed experts. The scores are recomputed from the logits.
 template <class T>
 struct RouteBackward {
@@ -57,3 +65,4 @@ struct RouteBackward {
 
 MAXMOE_KERNEL(route, Route)
 MAXMOE_KERNEL(route_backward, RouteBackward)
+MAXMOE_KERNEL(router_entropy, RouterEntropy)

@@ -284,9 +284,33 @@ void route_backward(const RouteBackward<T>& a, const Executor& executor) {
   });
 }
 
+template <class T>
+void router_entropy(const RouterEntropy<T>& a, const Executor& executor) {
+  const int64_t num_tokens = a.probabilities.rows;
+  const int64_t num_experts = a.probabilities.columns;
+  const int64_t grain = rows_per_task(num_experts);
+  // One sum for each range of tokens, so that their order does not depend on the threads.
+  auto* const sums = scratch<double>(kWorkListScratch, num_tokens / grain + 1);
+  run_ranges(executor, num_tokens, grain, [&](int64_t begin, int64_t end) {
+    auto* const row = scratch<T>(kProbabilitiesScratch, num_experts);
+    const ConstRow<T> p(row, num_experts);
+    double sum = 0;
+    for (int64_t token = begin; token < end; ++token) {
+      copy_row(a.probabilities.row(token), row, num_experts);
+      sum -= static_cast<double>((p * p.max(std::numeric_limits<T>::min()).log()).sum());
+    }
+    sums[begin / grain] = sum;
+  });
+  double total = 0;
+  for (int64_t begin = 0; begin < num_tokens; begin += grain) total += sums[begin / grain];
+  a.out[0] = static_cast<T>(total) / static_cast<T>(a.divisor);
+}
+
 template void route<float>(const Route<float>&, const Executor&);
 template void route<double>(const Route<double>&, const Executor&);
 template void route_backward<float>(const RouteBackward<float>&, const Executor&);
 template void route_backward<double>(const RouteBackward<double>&, const Executor&);
+template void router_entropy<float>(const RouterEntropy<float>&, const Executor&);
+template void router_entropy<double>(const RouterEntropy<double>&, const Executor&);
 
 }  // namespace maxmoe::MAXMOE_ISA_NAMESPACE

@@ -40,14 +40,17 @@ template <class... Arguments>
 Tensor expert_ffn_backend(Arguments... arguments) {
   const ExpertFfnArguments a{arguments...};
   check_expert_ffn(kExpertFfn, a);
-  return std::get<0>(uses_kernels(a.x) ? expert_ffn_kernel(a, false) : expert_ffn_aten(a, false));
+  return uses_kernels(a.x) ? expert_ffn_kernel(a, nullptr) : std::get<0>(expert_ffn_aten(a, false));
 }
 
 template <class... Arguments>
 Outputs expert_ffn_forward_backend(Arguments... arguments) {
   const ExpertFfnArguments a{arguments...};
   check_expert_ffn(kExpertFfn, a);
-  return uses_kernels(a.x) ? expert_ffn_kernel(a, !a.recompute) : expert_ffn_aten(a, !a.recompute);
+  if (!uses_kernels(a.x)) return expert_ffn_aten(a, !a.recompute);
+  const Intermediates kept = empty_intermediates(a.num_kept_rows(), a);
+  const Tensor out = expert_ffn_kernel(a, a.recompute ? nullptr : &kept);
+  return {out, kept.preactivations, kept.reduced, kept.gate};
 }
 
 template <class... Arguments>

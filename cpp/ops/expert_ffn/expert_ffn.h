@@ -114,9 +114,14 @@ void check_expert_ffn(const char* op, const ExpertFfnArguments& a);
 void check_expert_ffn_backward(const Tensor& grad_out, const Intermediates& kept, const Wanted& wanted,
                                const ExpertFfnArguments& a);
 
+// Memory for the intermediates of R rows.
+Intermediates empty_intermediates(int64_t num_rows, const ExpertFfnArguments& a);
+
+// The output. The intermediates are written unless `kept` is null.
+Tensor expert_ffn_kernel(const ExpertFfnArguments& a, const Intermediates* kept);
+
 // Both implementations of backward compute the intermediates if they are not given, and otherwise overwrite the
 // preactivations if they need their gradient.
-Outputs expert_ffn_kernel(const ExpertFfnArguments& a, bool keeps_intermediates);
 Gradients expert_ffn_backward_kernel(const Tensor& grad_out, const std::optional<Intermediates>& kept,
                                      const Wanted& wanted, const ExpertFfnArguments& a);
 

@@ -51,11 +51,6 @@ MatrixStack<T> stack_if(bool is_wanted, const Tensor& out) {
   return is_wanted ? stack<T>(out) : MatrixStack<T>{};
 }
 
-Intermediates empty_intermediates(int64_t num_rows, const ExpertFfnArguments& a) {
-  return {empty({num_rows, a.preactivation_width()}, a.x.options()),
-          empty({num_rows, a.reduced_width()}, a.x.options()), empty({num_rows, 0}, a.x.options())};
-}
-
 // The arguments that the kernels share.
 template <class T>
 ExpertFfnCall<T> kernel_call(const ExpertFfnArguments& a) {
@@ -212,22 +207,27 @@ void backward_up(const Tensor& grad_preactivations, const Tensor& reduced, const
 
 }  // namespace
 
-Outputs expert_ffn_kernel(const ExpertFfnArguments& a, bool keeps_intermediates) {
+Intermediates empty_intermediates(int64_t num_rows, const ExpertFfnArguments& a) {
+  return {empty({num_rows, a.preactivation_width()}, a.x.options()),
+          empty({num_rows, a.reduced_width()}, a.x.options()), empty({num_rows, 0}, a.x.options())};
+}
+
+Tensor expert_ffn_kernel(const ExpertFfnArguments& a, const Intermediates* kept) {
   const ExpertFfnArguments k = kernel_layout(a);
-  const int64_t num_rows = a.slots.size(0);
   const Tensor out = empty({a.x.size(0), a.x.size(1)}, a.x.options());
   // The output of each row is work space. Summing rows into `out` at once would add them in the order of the threads.
-  const Tensor row_outputs = empty({num_rows, a.x.size(1)}, a.x.options());
-  const Intermediates kept = empty_intermediates(keeps_intermediates ? num_rows : 0, a);
+  const Tensor row_outputs = empty({a.slots.size(0), a.x.size(1)}, a.x.options());
   for_dtype(a.x.scalar_type(), [&]<class T>() {
     ExpertFfn<T> arguments{kernel_call<T>(k)};
-    arguments.preactivations = view_if<T>(keeps_intermediates, kept.preactivations);
-    if (keeps_intermediates) arguments.reduced = reduced_rows<T>(kept.reduced, k);
+    if (kept != nullptr) {
+      arguments.preactivations = view<T>(kept->preactivations);
+      arguments.reduced = reduced_rows<T>(kept->reduced, k);
+    }
     arguments.rows = view<T>(row_outputs);
     arguments.out = view<T>(out);
     maxmoe::expert_ffn(arguments, torch_executor());
   });
-  return {out, kept.preactivations, kept.reduced, kept.gate};
+  return out;
 }
 
 Gradients expert_ffn_backward_kernel(const Tensor& grad_out, const std::optional<Intermediates>& kept,
