@@ -20,7 +20,7 @@ import maxmoe
 from maxmoe import MoEConfig
 from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.parallel.plan.dispatch_plan import Dispatch
-from maxmoe.planning import estimate
+from maxmoe.costs import estimate
 from maxmoe.sharding import Mesh
 
 ROOT = Path(__file__).parent.parent

@@ -13,7 +13,7 @@ from matplotlib.patches import Patch, Polygon, Rectangle
 
 from maxmoe import MoEConfig
 from maxmoe.models import Decoder, DecoderConfig
-from maxmoe.planning import Traffic, estimate
+from maxmoe.costs import Traffic, estimate
 from maxmoe.sharding import LogicalRules, Mesh, NamedSharding, logical_to_mesh_axes, resolve
 
 FOLDER = Path(__file__).parent

@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from maxmoe import MoE
 from maxmoe.adapters import factor_names, packed_as_by_peft
+from maxmoe.costs import estimate, explain
 from maxmoe.models import DecoderConfig
 from maxmoe.optim import Matrix, Muon, parameter_groups
 from maxmoe.parallel import adapter_state_dict, parallelize
 from maxmoe.parallel.plan.dispatch_plan import Dispatch
-from maxmoe.planning import estimate, explain
 from maxmoe.sharding import LogicalRules, Mesh
 from support.moved_experts import moving_experts
 from support.parallel_decoder import BLOCK, CONFIG, MOE, VARIANTS, MeshRules, batch, decoder, layouts, loss, token_spec

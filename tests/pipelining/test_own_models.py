@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from maxmoe import MoEConfig, MoEFeedForward, StatsAccumulator, parallelize, record_routing
+from maxmoe.costs import estimate
 from maxmoe.parallel import Declaration, PipelineParts
 from maxmoe.pipelining import Pipeline, pipeline
-from maxmoe.planning import estimate
 from maxmoe.sharding import Mesh
 from support.run_ranks import run_cases, run_ranks
 from support.sampling import by_default
