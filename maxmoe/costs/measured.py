@@ -7,7 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, NamedTuple
 from unittest import mock
@@ -61,25 +61,32 @@ class Measured:
         sent: bytes that the rank sends in them, and receives.
         work: number of operators by their work.
         saved: bytes that autograd keeps from the forward to the backward, without parameters and buffers.
-        temporary: bytes in memory when most are, beside the stored ones and `saved`.
+        peaks: most bytes in memory while a block runs, forward or backward, by its name; while none does by "". Without
+            parameters, gradients and buffers.
+        kept: bytes that the forward of a block leaves in memory.
     """
 
     times: Counter[Flow] = field(default_factory=Counter)
     sent: Counter[Flow] = field(default_factory=Counter)
     work: Counter[Work] = field(default_factory=Counter)
     saved: int = 0
-    temporary: int = 0
+    peaks: dict[str, int] = field(default_factory=dict)
+    kept: dict[str, int] = field(default_factory=dict)
 
     def plus(self, other: "Measured", times: int = 1, less: "Measured | None" = None) -> "Measured":
-        """Add the costs of another step `times`, each time less the costs of a third one."""
-        result = Measured(self.times.copy(), self.sent.copy(), self.work.copy(), self.saved, self.temporary)
+        """Add the costs of another step `times`, each time less the costs of a third one, but for the peaks."""
+        result = replace(self, times=self.times.copy(), sent=self.sent.copy(), work=self.work.copy())
         for part, count in ((other, times), (less or Measured(), -times)):
             for mine, its in ((result.times, part.times), (result.sent, part.sent), (result.work, part.work)):
                 for key, value in its.items():
                     mine[key] += value * count
             result.saved += part.saved * count
-        result.temporary = max(self.temporary, other.temporary)
         return result
+
+    @property
+    def temporary(self) -> int:
+        """Bytes in memory when most are, beside parameters, gradients, buffers and `saved`."""
+        return max(self.peaks.values(), default=self.saved) - self.saved
 
     @property
     def flops(self) -> int:
@@ -103,7 +110,6 @@ def measuring(mesh: Mesh, model: nn.Module) -> Iterator["Recorder"]:
         recorder,
     ):
         yield recorder
-    recorder.end()
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -117,7 +123,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # The tensors are kept, so that no other storage gets the id of one.
         self._stored = {storage_id(tensor): tensor for tensor in stored_tensors(model)}
         self._sizes: dict[int, int] = {}  # bytes of all other storages
-        self._live = self._peak = 0
+        self._live, self._block = 0, ""
+        self.measured.peaks[""] = 0
         self._saved: dict[int, Tensor] | None = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -153,9 +160,30 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.measured.saved = sum(tensor.untyped_storage().nbytes() for tensor in self._saved.values())
         self._saved = None
 
-    def end(self) -> None:
-        """Count what was in memory beside saved tensors."""
-        self.measured.temporary = self._peak - self.measured.saved
+    def watch(self, name: str, block: nn.Module) -> None:
+        """Measure the memory of a block apart from the other operators."""
+        starts: list[int] = []
+
+        def enter(_block: nn.Module, _arguments: Any) -> None:
+            self._block = name
+            starts.append(self._live)
+            self._see_live()
+
+        def leave(_block: nn.Module, _arguments: Any, output: Any) -> None:
+            self.measured.kept.setdefault(name, self._live - starts.pop())
+            self._block = ""
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    # The backward of the block begins with the gradient of an output, and ends with that of the block
+                    # before, or with the end of the backward: what comes before the first block counts for it.
+                    leaf.register_hook(lambda _gradient: setattr(self, "_block", name))
+
+        block.register_forward_pre_hook(enter)
+        block.register_forward_hook(leave)
+
+    def _see_live(self) -> None:
+        peaks = self.measured.peaks
+        peaks[self._block] = max(peaks.get(self._block, 0), self._live)
 
     def resize(self, storage: torch.UntypedStorage, size: int) -> None:
         """See that a storage is about to get another size."""
@@ -163,7 +191,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if identity in self._sizes:
             self._live += size - self._sizes[identity]
             self._sizes[identity] = size
-            self._peak = max(self._peak, self._live)
+            self._see_live()
 
     def _allocate(self, tensor: Tensor) -> None:
         identity = storage_id(tensor)
@@ -171,7 +199,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             storage = tensor.untyped_storage()
             self._sizes[identity] = storage.nbytes()
             self._live += storage.nbytes()
-            self._peak = max(self._peak, self._live)
+            self._see_live()
             weakref.finalize(storage, self._free, identity)
 
     def _free(self, identity: int) -> None:

@@ -1,9 +1,9 @@
 """A step of a model, or of one of its stages, measured on a fake rank with one block of each kind."""
 
 import inspect
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, TypeAlias
 
@@ -69,21 +69,46 @@ def measure_step(model: nn.Module, part: StagePart | None, options: StepOptions)
     """
     if declaration_of(model).pipeline_parts is None:
         return _measure(model, options)
-    blocks = model.get_submodule(pipeline_parts(model).blocks)
-    whole = StagePart(tuple(map(str, range(len(blocks)))), is_first=True, is_last=True)  # type: ignore[arg-type]
+    path = pipeline_parts(model).blocks
+    names = map(str, range(len(model.get_submodule(path))))  # type: ignore[arg-type]
+    whole = StagePart(tuple(names), is_first=True, is_last=True)
     part = part or whole
     kinds = _kinds(model, part)
 
     def measured(names: Sequence[str]) -> Measured:
         chosen = tuple(sorted(names, key=int))
-        return _measure(stage_module(model, part._replace(blocks=chosen)), options)
+        return _measure(stage_module(model, part._replace(blocks=chosen)), options, [f"{path}.{name}" for name in chosen])
 
     ones = [names[0] for names in kinds.values()]
     total = base = measured(ones)
+    runs, kept = [base], {}
     for names in kinds.values():
+        one = base.kept[f"{path}.{names[0]}"]
         if len(names) > 1:
-            total = total.plus(measured([*ones, names[1]]), len(names) - 1, less=base)
-    return total
+            runs.append(measured([*ones, names[1]]))
+            total, one = total.plus(runs[-1], len(names) - 1, less=base), runs[-1].saved - base.saved
+        kept |= dict.fromkeys((f"{path}.{name}" for name in names), one)
+    last = {f"{path}.{name}": f"{path}.{names[-1]}" for names in kinds.values() for name in names}
+    peaks = [_peak(run, kept, last) for run in runs]
+    return replace(total, peaks={"": max(peaks)}, kept=kept)
+
+
+def _peak(run: Measured, kept: Mapping[str, int], last: Mapping[str, str]) -> int:
+    """Return the most bytes in memory if all blocks run, given what each keeps and the last block of its kind.
+
+    While a block runs, the blocks before it hold what they keep; while none runs, all blocks may.
+    """
+    found = run.peaks[""] + sum(kept.values()) - sum(kept[name] for name in run.kept)
+    for name, peak in run.peaks.items():
+        if name:
+            in_run = sum(kept[other] for other in run.kept if _number(other) < _number(name))
+            of_all = sum(size for other, size in kept.items() if _number(other) < _number(last[name]))
+            found = max(found, peak - in_run + of_all)
+    return found
+
+
+def _number(block: str) -> int:
+    return int(block.rpartition(".")[2])
 
 
 def part_kind(model: nn.Module, part: StagePart) -> Hashable:
@@ -111,24 +136,28 @@ def _signature(block: nn.Module) -> Hashable:
     return modules, configs, parameters
 
 
-def _measure(module: nn.Module, options: StepOptions) -> Measured:
+def _measure(module: nn.Module, options: StepOptions, blocks: Sequence[str] = ()) -> Measured:
     """Measure a step; raise the error of the most likely inputs if the module takes none of those that are tried."""
     first: Exception | None = None
     for make in _inputs(module, options):
         model = _on_meta(module)
         try:
-            return _measure_with(model, make, options)
+            return _measure_with(model, make, options, blocks)
         except Exception as error:
             first = first or _readable(model, error)
     assert first is not None
     raise first
 
 
-def _measure_with(model: nn.Module, make_inputs: Callable[[], Arguments], options: StepOptions) -> Measured:
+def _measure_with(
+    model: nn.Module, make_inputs: Callable[[], Arguments], options: StepOptions, blocks: Sequence[str]
+) -> Measured:
     with _on_fake_rank(model, options) as (mesh, called):
         inputs = make_inputs()
         positional, named = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
         with measuring(mesh, model) as recorder:
+            for path in blocks:
+                recorder.watch(path, model.get_submodule(path))
             output = called(*positional, **named)
             loss = (options.loss or default_loss)(output)
             recorder.end_forward()
