@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Polygon, Rectangle
 
 from maxmoe import MoEConfig
-from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.costs import Traffic, estimate
+from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.sharding import LogicalRules, Mesh, NamedSharding, logical_to_mesh_axes, resolve
 
 FOLDER = Path(__file__).parent

@@ -220,7 +220,8 @@ def test_frozen_weights_have_no_gradients_and_no_state_in_plans() -> None:
     assert all(p is before[name] for name, p in model.named_parameters()), "a plan changes nothing"
     whole = estimate(decoder(), mesh, "ep-as-dp", batch_size=8, sequence_length=8)
     gradients = [
-        sum(row.bytes for row in each.traffic if row.purpose == "gradients of weights, backward") for each in (plan, whole)
+        sum(row.bytes for row in each.traffic if row.purpose == "gradients of weights, backward")
+        for each in (plan, whole)
     ]
     assert gradients[0] < gradients[1] / 3
 
