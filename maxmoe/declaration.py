@@ -2,9 +2,8 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
-import torch
 from torch import nn
 
 # For each parameter, by its path in the module, the logical name of each dim; None for a dim that is never sharded.
@@ -25,22 +24,6 @@ def gate_up_slices(size: int, layout: FusedGate) -> tuple[slice, slice]:
         return slice(0, size, 2), slice(1, size, 2)
     half = (size + 1) // 2  # as torch.chunk splits; a shard of the dim may have an odd size
     return slice(0, half), slice(half, size)
-
-
-class SavedTensor(NamedTuple):
-    """A tensor that autograd saves in the forward of a module.
-
-    Args:
-        shape: global shape, over all ranks.
-        names: logical name of each dim.
-        dtype: dtype of the tensor; None for the dtype of the parameters.
-        is_kept: whether the tensor is kept until the backward; otherwise it is recomputed, see `maxmoe.set_recompute`.
-    """
-
-    shape: tuple[int, ...]
-    names: tuple[str | None, ...]
-    dtype: torch.dtype | None = None
-    is_kept: bool = True
 
 
 @dataclass(frozen=True)
@@ -106,10 +89,6 @@ class Absent(nn.Module):
         return x if self._output is None else self._output(x)
 
 
-SavedTensors: TypeAlias = Callable[[int, int], Mapping[str, SavedTensor]]
-ExampleInputs: TypeAlias = Callable[[int, int], tuple[Any, ...] | dict[str, Any]]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Declaration:
     """Properties of a module that `maxmoe.parallelize` and `maxmoe.costs` read from its attribute `declaration`.
@@ -153,13 +132,6 @@ class Declaration:
             `maxmoe.costs` raises an error for more.
         residual_stream: children that read and write the residual stream.
         pipeline_parts: parts of the module by which `maxmoe.pipeline` cuts it; None for a module that cannot be cut.
-        saved_tensors: function of the global batch size and sequence length that returns the tensors that the module
-            itself saves for the backward or recomputes, by name: with its input, without the tensors that its children
-            save. None to trace the forward of the model for what it saves.
-        example_inputs: function of the number of sequences and their length that returns the positional arguments of
-            the forward as a tuple, or the keyword arguments as a dict. `maxmoe.costs` traces a model with tensors of
-            these shapes and dtypes. Not needed if all required arguments are token ids ``(B, S)`` or hidden states
-            ``(B, S, D)``.
     """
 
     logical_names: LogicalNames = field(default_factory=dict)
@@ -173,8 +145,6 @@ class Declaration:
     max_sequence_length: int | None = None
     residual_stream: ResidualStream | None = None
     pipeline_parts: PipelineParts | None = None
-    saved_tensors: SavedTensors | None = None
-    example_inputs: ExampleInputs | None = None
 
     def __post_init__(self) -> None:
         for name, dim in self.input_dims.items():

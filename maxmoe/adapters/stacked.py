@@ -15,7 +15,7 @@ from maxmoe._torch.copies import copy_modules
 from maxmoe.adapters.peft import wrappers_of
 from maxmoe.checks.early_optimizers import mark_replaced
 from maxmoe.checks.whole_tensors import is_dtensor
-from maxmoe.declaration import Declaration, SavedTensor, declaration_of
+from maxmoe.declaration import Declaration, declaration_of
 
 
 def factor_names(module: nn.Module) -> frozenset[str]:
@@ -115,19 +115,8 @@ def _stack_factors(wrapper: Any) -> None:
     expert, *dims = names
     of_a, of_b = reversed(dims) if _peft.is_swapped(wrapper) else dims
     ends = {"lora_A": of_a, "lora_B": of_b}
-
-    def saved_tensors(batch: int, length: int) -> dict[str, SavedTensor]:
-        """Product with `lora_A` of the active adapters, with a row for each row of the preactivations."""
-        saved = {} if of_module.saved_tensors is None else of_module.saved_tensors(batch, length)
-        rows = saved.get("preactivations")
-        if rows is None:
-            return {}
-        rank = sum(wrapper.r[adapter] for adapter in wrapper.active_adapters if adapter in wrapper.r)
-        return {"reduced": rows._replace(shape=(*rows.shape[:-1], rank), names=(*rows.names[:-1], None))}
-
     wrapper.declaration = Declaration(
         logical_names={path: (expert, None, ends[path.split(".")[0]]) for path, _ in _factors(wrapper)},
         fsdp_unit=True,
         tensor_parallel_dims={name: size for name, size in of_module.tensor_parallel_dims.items() if name in dims},
-        saved_tensors=saved_tensors,
     )

@@ -6,9 +6,9 @@ from typing import Any, get_args
 from maxmoe import costs
 from maxmoe.cli.model import add_model, add_state_dtypes, chosen_model, state_dtypes
 from maxmoe.cli.values import positive, positives
+from maxmoe.costs.estimate import Optimizer
 from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.pipelining.schedules import SCHEDULES
-from maxmoe.costs.estimate import Optimizer
 from maxmoe.sharding.mesh import Mesh, parse_mesh
 from maxmoe.sharding.rules import LogicalRules, preset_names
 from maxmoe.text_table import readable_bytes, report

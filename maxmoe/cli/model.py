@@ -10,9 +10,9 @@ from torch import nn
 
 from maxmoe.checks.fields import nearest
 from maxmoe.cli.values import import_module, positive
+from maxmoe.costs import StateDtypes
 from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.nn import set_recompute
-from maxmoe.costs import StateDtypes
 from maxmoe.presets.published import PUBLISHED
 
 SIZES = ("num_layers", "num_dense_layers", "num_heads", "num_key_value_heads", "vocab_size", "intermediate_size")

@@ -13,13 +13,11 @@ from maxmoe.config import MoEConfig
 from maxmoe.expert_load import MoEStats
 from maxmoe.models.config import DecoderConfig
 from maxmoe.nn import (
-    TOKEN_DIMS,
     Checkpointed,
     Declaration,
     LocalTokens,
     MoE,
     ResidualStream,
-    SavedTensor,
     TokenGroupAttribute,
     keep_routing,
 )
@@ -58,20 +56,14 @@ class Block(Checkpointed):
 
     @property
     def declaration(self) -> Declaration:
-        """Declare the block as a FSDP unit, with its residual stream and saved tensors."""
+        """Declare the block as a FSDP unit, with its residual stream."""
         return Declaration(
             fsdp_unit=True,
             residual_stream=ResidualStream(
                 len(self.attention_norm.weight),
                 (("attention_norm", "attention"), ("feed_forward_norm", "feed_forward")),
             ),
-            saved_tensors=self._saved_tensors,
         )
-
-    def _saved_tensors(self, batch: int, length: int) -> dict[str, SavedTensor]:
-        """Describe the input of a recomputed block. Otherwise, the modules that read the input declare it."""
-        shape, names = (batch, length, len(self.attention_norm.weight)), (*TOKEN_DIMS, "activation_embed")
-        return {"input": SavedTensor(shape, names)} if self.is_recomputed else {}
 
 
 class Attention(Checkpointed):
@@ -113,7 +105,7 @@ class Attention(Checkpointed):
 
     @property
     def declaration(self) -> Declaration:
-        """Declare logical names, tensor-parallel heads and saved tensors."""
+        """Declare logical names and tensor-parallel heads."""
         return Declaration(
             logical_names={
                 "q_proj.weight": ("q_heads", "embed_attn"),
@@ -122,24 +114,7 @@ class Attention(Checkpointed):
                 "o_proj.weight": ("embed_attn", "q_heads"),
             },
             tensor_parallel_dims={"q_heads": self.num_heads, "kv_heads": self.num_key_value_heads},
-            saved_tensors=self._saved_tensors,
         )
-
-    def _saved_tensors(self, batch: int, length: int) -> dict[str, SavedTensor]:
-        H, G, C = self.num_heads, self.num_key_value_heads, self.head_dim
-        wide = torch.promote_types(self.q_proj.weight.dtype, torch.float32)
-        heads = ("activation_batch", "activation_heads", "activation_length")
-        key_value_heads = ("activation_batch", "activation_kv_heads", "activation_kv_length", None)
-        saved = {
-            "input": SavedTensor((batch, length, self.q_proj.in_features), (*TOKEN_DIMS, None)),
-            "queries": SavedTensor((batch, H, length, C), (*heads, None)),
-            "keys": SavedTensor((batch, G, length, C), key_value_heads),
-            "values": SavedTensor((batch, G, length, C), key_value_heads),
-            "mixed": SavedTensor((batch, H, length, C), (*heads, None)),
-            "logsumexp": SavedTensor((batch, H, length), heads, wide),
-            "rotation": SavedTensor((2, length, C), (None, "activation_length", None), wide),
-        }
-        return self.mark_saved(saved, "input")
 
 
 class Rotation(NamedTuple):
@@ -193,7 +168,7 @@ class FeedForward(Checkpointed):
 
     def __init__(self, hidden_size: int, intermediate_size: int, **options: Any) -> None:
         super().__init__()
-        self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
+        self.intermediate_size = intermediate_size
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False, **options)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False, **options)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False, **options)
@@ -205,7 +180,7 @@ class FeedForward(Checkpointed):
 
     @property
     def declaration(self) -> Declaration:
-        """Declare logical names, the tensor-parallel dim and saved tensors."""
+        """Declare logical names and the tensor-parallel dim."""
         return Declaration(
             logical_names={
                 "gate_proj.weight": ("mlp", "embed"),
@@ -213,14 +188,7 @@ class FeedForward(Checkpointed):
                 "down_proj.weight": ("embed", "mlp"),
             },
             tensor_parallel_dims={"mlp": self.intermediate_size},
-            saved_tensors=self._saved_tensors,
         )
-
-    def _saved_tensors(self, batch: int, length: int) -> dict[str, SavedTensor]:
-        inner = SavedTensor((batch, length, self.intermediate_size), (*TOKEN_DIMS, "activation_mlp"))
-        saved = dict.fromkeys(("gate", "up", "activated_gate", "product"), inner)
-        saved["input"] = SavedTensor((batch, length, self.hidden_size), (*TOKEN_DIMS, None))
-        return self.mark_saved(saved, "input")
 
 
 class Norm(Checkpointed, nn.RMSNorm):
@@ -235,12 +203,5 @@ class Norm(Checkpointed, nn.RMSNorm):
 
     @property
     def declaration(self) -> Declaration:
-        """Declare logical names and saved tensors."""
-        return Declaration(logical_names={"weight": ("norm",)}, saved_tensors=self._saved_tensors)
-
-    def _saved_tensors(self, batch: int, length: int) -> dict[str, SavedTensor]:
-        """Describe the input, which is all-gathered if the residual stream is sharded."""
-        saved = {"input": SavedTensor((batch, length, len(self.weight)), (*TOKEN_DIMS, None))}
-        if self.is_recomputed:
-            saved["argument"] = SavedTensor((batch, length, len(self.weight)), (*TOKEN_DIMS, "activation_embed"))
-        return self.mark_saved(saved, "argument")
+        """Declare the logical name."""
+        return Declaration(logical_names={"weight": ("norm",)})

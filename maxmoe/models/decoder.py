@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from maxmoe._torch import register_namedtuple
 from maxmoe._torch.compile import call_uncompiled
-from maxmoe.declaration import Absent, PipelineParts
+from maxmoe.declaration import PipelineParts
 from maxmoe.expert_load import MoEStats
 from maxmoe.models.blocks import Block, Norm
 from maxmoe.models.config import DecoderConfig
-from maxmoe.nn import TOKEN_DIMS, Declaration, MoE, ResidualStream, SavedTensor, set_recompute
+from maxmoe.nn import Declaration, MoE, ResidualStream, set_recompute
 from maxmoe.ranks.token_group import LocalTokens, same_tokens_everywhere
 
 
@@ -146,7 +146,7 @@ class Decoder(nn.Module):
 
     @property
     def declaration(self) -> Declaration:
-        """Declare logical names, the residual stream and saved tensors of embedding and output projection."""
+        """Declare the logical names of embedding and output projection, the residual stream and pipeline parts."""
         return Declaration(
             logical_names={
                 "embedding.weight": ("vocab", "embed_vocab"),
@@ -163,23 +163,7 @@ class Decoder(nn.Module):
                 ("norm", "embedding" if self.output is None else "output"),
                 absent_block_output=lambda x: (x, None, None),
             ),
-            saved_tensors=self._saved_tensors,
         )
-
-    def _saved_tensors(self, batch: int, length: int) -> dict[str, SavedTensor]:
-        """Describe the saved tensors, including those that a cross-entropy loss saves for the logits."""
-        tokens, V, D = (batch, length), self.config.vocab_size, self.config.hidden_size
-        saved = {}
-        if not isinstance(self.embedding, Absent):
-            saved["tokens"] = SavedTensor(tokens, TOKEN_DIMS, torch.int64)
-        if isinstance(self.output, Absent):
-            return saved
-        return saved | {
-            "output": SavedTensor((*tokens, D), (*TOKEN_DIMS, None)),
-            "logits": SavedTensor((*tokens, V), (*TOKEN_DIMS, "activation_vocab")),
-            "targets": SavedTensor(tokens, TOKEN_DIMS, torch.int64),
-            "total_weight": SavedTensor((), ()),
-        }
 
     def _check(self, shape: torch.Size, token_mask: Tensor | None, document_ids: Tensor | None) -> None:
         window = self.config.max_sequence_length

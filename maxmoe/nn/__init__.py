@@ -4,7 +4,7 @@
 from maxmoe import _C as _C
 
 # isort: split
-from maxmoe.declaration import TOKEN_DIMS, Declaration, LogicalNames, ResidualStream, SavedTensor
+from maxmoe.declaration import Declaration, LogicalNames, ResidualStream
 from maxmoe.nn.dispatcher import Dispatched, Dispatcher, ExpertRunner, Future, LayerInputs, TensorParallelRegion
 from maxmoe.nn.experts import Experts, ExpertWeights, ForeignExperts
 from maxmoe.nn.feed_forward import MoEFeedForward, set_aux_loss_scale
@@ -25,7 +25,6 @@ from maxmoe.recompute.named_parts import Checkpointed, check_recompute, recomput
 from maxmoe.recompute.selective import keep_routing
 
 __all__ = [
-    "TOKEN_DIMS",
     "BalanceLoss",
     "Checkpointed",
     "Declaration",
@@ -51,7 +50,6 @@ __all__ = [
     "RouterMLP",
     "Routing",
     "RoutingRecord",
-    "SavedTensor",
     "SharedExperts",
     "StatefulMoEOutput",
     "TensorParallelRegion",

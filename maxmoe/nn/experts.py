@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from maxmoe.adapters import factors_of
 from maxmoe.config import Activation, MoEConfig
-from maxmoe.declaration import EXPERT_TOKEN_DIMS, Declaration, SavedTensor
+from maxmoe.declaration import Declaration
 from maxmoe.nn.rms_norm import LatentNorm
 from maxmoe.ops import ActivationFunction, Projection, RaggedPlan, expert_ffn, ragged_sort, ragged_unsort
 from maxmoe.ops._projection import operands
@@ -225,7 +225,7 @@ class Experts(nn.Module):
 
     @property
     def declaration(self) -> Declaration:
-        """Declare logical names, matrix layouts, tensor-parallel dims and saved tensors."""
+        """Declare logical names, matrix layouts and tensor-parallel dims."""
         # A FSDP unit, because dispatch decides over which axes the experts are gathered.
         return Declaration(
             logical_names={
@@ -241,43 +241,9 @@ class Experts(nn.Module):
             # The norm needs the whole output of an expert.
             tensor_parallel_dims={} if self.config.expert_norm else {"mlp_moe": self.config.intermediate_size},
             added_to_output=("down_bias",),
-            saved_tensors=self._saved_tensors,
         )
-
-    def _saved_tensors(self, batch: int, length: int) -> dict[str, SavedTensor]:
-        """Describe the tensors saved for the rows of the experts; the dispatcher saves the input and the plan."""
-        if self.config.implementation != "sparse":
-            raise ValueError(f"the tensors that implementation={self.config.implementation!r} saves are not known")
-        check_activation_is_known(self.activation)
-        D, F = self.config.row_size, self.config.intermediate_size
-        shape = (1, 1, self.config.num_balanced_rows(batch * length * self.config.top_k))
-        width = 2 * F if self.config.gated else F
-        saved = {
-            "preactivations": SavedTensor(
-                (*shape, width), (*EXPERT_TOKEN_DIMS, "activation_mlp_moe"), is_kept="experts" not in self.recompute
-            ),
-            "slots": SavedTensor(shape, EXPERT_TOKEN_DIMS, torch.int64),
-        }
-        if self.config.apply_weights_to == "input":
-            is_kept = "dispatch" not in self.recompute
-            saved["weighted_input"] = SavedTensor(
-                (*shape, D), (*EXPERT_TOKEN_DIMS, "activation_embed_moe"), is_kept=is_kept
-            )
-            saved["order"] = SavedTensor(shape, EXPERT_TOKEN_DIMS, torch.int64)
-        if self.config.expert_norm:
-            rows = SavedTensor((*shape, D), (*EXPERT_TOKEN_DIMS, "activation_embed_moe"))
-            saved |= dict.fromkeys(("sorted_input", "outputs", "scaled_outputs", "normalized_outputs"), rows)
-            saved |= dict.fromkeys(("norm_factor", "norm_ones"), SavedTensor((D,), (None,)))
-            saved["order"] = SavedTensor(shape, EXPERT_TOKEN_DIMS, torch.int64)
-        return saved
 
 
 def activation_arguments(of_config: dict[str, Any], activation: Activation | ActivationFunction) -> dict[str, Any]:
     """Return the arguments of `expert_ffn` for the activation of the config, or for a function in its place."""
     return {"activation": activation} if callable(activation) else of_config
-
-
-def check_activation_is_known(activation: Activation | ActivationFunction) -> None:
-    """Raise for a custom activation: only autograd knows the tensors that it saves."""
-    if callable(activation):
-        raise ValueError("the tensors that a custom activation saves are not known: plan with a named activation")

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from maxmoe import _C
 from maxmoe.config import MoEConfig
-from maxmoe.declaration import TOKEN_DIMS, SavedTensor
 from maxmoe.expert_load.stats import MoEStats
 from maxmoe.expert_load.step_counts import StepCounts
 from maxmoe.nn.routing import Routing
@@ -254,23 +253,6 @@ class RoutingLosses:
             got = f"one of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"balance_loss must return a tensor of shape (), got {got}")
         return weight * loss
-
-    def saved_tensors(self, batch: int, length: int, wide: torch.dtype) -> dict[str, SavedTensor]:
-        """Describe the tensors that the losses save, given the dtype of the probabilities."""
-        config = self.config
-        saved: dict[str, SavedTensor] = {}
-        if config.router_z_loss_weight > 0:
-            saved["logsumexp"] = SavedTensor((batch, length), TOKEN_DIMS, wide)
-        if config.load_balance_loss_weight > 0 and config.load_balance_scope == "step":
-            saved["step_counts"] = SavedTensor((config.num_selectable_experts + 1,), (None,), torch.float64)
-            saved["mass"] = SavedTensor((config.num_selectable_experts,), (None,), wide)
-            saved.update(dict.fromkeys(("num_tokens", "loss"), SavedTensor((), (), wide)))
-        elif config.load_balance_loss_weight > 0:
-            rows, name = (batch, TOKEN_DIMS[0]) if config.load_balance_scope == "sequence" else (1, None)
-            saved["frequencies"] = SavedTensor((rows, config.num_selectable_experts), (name, None), wide)
-            saved["lengths"] = SavedTensor((rows,), (name,), wide)
-            saved["num_sequences"] = SavedTensor((), (), wide)
-        return saved
 
 
 def router_entropy(probabilities: Tensor, divisor: int = 1) -> Tensor:

@@ -15,7 +15,7 @@ from maxmoe.adapters import without_adapters
 from maxmoe.config import MoEConfig
 from maxmoe.convert.blocks import check_block, config_of_block, give_weights, take_weights
 from maxmoe.convert.upcycling import Projection, Scaling, upcycled
-from maxmoe.declaration import TOKEN_DIMS, Declaration, SavedTensor
+from maxmoe.declaration import Declaration
 from maxmoe.expert_load.metrics_accumulator import MetricsAccumulator
 from maxmoe.expert_load.stats import MoEStats
 from maxmoe.nn.checks import check_mask, check_parts_are_known, check_replaced_parts, check_tokens, needs_gradient
@@ -354,19 +354,11 @@ class MoE(nn.Module):
 
     @property
     def declaration(self) -> Declaration:
-        """Declare saved tensors; router and experts declare their parameters."""
+        """Declare the needs of the layer; router and experts declare their parameters."""
         return Declaration(
             # The capacity of an expert is per sequence, and filled in the order of the tokens.
             needs_whole_sequences=self.config.capacity_factor is not None,
-            saved_tensors=self._saved_tensors,
         )
-
-    def _saved_tensors(self, batch: int, length: int) -> dict[str, SavedTensor]:
-        config, wide = self.config, torch.promote_types(self.expert_dtype, torch.float32)
-        saved = {"input": SavedTensor((batch, length, config.hidden_size), (*TOKEN_DIMS, None))}
-        if config.has_zero_computation_outputs:  # their module may have no parameter that tells the dtype
-            saved["factors"] = SavedTensor((batch, length, 1), (*TOKEN_DIMS, None), wide)
-        return saved | self.losses.saved_tensors(batch, length, wide)
 
     def update_correction_bias(self, tokens_per_expert: Tensor) -> None:
         """Take one step of loss-free balancing; see `Router.update_correction_bias`."""

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from maxmoe.config import Activation, MoEConfig
-from maxmoe.declaration import TOKEN_DIMS, Declaration, SavedTensor
-from maxmoe.nn.experts import activation_arguments, check_activation_is_known
+from maxmoe.declaration import Declaration
+from maxmoe.nn.experts import activation_arguments
 from maxmoe.nn.rms_norm import LatentNorm
 from maxmoe.nn.routing import TopK
 from maxmoe.ops import ActivationFunction, RaggedPlan, expert_ffn, gmm, linear, ragged_plan
@@ -86,7 +86,7 @@ class SharedExperts(nn.Module):
 
     @property
     def declaration(self) -> Declaration:
-        """Declare logical names, matrix layouts, tensor-parallel dims and saved tensors."""
+        """Declare logical names, matrix layouts and tensor-parallel dims."""
         config = self.config
         stack: tuple[str | None, ...] = (None,) if config.shared_expert_scores else ()
         return Declaration(
@@ -98,29 +98,7 @@ class SharedExperts(nn.Module):
             },
             input_dims={"gate_proj": "embed", "up_proj": "embed", "down_proj": "mlp"},
             tensor_parallel_dims={} if stack else {"mlp": config.num_shared_experts * config.intermediate_size},
-            saved_tensors=self._saved_tensors,
         )
-
-    def _saved_tensors(self, batch: int, length: int) -> dict[str, SavedTensor]:
-        """Describe the saved tensors; `MoE` declares the input."""
-        check_activation_is_known(self.activation)
-        count, dtype = self.config.num_shared_experts, torch.int64
-        F = count * self.config.intermediate_size
-        width = 2 * F if self.config.gated else F
-        saved = {
-            "preactivations": SavedTensor(
-                (batch, length, width), (*TOKEN_DIMS, "activation_mlp"), is_kept="shared_experts" not in self.recompute
-            ),
-        }
-        if self.output_gate is not None:
-            saved["softmax"] = SavedTensor((batch, length, 2), (*TOKEN_DIMS, None))
-        if not self.config.shared_expert_scores:
-            saved["order"] = SavedTensor((batch, length), TOKEN_DIMS, dtype)
-            return saved | {"group_sizes": SavedTensor((1,), (None,), dtype)}
-        weights = torch.promote_types(self.up_proj.dtype, torch.float32)
-        for name, kind in (("slots", dtype), ("rows", dtype), ("weights", weights)):
-            saved[name] = SavedTensor((batch, length, count), (*TOKEN_DIMS, None), kind)
-        return saved | {"group_sizes": SavedTensor((count,), (None,), dtype)}
 
 
 def _sigmoid(column: Tensor) -> Tensor:
@@ -202,28 +180,10 @@ class ZeroComputationExperts(nn.Module):
 
     @property
     def declaration(self) -> Declaration:
-        """Declare logical names and saved tensors."""
+        """Declare logical names."""
         return Declaration(
             logical_names={"vectors": (None, "embed"), "mixing": (None, None, "embed")},
-            saved_tensors=self._saved_tensors,
         )
-
-    def _saved_tensors(self, batch: int, length: int) -> dict[str, SavedTensor]:
-        """Describe the saved tensors; `MoE` declares the input and its factors, the router the expert ids."""
-        config = self.config
-
-        def saved(width: int, dtype: torch.dtype) -> SavedTensor:
-            return SavedTensor((batch, length, width), (*TOKEN_DIMS, None), dtype)
-
-        tensors = {"is_no_copy": saved(config.top_k, torch.bool)}
-        if self.vectors is not None:
-            count, wide = config.num_constant_experts, torch.promote_types(self.vectors.dtype, torch.float32)
-            tensors["is_no_constant"] = saved(config.top_k, torch.bool)
-            tensors["index"] = saved(config.top_k, torch.int64)
-            tensors["weights"] = saved(count, wide)
-            tensors["shares"] = saved(2 * count, wide)
-            tensors["of_vectors"] = saved(2 * count, wide)
-        return tensors
 
 
 class LatentProjection(nn.Module):
@@ -271,20 +231,8 @@ class LatentProjection(nn.Module):
 
     @property
     def declaration(self) -> Declaration:
-        """Declare logical names, the input dim and saved tensors."""
+        """Declare logical names and the input dim."""
         return Declaration(
             logical_names={"weight": self._names},
             input_dims={"weight": self._names[0]},
-            saved_tensors=self._saved_tensors,
         )
-
-    def _saved_tensors(self, batch: int, length: int) -> dict[str, SavedTensor]:
-        """Describe the saved tensors; `MoE` declares the input of the projection "in"."""
-        saved = {"group_sizes": SavedTensor((1,), (None,), torch.int64)}
-        if self.direction == "out":
-            saved["input"] = SavedTensor((batch, length, self.weight.shape[0]), (*TOKEN_DIMS, None))
-        if self.norm is not None:
-            size = len(self.norm.weight)
-            saved["norm_input"] = SavedTensor((batch, length, size), (*TOKEN_DIMS, None))
-            saved["norm_factor"] = SavedTensor((size,), (None,))
-        return saved

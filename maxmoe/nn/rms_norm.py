@@ -94,5 +94,5 @@ class LatentNorm(nn.Module):
 
     @property
     def declaration(self) -> Declaration:
-        """Declare the logical name; the module around it declares the saved tensors."""
-        return Declaration(logical_names={"weight": ("norm",)}, saved_tensors=lambda _batch, _length: {})
+        """Declare the logical name."""
+        return Declaration(logical_names={"weight": ("norm",)})

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from maxmoe._torch import ConvertedModule
 from maxmoe.adapters import adapted_module
 from maxmoe.config import MoEConfig
-from maxmoe.declaration import TOKEN_DIMS, Declaration, SavedTensor
+from maxmoe.declaration import Declaration
 from maxmoe.expert_load.stats_accumulator import NUM_BINS
 from maxmoe.nn.module_path import module_path
 from maxmoe.nn.random_numbers import rand_of_tokens
@@ -113,31 +113,14 @@ class Router(ConvertedModule):
 
     @property
     def declaration(self) -> Declaration:
-        """Declare logical names and saved tensors."""
+        """Declare logical names."""
         return Declaration(
             logical_names={
                 "weight": (None, "embed_router" if self.mlp is None else None),
                 "bias": (None,),
                 "scale": (None,),
             },
-            saved_tensors=self._saved_tensors,
         )
-
-    def _saved_tensors(self, batch: int, length: int) -> dict[str, SavedTensor]:
-        """Describe the saved tensors; `MoE` declares the input."""
-        config, wide = self.config, torch.promote_types(self.weight.dtype, torch.float32)
-        num_shared = config.num_shared_experts if config.shared_expert_scores else 0
-        widths = {"logits": self.weight.shape[0]}
-        if num_shared:
-            widths |= {"shared_scores": num_shared, "joint_scores": config.top_k + num_shared, "sums": 2}
-        if config.router_hidden_size is not None:
-            widths["hidden"] = config.router_hidden_size
-        if config.router_scale:
-            widths["unscaled_weights"] = config.top_k + num_shared
-        saved = {name: SavedTensor((batch, length, width), (*TOKEN_DIMS, None), wide) for name, width in widths.items()}
-        if config.router_scale and self.weight.dtype != wide:
-            saved["wide_scale"] = SavedTensor((1,), (None,), wide)
-        return saved | {"experts": SavedTensor((batch, length, config.top_k), (*TOKEN_DIMS, None), torch.int64)}
 
     def before_conversion(self) -> Callable[[], None]:
         """Keep the correction bias in float32 or wider, because its small updates would be rounded away in 16 bits."""

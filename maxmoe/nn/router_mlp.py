@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from maxmoe.config import MoEConfig
-from maxmoe.declaration import TOKEN_DIMS, Declaration, SavedTensor
+from maxmoe.declaration import Declaration
 from maxmoe.nn.rms_norm import rms_norm
 from maxmoe.ops import linear
 
@@ -72,24 +72,12 @@ class RouterMLP(nn.Module):
 
     @property
     def declaration(self) -> Declaration:
-        """Declare logical names and saved tensors."""
+        """Declare logical names."""
         names: dict[str, tuple[str | None, ...]] = {
             name: (None,) * parameter.dim() for name, parameter in self.named_parameters(recurse=False)
         }
         names["down_weight"] = (None, "embed_router")
-        return Declaration(logical_names=names, saved_tensors=self._saved_tensors)
-
-    def _saved_tensors(self, batch: int, length: int) -> dict[str, SavedTensor]:
-        """Describe the saved tensors; `MoE` declares the input, the router the hidden rows."""
-        size, wide = len(self.norm_weight), torch.promote_types(self.down_weight.dtype, torch.float32)
-        names = ["state", "normalized", "hidden"]
-        names += [f"{name}{number}" for number in (1, 2) for name in ("preactivation", "argument", "probability")]
-        if self.state_scale is not None:
-            names.append("previous")
-        saved = {name: SavedTensor((batch, length, size), (*TOKEN_DIMS, None), wide) for name in names}
-        if self.norm_weight.dtype != wide:
-            saved["wide_norm_weight"] = SavedTensor((size,), (None,), wide)
-        return saved
+        return Declaration(logical_names=names)
 
 
 def _gelu(x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """`parallelize` for modules on a mesh, their declarations and plans, and functions for distributed training scripts."""
 
 from maxmoe.adapters import adapter_state_dict
-from maxmoe.declaration import Declaration, LogicalNames, PipelineParts, ResidualStream, SavedTensor
+from maxmoe.declaration import Declaration, LogicalNames, PipelineParts, ResidualStream
 from maxmoe.parallel.apply.initialization import reset_parameters
 from maxmoe.parallel.apply.shard_parameters import shard_parameters
 from maxmoe.parallel.clip_grad_norm import clip_grad_norm_
@@ -25,7 +25,6 @@ __all__ = [
     "Plan",
     "RankError",
     "ResidualStream",
-    "SavedTensor",
     "TokenGroup",
     "adapter_state_dict",
     "clip_grad_norm_",

@@ -185,13 +185,6 @@ def plan_model(
     return plan, plan_pipeline(module, mesh, rules, options, dispatch=dispatch, num_chunks=num_chunks)
 
 
-def without_stages(plan: Plan) -> PipelinePlan:
-    """Return the plan of a whole model as the plan of a pipeline of one stage with one micro-batch."""
-    stage, order = StagePlan(index=0, rank=0, parts="", plan=plan, work=1.0), schedule_order("gpipe", 1, None, 1)
-    options = PipelineOptions("gpipe", 1, None, None)
-    return PipelinePlan(options=options, stages=(stage,), order=order, timeline=simulate(order, [1.0]))
-
-
 def _names(module: nn.Module, part: StagePart) -> str:
     """Name the parts of a stage, such as "embedding, blocks.0-3"."""
     parts = pipeline_parts(module)

@@ -211,7 +211,6 @@ class StackPart:
         sizes: number of rows and of columns of the matrices.
         block: number of rows and of columns that share a scale.
         is_transposed: whether the dims of the stack are the columns and the rows, in this order.
-        dtype: dtype of the stack, in which modules compute.
     """
 
     part: str
@@ -219,7 +218,6 @@ class StackPart:
     sizes: tuple[int, int]
     block: tuple[int, int]
     is_transposed: bool
-    dtype: torch.dtype
 
     def names(self, of_stack: tuple[str | None, ...]) -> tuple[str | None, ...]:
         """Return the logical names of the dims of the part, given the names of the stack.
@@ -244,7 +242,6 @@ def stack_parts(module: nn.Module) -> dict[str, dict[str, StackPart]]:
                 (weight.rows, weight.columns),
                 (weight.rows_per_scale, weight.columns_per_scale),
                 weight.is_transposed,
-                weight.dtype,
             )
             for part in weight.parts()
         }

@@ -1,6 +1,6 @@
 """Recomputation by name: `set_recompute` selects the parts of a model that are recomputed in the backward."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -10,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 from maxmoe._torch import SELECTIVE_CHECKPOINT_OPTIONS
 from maxmoe._torch.compile import call_with_hooks, runs_uncompiled
 from maxmoe.checks.fields import nearest
-from maxmoe.declaration import SavedTensor
 
 
 class Checkpointed(nn.Module):
@@ -47,12 +46,6 @@ class Checkpointed(nn.Module):
         if context_fn is not None:
             options |= {"context_fn": context_fn, **SELECTIVE_CHECKPOINT_OPTIONS}
         return checkpoint(super().__call__, *arguments, use_reentrant=False, **options)
-
-    def mark_saved(self, saved: Mapping[str, SavedTensor], *arguments: str) -> dict[str, SavedTensor]:
-        """Return saved tensors that are not kept if the module is recomputed, except `arguments` of the module."""
-        return {
-            name: tensor._replace(is_kept=name in arguments or not self.is_recomputed) for name, tensor in saved.items()
-        }
 
 
 def set_recompute(model: nn.Module, names: Collection[str]) -> None:

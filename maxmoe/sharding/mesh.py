@@ -106,11 +106,6 @@ class Mesh:
         return self._device_mesh
 
     @property
-    def is_planned(self) -> bool:
-        """Whether the mesh has no process groups."""
-        return self._device_mesh is None
-
-    @property
     def device_type(self) -> str:
         """Device type of the process groups; "cpu" for a planned mesh."""
         return "cpu" if self._device_mesh is None else self._device_mesh.device_type

@@ -81,10 +81,10 @@ def test_runs_are_joined_by_their_worst() -> None:
 def sent() -> dict[str, int]:
     rank, rows = dist.get_rank(), torch.ones(3, 5, dtype=torch.float64, requires_grad=True)
     with SentBytes() as counted:
-        gathered = all_gather_rows(rows, [3] * 4, dist.group.WORLD)()
-        reduce_scatter_rows(gathered, [3] * 4, dist.group.WORLD)()
+        gathered = all_gather_rows(rows, [3] * 4, dist.group.WORLD, "rows")()
+        reduce_scatter_rows(gathered, [3] * 4, dist.group.WORLD, "rows")()
         send, receive = [1, 0, 2, 0] if rank == 0 else [0] * 4, [int(rank in (0, 2)) * (1 + rank // 2), 0, 0, 0]
-        ragged_all_to_all(rows[: sum(send)], send, receive, dist.group.WORLD)().sum().backward()
+        ragged_all_to_all(rows[: sum(send)], send, receive, dist.group.WORLD, "rows")().sum().backward()
         dist.all_reduce(torch.ones(8))
     return dict(counted.counts)
 

@@ -34,7 +34,8 @@ import maxmoe  # noqa: E402
 from fuzz import fuzz_layers, loop  # noqa: E402
 from maxmoe import MoE, MoEConfig  # noqa: E402
 from maxmoe.parallel import parallelize, parameter_shardings, token_sharding  # noqa: E402
-from maxmoe.parallel.dispatch import least_loaded  # noqa: E402
+from maxmoe.parallel.dispatch import ExpertLayout, Strategy, least_loaded  # noqa: E402
+from maxmoe.parallel.plan.dispatch_plan import STRATEGIES  # noqa: E402
 from maxmoe.sharding import LogicalRules, Mesh  # noqa: E402
 from support.dispatched_layer import Batch, Outcome, check_part, make_layer, take_step  # noqa: E402
 from support.run_ranks import run_ranks  # noqa: E402
@@ -90,11 +91,18 @@ def draw_config(random: Random, num_parts: int, needs_sparse: bool) -> MoEConfig
         return replace(config, implementation="sparse", capacity_factor=None) if needs_sparse else config
 
 
+def is_supported(strategy: type[Strategy], config: MoEConfig) -> bool:
+    try:
+        strategy.check(ExpertLayout(config=config, mesh=Mesh.planned({})))
+    except ValueError:
+        return False
+    return strategy.keeps_sequences or config.capacity_factor is None
+
+
 def draw_options(random: Random, config: MoEConfig) -> dict[str, Any]:
     has_capacity = config.capacity_factor is not None
-    strategies = ["ring_of_experts", "gather_weights", *([] if has_capacity else ["ragged_all_to_all", "auto"])]
-    if config.implementation == "sparse" and config.buffer_factor is None:
-        strategies.append("least_loaded")
+    strategies = [name for name, strategy in STRATEGIES.items() if is_supported(strategy, config)]
+    strategies += [] if has_capacity else ["auto"]
     return {"dispatch": random.choice(strategies), "num_chunks": 1 if has_capacity else random.choice([1, 1, 2, 3, 7])}
 
 

@@ -30,9 +30,9 @@ from torch.distributed.tensor import DTensor  # noqa: E402
 
 from fuzz import loop  # noqa: E402
 from fuzz.fuzz_dispatch import AXES  # noqa: E402
+from maxmoe.costs import explain  # noqa: E402
 from maxmoe.models import DecoderConfig  # noqa: E402
 from maxmoe.parallel import parallelize, parameter_shardings, token_sharding  # noqa: E402
-from maxmoe.planning import explain  # noqa: E402
 from maxmoe.sharding import LogicalRules, Mesh  # noqa: E402
 from maxmoe.sharding.rules import PRESETS as FOLDER  # noqa: E402
 from support import parallel_decoder  # noqa: E402

@@ -21,8 +21,8 @@ if __name__ == "__main__":
 import yaml  # noqa: E402
 
 from fuzz import loop  # noqa: E402
+from maxmoe.costs import explain  # noqa: E402
 from maxmoe.models import Decoder  # noqa: E402
-from maxmoe.planning import explain  # noqa: E402
 from maxmoe.sharding import LogicalRules, Mesh, check_used, parse_mesh  # noqa: E402
 from support.memory import at_most  # noqa: E402
 from support.parallel_decoder import CONFIG  # noqa: E402

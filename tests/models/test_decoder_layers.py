@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from maxmoe.costs import estimate, explain
 from maxmoe.models import Decoder, DecoderConfig
-from maxmoe.planning import estimate, explain
 from maxmoe.sharding import Mesh
 from support.small_decoder import MOE, SIZES, make, tokens_like
 

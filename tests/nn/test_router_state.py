@@ -12,8 +12,6 @@ from torch.utils.checkpoint import checkpoint
 import maxmoe
 from maxmoe import MoE, MoEConfig, MoEFeedForward, record_routing, reference, replay_routing
 from maxmoe.models import DecoderConfig
-from maxmoe.nn import RouterMLP
-from support.measured_step import kept_tensors, num_bytes
 from support.moe_layers import SIZES, Options, assert_meets_specification, differentiate, each_compute, make, tokens
 from support.operator_calls import Result, assert_same, cotangents_of
 from support.operator_checks import compile_whole
@@ -140,16 +138,6 @@ def test_narrow_dtypes_and_bits(dtype: torch.dtype) -> None:
         part = layer(x[begin:end], None, state[begin:end])
         assert torch.equal(part.hidden_states, got.hidden_states[begin:end])
         assert torch.equal(part.router_state, got.router_state[begin:end])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_declares_what_it_saves(dtype: torch.dtype) -> None:
-    mlp = RouterMLP(MoEConfig(**{**SIZES, **NEXT}), dtype=dtype)
-    x, state = torch.randn(24, 7, dtype=dtype), torch.randn(24, 4)
-    with kept_tensors([*mlp.parameters(), x]) as kept:
-        mlp(x, state)
-    declared = mlp.declaration.saved_tensors(2, 12).values()
-    assert num_bytes(kept) == sum(tensor.dtype.itemsize * torch.Size(tensor.shape).numel() for tensor in declared)
 
 
 def test_initialization() -> None:

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from maxmoe import MoE, presets
+from maxmoe.costs import Device
 from maxmoe.expert_load import LoadHistory
 from maxmoe.files import replacing
 from maxmoe.nn import RoutingRecord
-from maxmoe.planning import Device
 
 
 def test_the_file_stays_if_writing_it_is_interrupted(tmp_path: Path) -> None:

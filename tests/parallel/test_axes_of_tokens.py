@@ -5,8 +5,8 @@ import itertools
 import pytest
 
 from fuzz.fuzz_overrides import DECODERS, LAYERS, Table, check_decoder, check_layer, make_model
+from maxmoe.costs import explain
 from maxmoe.parallel.plan.planner import make_plan
-from maxmoe.planning import explain
 from maxmoe.sharding import LogicalRules, Mesh
 from support.named import named
 from support.run_ranks import run_ranks

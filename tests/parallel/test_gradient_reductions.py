@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from maxmoe.costs import Traffic, estimate
 from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.parallel import parallelize
 from maxmoe.parallel.plan.planner import make_plan
-from maxmoe.planning.communication import Traffic, parameter_communication, traffic_of
 from maxmoe.presets.published import PUBLISHED
 from maxmoe.sharding import LogicalRules, Mesh
 from support.counted_collectives import CountedCollectives
@@ -41,9 +41,8 @@ def test_the_shards_of_dense_gradients_are_summed_over_the_axes_that_replicate_t
 
 
 def gradients_of_weights(model: Decoder, sizes: dict[str, int]) -> dict[tuple[str, str], Traffic]:
-    plan = make_plan(model, Mesh.planned(sizes), LogicalRules.load("ep-as-dp"))
-    rows = traffic_of(parameter_communication(plan, 1))
-    return {(row.kind, row.axis): row for row in rows if row.purpose == "gradients of weights"}
+    rows = estimate(model, Mesh.planned(sizes), "ep-as-dp", batch_size=64, sequence_length=1).traffic
+    return {(row.kind, row.axis): row for row in rows if row.purpose == "gradients of weights, backward"}
 
 
 def test_a_large_model_sums_an_eighth_of_its_dense_gradients() -> None:

@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from maxmoe import quantize_experts
 from maxmoe.adapters import packed_as_by_peft
+from maxmoe.costs import estimate
 from maxmoe.models import DecoderConfig
 from maxmoe.ops import Projection, gmm
 from maxmoe.parallel import Declaration, parallelize, reset_parameters
 from maxmoe.parallel.plan.dispatch_plan import Dispatch
-from maxmoe.planning import estimate
 from maxmoe.quantization import QuantizedStack, QuantizedWeight, dequantize_experts, quantize
 from maxmoe.sharding import LogicalRules, Mesh
 from support.moved_experts import moving_experts

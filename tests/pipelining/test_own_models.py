@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from maxmoe import MoEConfig, MoEFeedForward, StatsAccumulator, parallelize, record_routing
+from maxmoe.costs import estimate
+from maxmoe.models import Decoder
 from maxmoe.parallel import Declaration, PipelineParts
 from maxmoe.pipelining import Pipeline, pipeline
-from maxmoe.planning import estimate
+from maxmoe.pipelining.stage_modules import stage_module, stage_parts
 from maxmoe.sharding import Mesh
 from support.run_ranks import run_cases, run_ranks
 from support.sampling import by_default
@@ -188,13 +190,15 @@ class Scaled(Model):
 
 
 def test_a_stage_can_be_estimated() -> None:
-    def check() -> None:
-        mesh = Mesh({"stage": 2})
-        run = staged(config("mixtral"), mesh, "default", "gpipe")
-        costs = estimate(run.model, Mesh.planned({}), "default", batch_size=8, sequence_length=6, allow_unused=True)
-        assert costs.memory["activations"] > 0
-
-    run_ranks(check, 2)
+    model, step = Decoder(config("mixtral"), device="meta"), {"batch_size": 8, "sequence_length": 6}
+    whole, *stages = (
+        estimate(each, Mesh.planned({}), "default", **step)
+        for each in (model, *(stage_module(model, part) for part in stage_parts(model, 2, None)))
+    )
+    for purpose in ("parameters", "gradients", "state of adamw"):
+        assert whole.memory[purpose] == sum(stage.memory[purpose] for stage in stages)
+    assert whole.flops == sum(stage.flops for stage in stages)
+    assert all(0 < stage.memory["activations"] < whole.memory["activations"] for stage in stages)
 
 
 def test_what_every_stage_would_do_is_refused() -> None:

@@ -14,7 +14,7 @@ import yaml
 import maxmoe
 from benchmarks import calibration
 from fuzz import steps_under_load
-from maxmoe.planning import Device
+from maxmoe.costs import Device
 from repository.check_packages import TORCH_REQUIREMENT, TORCHES, tracked
 from support.docs_module import docs_module
 

@@ -10,10 +10,9 @@ from torch import nn
 
 import maxmoe
 from maxmoe.cli.main import parse_options as explain_options
+from maxmoe.costs import estimate, explain
 from maxmoe.models import Decoder
-from maxmoe.nn import SavedTensor
 from maxmoe.parallel import Declaration, shard_parameters, token_group, token_sharding
-from maxmoe.planning import estimate, explain
 from maxmoe.sharding import LogicalRules, Mesh, check_used
 from pretrain import parse_options as pretrain_options
 from support.parallel_decoder import CONFIG, LAYOUTS, MeshRules
@@ -98,12 +97,11 @@ class Own(nn.Module):
     declaration = Declaration(
         logical_names={"rows": ("rows", None), "absent": ("columns",)},
         tensor_parallel_dims={"parts": 2},
-        saved_tensors=lambda batch, length: {"x": SavedTensor((batch, length), ("activation_mine", None))},
     )
     absent = None
 
 
-@pytest.mark.parametrize("name", ["rows", "columns", "parts", "activation_parts", "activation_mine"])
+@pytest.mark.parametrize("name", ["rows", "columns", "parts", "activation_parts"])
 def test_names_of_a_module_pass(name: str) -> None:
     module = nn.Sequential(Own())
     module[0].rows = nn.Parameter(nn.Linear(2, 4).weight.detach())

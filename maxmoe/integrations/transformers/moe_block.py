@@ -199,7 +199,7 @@ class TransformersMoE(MoEFeedForward):
 
     @property
     def declaration(self) -> Declaration:
-        """Declare saved tensors, and whether the router counts the tokens of a sequence."""
+        """Declare whether the router counts the tokens of a sequence."""
         declaration = super().declaration
         return replace(declaration, needs_whole_sequences=True) if self.family.has_capacity else declaration
 

@@ -61,8 +61,8 @@ def _register_hooks(module: nn.Module, plan: Plan, input_check: InputGradientChe
         if module_plan.parameters or module_plan.reduced:
             parameter_hooks = ParameterHooks(module_plan, plan.fsdp_blocks)
             all_parameter_hooks.append(parameter_hooks)
-            for collective in module_plan.planned_reductions():
-                plan.mesh.process_group(*collective.axes)  # one over several axes is made here, not in a backward
+            for axes in module_plan.reduction_axes:
+                plan.mesh.process_group(*axes)  # one over several axes is made here, not in a backward
             child.register_forward_pre_hook(parameter_hooks.gather)
             # always_call, so that the DTensors are put back even if the forward raises.
             child.register_forward_hook(parameter_hooks.free, always_call=True)

@@ -6,7 +6,7 @@ from maxmoe.parallel.dispatch.least_loaded import LeastLoaded
 from maxmoe.parallel.dispatch.partial_sums import PartialSums
 from maxmoe.parallel.dispatch.ragged_dispatcher import RaggedAllToAll
 from maxmoe.parallel.dispatch.ring_of_experts import RingOfExperts
-from maxmoe.parallel.dispatch.strategy import LocalStrategy, PlannedDispatch, Received, Strategy
+from maxmoe.parallel.dispatch.strategy import LocalStrategy, Received, Strategy
 
 __all__ = [
     "ExpertLayout",
@@ -14,7 +14,6 @@ __all__ = [
     "LeastLoaded",
     "LocalStrategy",
     "PartialSums",
-    "PlannedDispatch",
     "RaggedAllToAll",
     "Received",
     "RingOfExperts",

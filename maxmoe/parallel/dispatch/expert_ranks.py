@@ -25,14 +25,12 @@ class ExpertLayout:
         expert_axes: axes over which the experts are sharded, the major axis first.
         token_axes: subset of `expert_axes` over which tokens are communicated. Along the other axes, all ranks hold the
             same tokens.
-        imbalance: number of rows of the rank with the most rows over the mean, which planning assumes.
     """
 
     config: MoEConfig
     mesh: Mesh
     expert_axes: tuple[str, ...] = ()
     token_axes: tuple[str, ...] = ()
-    imbalance: float = 1.0
 
     @property
     def group_axes(self) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Least-loaded experts: ranks with few rows compute rows of other ranks' experts, whose weights they receive."""
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,9 +15,8 @@ from maxmoe.parallel.dispatch.computed_rows import ComputedRows
 from maxmoe.parallel.dispatch.expert_moves import TRIED_PERCENT, plan_moves
 from maxmoe.parallel.dispatch.expert_ranks import ExpertLayout, with_rows
 from maxmoe.parallel.dispatch.lent_experts import LentExperts
-from maxmoe.parallel.dispatch.ragged_dispatcher import RaggedAllToAll, RaggedCounts, SentRows, Splits, planned_rows
-from maxmoe.parallel.dispatch.strategy import PlannedDispatch, Received
-from maxmoe.sharding.planned_collective import PlannedCollective
+from maxmoe.parallel.dispatch.ragged_dispatcher import RaggedAllToAll, RaggedCounts, SentRows, Splits
+from maxmoe.parallel.dispatch.strategy import Received
 
 # Floating-point operations of a rank, in the time in which it sends a byte to another one, by the type of its device.
 # A CPU of two cores through gloo: 1e11 / 1e9. An H100: 4e14 / 4.5e11 over NVLink; between nodes, ten times more.
@@ -48,8 +47,6 @@ class LeastLoaded(RaggedAllToAll):
 
     Source: arXiv:2601.17111 (least-loaded expert parallelism).
     """
-
-    moves_experts = True
 
     local: LocalDispatcher
 
@@ -119,53 +116,3 @@ class LeastLoaded(RaggedAllToAll):
         cost = rows_per_expert(device, chunk.weights.dtype)
         settings = (TRIED_PERCENT, cost, self.ranks.first_experts, chunk.weights.dtype, autocast)
         return [*super()._facts(chunk), zlib.crc32(repr(settings).encode())]
-
-    @staticmethod
-    def planned_collectives(tokens: PlannedDispatch) -> Iterator[PlannedCollective]:
-        """List the collectives of a training step."""
-        yield tokens.counts(tokens.num_chunks * (tokens.num_group_experts + 2))
-        for chunk in tokens.chunks():
-            yield from planned_rows(chunk) if tokens.layout.imbalance == 1.0 else planned_moves(chunk)
-
-
-def planned_moves(tokens: PlannedDispatch) -> Iterator[PlannedCollective]:
-    """List the collectives of rows, weights and gradients of one chunk at the imbalance of its layout.
-
-    Each has the bytes of the rank that sends or receives most. A planned mesh is assumed to be of GPUs.
-    """
-    mesh, num_ranks = tokens.layout.mesh, tokens.num_ranks
-    rows = _routed_rows(tokens).expand(num_ranks, -1)
-    cost = rows_per_expert("cuda" if mesh.is_planned else mesh.device_type, tokens.dtype)
-    computed = ComputedRows.of(rows, moves := plan_moves(rows.sum(0).tolist(), num_ranks, cost))
-
-    def most(sent: Callable[[int], list[int]], received: Callable[[int], list[int]]) -> int:
-        counts = ((rank, count(rank)) for count in (sent, received) for rank in range(num_ranks))
-        return max(sum(parts) - parts[rank] for rank, parts in counts)
-
-    row = most(computed.sent, computed.received)
-    size = tokens.config.row_size * tokens.dtype.itemsize
-    yield from tokens.exchange("tokens to experts", row * size, is_input=True)
-    yield from tokens.exchange("routing weights", row * tokens.weights_dtype.itemsize)
-    yield from tokens.exchange("outputs of experts", row * size)
-    if moves:
-        experts = most(lambda rank: list(map(len, computed.lent(rank))), computed.borrowed)
-        for num_bytes, is_trained in tokens.expert_bytes:
-            # Sent again in the backward, whether the layer is recomputed or the weights are freed in between.
-            yield from tokens.exchange(
-                "weights of moved experts", experts * num_bytes, has_gradient=is_trained, is_sent_again=True
-            )
-
-
-def _routed_rows(tokens: PlannedDispatch) -> Tensor:
-    """Return the number of rows ``(E,)`` of a rank for each expert of the group.
-
-    Each rank sends a share of its rows to the first expert, and the others to all experts alike. With the share
-    (imbalance - 1) / (P - 1), the rank of the first expert has `imbalance` times the mean number of rows: all rows of
-    the first expert if the imbalance is P.
-    """
-    count, num_experts = tokens.num_group_rows, tokens.num_group_experts
-    hot = round(count * (tokens.layout.imbalance - 1) / max(1, tokens.num_ranks - 1))
-    rows = torch.full((num_experts,), (count - hot) // num_experts)
-    rows[: (count - hot) % num_experts] += 1
-    rows[0] += hot
-    return rows

@@ -1,6 +1,5 @@
 """The tensor-parallel region of a layer on a mesh: ranks with the same tokens compute parts of it."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +10,9 @@ from torch.autograd.function import once_differentiable
 from maxmoe._torch import FakeTensor, assert_async, never_compiled
 from maxmoe.nn.dispatcher import LayerInputs, TensorParallelRegion, sum_of
 from maxmoe.nn.routing import TopK
-from maxmoe.parallel.dispatch.strategy import PlannedDispatch
 from maxmoe.ranks.checksum import weighted_sum
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding, PartitionSpec
-from maxmoe.sharding.planned_collective import PlannedCollective, planned_redistribution
 from maxmoe.sharding.redistribute import Redistribution, redistribute_local
 
 
@@ -126,26 +123,6 @@ class PartialSums(TensorParallelRegion):
     def grad_input(self, axes: tuple[str, ...]) -> Redistribution:
         """Return the redistribution of tokens ``(T, D)`` whose gradient has a summand on each rank along `axes`."""
         return Redistribution.reduce_gradient(self.mesh, 2, axes, left=self.embed_axes)
-
-    def planned_collectives(self, tokens: PlannedDispatch) -> Iterator[PlannedCollective]:
-        """List the collectives of a training step on the inputs and outputs of the layer."""
-        config = tokens.config
-        shape, slots = (tokens.num_tokens, config.hidden_size), (tokens.num_slots + self.num_ranks,)
-        again = {"is_repeated": tokens.is_recomputed}
-        has_whole_shared = config.num_shared_experts > 0 and not self.shared_is_partial
-        has_whole_outputs = has_whole_shared or config.has_zero_computation_outputs or not self.routed_is_partial
-        for has_outputs, axes in ((self._has_partial_outputs, self.axes), (has_whole_outputs, ())):
-            if has_outputs:
-                output = self._outputs(axes)
-                yield from planned_redistribution("partial outputs", output, shape, tokens.dtype, **again)
-        if self._has_partial_outputs:
-            yield from planned_redistribution("partial outputs", self.grad_input(self.axes), shape, tokens.dtype)
-        if not self.routed_is_partial:
-            rows = (tokens.num_tokens, config.row_size)
-            yield from planned_redistribution("latent outputs", self._latent_outputs, rows, tokens.dtype, **again)
-            yield from planned_redistribution("latent outputs", self._copied_to_experts, rows, tokens.dtype)
-        yield from planned_redistribution("dropped slots", self._dropped, (), torch.int64, **again)
-        yield from planned_redistribution("routing weights", self.grad_weights, slots, tokens.weights_dtype)
 
 
 class _Assign(torch.autograd.Function):

@@ -4,22 +4,20 @@ Shapes: T tokens of this rank, K top_k, D hidden_size, P ranks that share the ex
 ranks, S rows that this rank sends, R rows that it receives.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from maxmoe.declaration import SavedTensor
 from maxmoe.nn.dispatcher import Dispatcher, Future
 from maxmoe.nn.routing import TopK
 from maxmoe.ops import RaggedPlan, ragged_gather, ragged_sort, ragged_unsort
 from maxmoe.parallel.dispatch.collectives import all_gather_counts, ragged_all_to_all
 from maxmoe.parallel.dispatch.expert_ranks import ExpertLayout, ExpertRanks, without_last_rows
-from maxmoe.parallel.dispatch.strategy import OUTPUTS, TOKENS, WEIGHTS, PlannedDispatch, Received, Strategy
+from maxmoe.parallel.dispatch.strategy import OUTPUTS, TOKENS, WEIGHTS, Received, Strategy
 from maxmoe.recompute.freed_storage import Recomputation
-from maxmoe.sharding.planned_collective import PlannedCollective
 
 
 class RaggedCounts(NamedTuple):
@@ -161,24 +159,3 @@ class RaggedAllToAll(Strategy):
         lengths = ends.diff(dim=1, prepend=ends.new_zeros(len(receive), 1)).flatten()
         ids = torch.arange(experts.count, device=counts.device) + experts.first
         return ids.repeat(len(receive)).repeat_interleave(lengths, output_size=sum(receive)).unsqueeze(1)
-
-    @staticmethod
-    def planned_collectives(tokens: PlannedDispatch) -> Iterator[PlannedCollective]:
-        """List the collectives of a training step."""
-        yield tokens.counts(tokens.num_chunks * (tokens.num_group_experts + 1))
-        for chunk in tokens.chunks():
-            yield from planned_rows(chunk)
-
-    @staticmethod
-    def planned_saved_tensors(tokens: PlannedDispatch) -> Iterator[SavedTensor]:
-        """List the saved tensors of a training step that no module declares, with their shapes on this rank."""
-        # Indices: slots and rows of the sending plan.
-        return tokens.saved(tokens.num_group_rows, 1, num_indices=tokens.num_group_rows + tokens.num_slots)
-
-
-def planned_rows(tokens: PlannedDispatch) -> Iterator[PlannedCollective]:
-    """List the collectives of the rows of one chunk."""
-    row_size, num_rows = tokens.config.row_size, tokens.num_group_rows
-    yield from tokens.rows("tokens to experts", "all-to-all", (num_rows, row_size), is_input=True)
-    yield from tokens.rows("routing weights", "all-to-all", (num_rows,), tokens.weights_dtype)
-    yield from tokens.rows("outputs of experts", "all-to-all", (num_rows, row_size))

@@ -3,7 +3,7 @@
 Shapes: T tokens of this rank, K top_k, D hidden_size, P ranks that share the experts, G tokens of all P ranks.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -11,14 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from maxmoe.declaration import SavedTensor
 from maxmoe.nn.dispatcher import Dispatcher, Future
 from maxmoe.nn.routing import TopK
 from maxmoe.parallel.dispatch.collectives import all_gather_counts, all_gather_rows, reduce_scatter_rows
 from maxmoe.parallel.dispatch.expert_ranks import ExpertLayout
-from maxmoe.parallel.dispatch.strategy import OUTPUTS, TOKENS, WEIGHTS, PlannedDispatch, Received, Strategy
+from maxmoe.parallel.dispatch.strategy import OUTPUTS, TOKENS, WEIGHTS, Received, Strategy
 from maxmoe.recompute.freed_storage import Recomputation
-from maxmoe.sharding.planned_collective import PlannedCollective
 
 # Of a chunk: the number of tokens of every rank, and the number of sequences of all ranks.
 RingCounts: TypeAlias = tuple[list[int], int]
@@ -85,20 +83,3 @@ class RingOfExperts(Strategy):
         """Start the reduce-scatter of the outputs: steps 4 and 5."""
         partial_sums = self.local.combine(outputs, dispatched.local)()
         return reduce_scatter_rows(partial_sums, dispatched.sent, self.group, OUTPUTS)
-
-    @staticmethod
-    def planned_collectives(tokens: PlannedDispatch) -> Iterator[PlannedCollective]:
-        """List the collectives of a training step."""
-        row_size, top_k = tokens.config.row_size, tokens.config.top_k
-        yield tokens.counts(tokens.num_chunks + 1)
-        for chunk in tokens.chunks():
-            gathered = chunk.num_ranks * chunk.num_tokens
-            yield from chunk.rows("tokens to experts", "all-gather", (gathered, row_size), is_input=True)
-            yield from chunk.rows("routing weights", "all-gather", (gathered, top_k), chunk.weights_dtype)
-            yield from chunk.rows("expert ids", "all-gather", (gathered, top_k), torch.int32, has_gradient=False)
-            yield from chunk.rows("outputs of experts", "reduce-scatter", (gathered, row_size))
-
-    @staticmethod
-    def planned_saved_tensors(tokens: PlannedDispatch) -> Iterator[SavedTensor]:
-        """List the saved tensors of a training step that no module declares, with their shapes on this rank."""
-        return tokens.saved(tokens.num_ranks * tokens.num_tokens, tokens.config.top_k)

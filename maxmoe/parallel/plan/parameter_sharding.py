@@ -58,11 +58,6 @@ class ParameterSharding:
         """Mesh axes that cannot shard the parameter evenly."""
         return tuple(drop for drop in self.dropped if self.sharding.mesh.size(drop.axis) > 1)
 
-    @property
-    def used_dtype(self) -> torch.dtype:
-        """Dtype in which modules compute with the parameter."""
-        return self.dtype if self.stack_part is None else self.stack_part.dtype
-
 
 def logical_names(module: nn.Module) -> dict[str, Names]:
     """Collect the logical names that a module and its descendants declare; see `Declaration`.
@@ -121,9 +116,7 @@ def declared_names(module: nn.Module) -> Iterator[str]:
     """Yield all logical names that a module and its descendants declare, including names of activations."""
     for owner in module.modules():
         declaration = declaration_of(owner)
-        saved = declaration.saved_tensors(1, 1) if declaration.saved_tensors else {}
-        dims = (*declaration.logical_names.values(), *(tensor.names for tensor in saved.values()))
-        yield from (name for names in dims for name in names if name is not None)
+        yield from (name for names in declaration.logical_names.values() for name in names if name is not None)
         for name in declaration.tensor_parallel_dims:
             yield from (name, tensor_parallel_activation(name))
 

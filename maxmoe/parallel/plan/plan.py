@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import torch
 from torch import nn
 
 from maxmoe.nn import Checkpointed, MoE
@@ -14,8 +13,7 @@ from maxmoe.parallel.plan.sharded_tokens import ShardedTokens
 from maxmoe.parallel.plan.tensor_parallel_hooks import ResidualReaderHook, TensorParallelHooks
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
-from maxmoe.sharding.planned_collective import PlannedCollective, planned_joint_steps, planned_steps
-from maxmoe.sharding.redistribute import Redistribution
+from maxmoe.sharding.redistribute import Redistribution, joint_steps
 
 
 @dataclass(frozen=True)
@@ -79,11 +77,6 @@ class ParameterPlan:
         return self.grad_unsharded.partial
 
     @property
-    def fsdp_group(self) -> str | None:
-        """Name of the parameters with which FSDP gathers and reduces this one in one collective; None without FSDP."""
-        return None if self.fsdp_block is None else " ".join((self.fsdp_block, *self.fsdp_axes))
-
-    @property
     def gathering(self) -> Redistribution:
         """Redistribution of the parameter by the FSDP unit before its forward, and of the gradient in the backward."""
         return Redistribution((self.unsharded, self.used), (self.grad_used, self.grad_unsharded))
@@ -97,25 +90,6 @@ class ParameterPlan:
         """Compute the number of bytes of each rank's shard of the parameter in a sharding."""
         return sharding.bytes(self.parameter.shape, self.parameter.dtype)
 
-    def planned_collectives(self, num_calls: int = 1) -> Iterator[PlannedCollective]:
-        """List the collectives of the parameter in a training step, in which its FSDP unit runs `num_calls` times.
-
-        Without the reductions of gradients by the FSDP unit or the block, see `ModulePlan.planned_reductions`.
-        """
-        tensor = self.parameter.shape, self.parameter.dtype
-        forward, backward = "weights, forward", "weights, backward"
-        for purpose in (forward, backward) if self.is_saved else (forward,):
-            for _ in range(num_calls):
-                yield from planned_steps(purpose, self.unsharded, self.used, *tensor)
-        for purpose in (forward, backward):
-            for item in planned_steps(purpose, self.stored, self.unsharded, *tensor):
-                yield item._replace(bucket=self.fsdp_group)
-        if self.is_trained:
-            shape, dtype = tensor
-            pair = self.grad_unsharded, self.stored
-            for item in planned_joint_steps("gradients of weights", [pair], [shape], dtype):
-                yield item._replace(bucket=self.fsdp_group)
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModulePlan:
@@ -124,49 +98,25 @@ class ModulePlan:
     Args:
         parameters: parameters that the module gathers as a FSDP unit, by their path in the module.
         reduced: parameters of FSDP units inside of the module whose gradients it reduces as a block, likewise.
-        tensor_parallel_axes: axes over which the module computes parts of its tensor-parallel dims.
         tensor_parallel_hooks: collectives on input and output; None if there are none or the MoE layer runs them.
         residual_reader: all-gather of the residual stream that the module reads; None if the stream is not sharded.
-        stream_size: D, hidden size of the sharded residual stream that the module reads or writes, or None.
         dispatch: dispatch of tokens in a MoE layer, also for the module of its routed experts; None for other modules.
     """
 
     module: nn.Module
     parameters: dict[str, ParameterPlan]
     reduced: dict[str, ParameterPlan] = field(default_factory=dict)
-    tensor_parallel_axes: tuple[str, ...] = ()
     tensor_parallel_hooks: TensorParallelHooks | None = None
     residual_reader: ResidualReaderHook | None = None
-    stream_size: int | None = None
     dispatch: DispatchPlan | None = None
 
     @property
-    def hidden_size(self) -> int:
-        """Hidden size of input and output of a tensor-parallel module: "embed" or "embed_attn" of its weights."""
-        if self.stream_size is not None:
-            return self.stream_size
-        for plan in self.parameters.values():
-            for name, size in zip(plan.parameter.names or (), plan.parameter.shape, strict=False):
-                if name in ("embed", "embed_attn"):
-                    return size
-        names = {path: plan.parameter.names for path, plan in self.parameters.items()}
-        raise ValueError(
-            f"{type(self.module).__name__} declares tensor_parallel_dims, so one of its parameters must have the "
-            f"logical name 'embed' or 'embed_attn', got {names}"
-        )
-
-    def planned_reductions(self, num_calls: int = 1) -> Iterator[PlannedCollective]:
-        """List the reductions of gradients by the module, which runs `num_calls` times in a training step."""
+    def reduction_axes(self) -> tuple[tuple[str, ...], ...]:
+        """Axes of each group of ranks in which the module reduces gradients."""
         own = (each for each in self.parameters.values() if each.reduced_by in (each.fsdp_unit, None))
-        together: dict[tuple[torch.dtype, str | None], dict[ParameterPlan, None]] = {}
-        for parameter in (*self.reduced.values(), *own):
-            if parameter.is_trained:
-                alone = parameter.name if parameter.reduced_by is None else None
-                together.setdefault((parameter.parameter.dtype, alone), {})[parameter] = None
-        for (dtype, _), distinct in together.items():
-            shardings = [parameter.gathering.backward for parameter in distinct]
-            shapes = [parameter.parameter.shape for parameter in distinct]
-            yield from [*planned_joint_steps("gradients of weights", shardings, shapes, dtype)] * num_calls
+        trained = (each for each in (*self.reduced.values(), *own) if each.is_trained)
+        steps = (step for each in trained for ((_, step),) in joint_steps((each.gathering.backward,)))
+        return tuple(dict.fromkeys(step.axes for step in steps if step.kind != "slice"))
 
     @property
     def is_recomputed(self) -> bool:
@@ -226,10 +176,6 @@ class Plan(Mapping[str, ModulePlan]):
         """Axes that shard the residual stream; none if it is not sharded."""
         readers = (module.residual_reader for module in self.values())
         return next((reader.embed_axes for reader in readers if reader is not None), ())
-
-    def recomputed_by(self, path: str) -> str | None:
-        """Return the path of the innermost recomputed module that is or contains the module at a path, or None."""
-        return next((outer for outer in enclosing(path) if self[outer].is_recomputed), None)
 
 
 def enclosing(path: str) -> list[str]:

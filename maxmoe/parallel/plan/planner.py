@@ -30,13 +30,11 @@ class ResidualPart(NamedTuple):
 
     Args:
         axes: mesh axes that shard the stream.
-        hidden_size: D, hidden size of the stream.
         reader: path of the module that reads the stream; None where the stream begins.
         writer: path of the module that adds to the stream; None where the stream ends.
     """
 
     axes: tuple[str, ...]
-    hidden_size: int
     reader: str | None
     writer: str | None
 
@@ -157,16 +155,14 @@ class _Planner:
             read, written, axes = readers.get(path), writers.get(path), self.parallel_axes.get(module, ())
             hooks = None
             if written is not None and not isinstance(module, MoE):
-                hooks = TensorParallelHooks(self.mesh, axes, written.axes, has_grad_input=written.reader is not None)
+                hooks = TensorParallelHooks(self.mesh, axes, written.axes)
             elif axes and written is None and module not in self.reduced_by_layer:
                 hooks = TensorParallelHooks(self.mesh, axes)
             plans[path] = ModulePlan(
                 module=module,
                 parameters=dict(self._plan_parameters(path, module)),
-                tensor_parallel_axes=axes,
                 tensor_parallel_hooks=hooks,
                 residual_reader=None if read is None else ResidualReaderHook(self.mesh, read.axes, read.partial_axes),
-                stream_size=next((part.hidden_size for part in (read, written) if part is not None), None),
                 dispatch=self.dispatch_plans.get(module),
             )
         for unit, plan in plans.items():
@@ -196,7 +192,7 @@ class _Planner:
                 reader, writer = (child and f"{path}.{child}".lstrip(".") for child in children)
                 # A reader or writer that another stage has reads or writes the stream there.
                 if not any(isinstance(self.modules.get(child or ""), Absent) for child in (reader, writer)):
-                    yield ResidualPart(axes, stream.hidden_size, reader, writer)
+                    yield ResidualPart(axes, reader, writer)
 
     def _plan_dispatch(self, path: str, layer: MoE, dispatch: Dispatch) -> DispatchPlan:
         experts = layer.routed_experts

@@ -5,17 +5,14 @@ partial outputs are all-reduced. In the backward, each rank has the gradient of 
 gradients of the input are all-reduced.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from maxmoe._torch import never_compiled, tree_map
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
-from maxmoe.sharding.planned_collective import PlannedCollective, planned_redistribution
 from maxmoe.sharding.redistribute import Redistribution, embed_sharding, redistribute_local
 
 
@@ -28,13 +25,11 @@ class TensorParallelHooks:
         embed_axes: axes that shard the residual stream to which the module adds its output. Outputs are
             reduce-scattered over them. The gradient of the input stays partial over them, because the hook of the
             reader reduce-scatters it: one collective instead of an all-reduce and a slice.
-        has_grad_input: whether the module has a floating-point input.
     """
 
     mesh: Mesh
     axes: tuple[str, ...]
     embed_axes: tuple[str, ...] = ()
-    has_grad_input: bool = True
 
     @never_compiled
     def enter(self, _module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -60,15 +55,6 @@ class TensorParallelHooks:
 
     def _outputs(self, num_dims: int) -> Redistribution:
         return Redistribution.reduce_outputs(self.mesh, num_dims, self.axes, self.embed_axes)
-
-    def planned_collectives(
-        self, shape: tuple[int, ...], dtype: torch.dtype, *, is_repeated: bool
-    ) -> Iterator[PlannedCollective]:
-        """List the collectives of a training step; `shape` is the shape of input and output on this rank."""
-        inputs, outputs = self._inputs(len(shape)), self._outputs(len(shape))
-        yield from planned_redistribution("partial outputs", outputs, shape, dtype, is_repeated=is_repeated)
-        if self.has_grad_input:
-            yield from planned_redistribution("partial outputs", inputs, shape, dtype)
 
 
 @dataclass(frozen=True)
@@ -97,10 +83,3 @@ class ResidualReaderHook:
         whole = NamedSharding.replicated(self.mesh, num_dims)
         partial = NamedSharding.replicated(self.mesh, num_dims, partial=self.partial_axes)
         return Redistribution((outside, whole), (partial, outside))
-
-    def planned_collectives(
-        self, shape: tuple[int, ...], dtype: torch.dtype, *, is_repeated: bool
-    ) -> Iterator[PlannedCollective]:
-        """List the collectives of a training step; `shape` is the shape of the unsharded stream."""
-        stream = self._stream(len(shape))
-        yield from planned_redistribution("hidden states", stream, shape, dtype, is_repeated=is_repeated)

@@ -59,17 +59,17 @@ def check_all(counts: tuple[int, ...], dtype: torch.dtype, shape: tuple[int, ...
     group, rank = dist.group.WORLD, dist.get_rank()
     torch.manual_seed(rank)
     rows = whole_numbers(counts[rank], dtype, shape)
-    check_transpose(lambda rows: all_gather_rows(rows, counts, group)(), rows, torch.cat(everywhere(rows)))
+    check_transpose(lambda rows: all_gather_rows(rows, counts, group, "rows")(), rows, torch.cat(everywhere(rows)))
 
     rows = whole_numbers(sum(counts), dtype, shape)
     summed = torch.stack(everywhere(rows)).sum(0).split(counts)[rank]
-    check_transpose(lambda rows: reduce_scatter_rows(rows, counts, group)(), rows, summed)
+    check_transpose(lambda rows: reduce_scatter_rows(rows, counts, group, "rows")(), rows, summed)
 
     matrix = matrix_of(counts)
     send, receive = matrix[rank].tolist(), matrix[:, rank].tolist()
     rows = whole_numbers(sum(send), dtype, shape)
     parts = [rows.split(matrix[sender].tolist())[rank] for sender, rows in enumerate(everywhere(rows))]
-    check_transpose(lambda rows: ragged_all_to_all(rows, send, receive, group)(), rows, torch.cat(parts))
+    check_transpose(lambda rows: ragged_all_to_all(rows, send, receive, group, "rows")(), rows, torch.cat(parts))
 
 
 def test_values_and_transposes() -> None:
@@ -88,7 +88,7 @@ def test_integers_travel_too() -> None:
         rank, counts = dist.get_rank(), (1, 0, 3)
         for dtype in (torch.int32, torch.int64):
             rows = torch.full((counts[rank], 2), rank, dtype=dtype)
-            gathered = all_gather_rows(rows, counts, dist.group.WORLD)()
+            gathered = all_gather_rows(rows, counts, dist.group.WORLD, "rows")()
             assert gathered.dtype == dtype and gathered[:, 0].tolist() == [0, 2, 2, 2]
 
     run_ranks(check, 3)
@@ -97,9 +97,9 @@ def test_integers_travel_too() -> None:
 def test_rows_of_any_strides() -> None:
     def check() -> None:
         rows = torch.arange(12.0).view(3, 4).t() + 100 * dist.get_rank()
-        gathered = all_gather_rows(rows, (4, 4), dist.group.WORLD)()
+        gathered = all_gather_rows(rows, (4, 4), dist.group.WORLD, "rows")()
         assert gathered.equal(torch.cat(everywhere(rows)))
-        exchanged = ragged_all_to_all(rows[::2], (1, 1), (1, 1), dist.group.WORLD)()
+        exchanged = ragged_all_to_all(rows[::2], (1, 1), (1, 1), dist.group.WORLD, "rows")()
         assert exchanged[:, 0].tolist() == [2.0 * dist.get_rank(), 100 + 2.0 * dist.get_rank()]
 
     run_ranks(check, 2)
@@ -138,7 +138,7 @@ def test_a_rank_computes_while_its_rows_travel(counts: tuple[int, int]) -> None:
 
         rows = torch.ones(counts[rank], 3, requires_grad=True)
         await_rank_0("forward")
-        pending = all_gather_rows(rows, counts, dist.group.WORLD)
+        pending = all_gather_rows(rows, counts, dist.group.WORLD, "rows")
         other = Between.apply(rows, lambda: computed("forward"), lambda: computed("backward"))
         gathered = pending()
         gathered.register_hook(lambda _: await_rank_0("backward"))
@@ -153,7 +153,7 @@ def test_what_nobody_waits_for_is_freed() -> None:
 
     def check() -> int:
         before = alive()
-        pending = all_gather_rows(torch.ones(3, 7, requires_grad=True), (3, 3), dist.group.WORLD)
+        pending = all_gather_rows(torch.ones(3, 7, requires_grad=True), (3, 3), dist.group.WORLD, "rows")
         dist.barrier()
         del pending
         deadline = time.monotonic() + 10.0  # the thread of gloo may hold its tensors a moment longer
@@ -178,4 +178,4 @@ def test_what_nobody_waits_for_is_freed() -> None:
 )
 def test_wrong_counts(send: tuple[int, ...], receive: tuple[int, ...], message: str) -> None:
     with fake_rank(0, 2), pytest.raises(ValueError, match=f"^ragged_all_to_all: {re.escape(message)}$"):
-        ragged_all_to_all(torch.ones(4, 3), send, receive, dist.group.WORLD)
+        ragged_all_to_all(torch.ones(4, 3), send, receive, dist.group.WORLD, "rows")

@@ -1,4 +1,4 @@
-"""`maxmoe.planning.explain`: the sharding of every parameter and its reason, as values and as a table."""
+"""`maxmoe.costs.explain`: the sharding of every parameter and its reason, as values and as a table."""
 
 import math
 import re
@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from maxmoe import MoE, MoEConfig
+from maxmoe.costs import explain
+from maxmoe.costs.explain import Explanation
 from maxmoe.models import Decoder
 from maxmoe.parallel import Declaration, parallelize
-from maxmoe.planning import explain
-from maxmoe.planning.explain import Explanation
 from maxmoe.sharding import LogicalRules, Mesh
 from support.measured_step import PRESET_LAYOUTS
 from support.parallel_decoder import CONFIG, MeshRules, decoder

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from maxmoe import MoE
+from maxmoe.costs import estimate, explain
+from maxmoe.costs.explain import Explanation
 from maxmoe.models import Decoder
 from maxmoe.parallel.plan.dispatch_plan import Dispatch
-from maxmoe.planning import estimate, explain
-from maxmoe.planning.explain import Explanation
 from maxmoe.sharding import Mesh
 from support.parallel_decoder import CONFIG, MOE
 
@@ -79,21 +79,26 @@ def test_sizes_are_those_of_the_tensors() -> None:
     """By hand: 8 * 8 tokens on 8 ranks, D=16, K=2, 4 ranks in a ring."""
     layer, mesh = MoE(MOE, device="meta", dtype=torch.bfloat16), Mesh.planned({"fsdp": 2, "expert": 4})
     strategies: tuple[Dispatch, ...] = ("ring_of_experts", "ragged_all_to_all")
-    traffic = [estimate(layer, mesh, "ep-as-dp", dispatch=dispatch, **STEP).traffic for dispatch in strategies]
+
+    def hidden_states(*tokens: int) -> tuple[torch.Tensor]:
+        return (torch.empty(*tokens, 16, dtype=torch.bfloat16, requires_grad=True),)
+
+    costs = [estimate(layer, mesh, "ep-as-dp", dispatch=each, inputs=hidden_states, **STEP) for each in strategies]
+    # Without the sums of losses and gradients.
     bytes_of = [
-        {row.purpose: row.bytes for row in rows if row.axis == "expert" and row.purpose != "gradients of weights"}
-        for rows in traffic
+        {row.purpose: row.bytes for row in cost.traffic if row.axis == "expert" and row.kind != "all-reduce"}
+        for cost in costs
     ]
     tokens, rows, weights, ids = 4 * 8 * 16 * 2, 8 * 2 * 16 * 2, 4 * 8 * 2 * 4, 4 * 8 * 2 * 4
     assert bytes_of[0] == {
-        "counts, forward": 3 * 2 * 8,
+        "row counts, forward": 3 * 2 * 8,
         "expert ids, forward": ids * 3 // 4,
         **dict.fromkeys(("tokens to experts, forward", "tokens to experts, backward"), tokens * 3 // 4),
         **dict.fromkeys(("outputs of experts, forward", "outputs of experts, backward"), tokens * 3 // 4),
         **dict.fromkeys(("routing weights, forward", "routing weights, backward"), weights * 3 // 4),
     }
     assert bytes_of[1] == {
-        "counts, forward": 3 * (8 + 1) * 8,
+        "row counts, forward": 3 * (8 + 1) * 8,
         **dict.fromkeys(("tokens to experts, forward", "tokens to experts, backward"), rows * 3 // 4),
         **dict.fromkeys(("outputs of experts, forward", "outputs of experts, backward"), rows * 3 // 4),
         **dict.fromkeys(("routing weights, forward", "routing weights, backward"), 8 * 2 * 4 * 3 // 4),

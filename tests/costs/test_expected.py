@@ -1,8 +1,8 @@
-"""The whole output of `explain` and `estimate` under every preset, against reviewed files.
+"""The whole output of `explain` under every preset, against reviewed files.
 
-A change of a rule or of a plan is a difference in tests/planning/expected. To accept it::
+A change of a rule or of a plan is a difference in tests/costs/expected. To accept it::
 
-    PYTHONPATH=tests:examples python -m planning.test_expected
+    PYTHONPATH=tests:examples python -m costs.test_expected
 """
 
 import difflib
@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from maxmoe import MoEConfig
+from maxmoe.costs import explain
 from maxmoe.declaration import EXPERT_TOKEN_DIMS
 from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.parallel.plan.sharded_tokens import activation_spec
-from maxmoe.planning import estimate, explain
 from maxmoe.sharding import LogicalRules, Mesh
 from support.measured_step import PRESET_LAYOUTS
 
@@ -70,8 +70,7 @@ def planned(preset: str) -> str:
     named = {axis for _, axes in rules for axis in axes}
     mesh = Mesh.planned({axis: 2 for axis in AXES if axis in named})
     model = Decoder(CONFIG, device="meta")
-    step = {"batch_size": 64, "sequence_length": 1024}
-    parts = (activations(mesh, rules), explain(model, mesh, rules), estimate(model, mesh, rules, **step))
+    parts = (activations(mesh, rules), explain(model, mesh, rules))
     return "\n\n".join([f"{preset} on {mesh}", *map(str, parts)]) + "\n"
 
 
