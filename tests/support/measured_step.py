@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from maxmoe import MoE, replay_routing
+from maxmoe.costs import Traffic
 from maxmoe.models import DecoderConfig
 from maxmoe.nn import RoutingRecord
 from maxmoe.parallel import parallelize
 from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.parallel.plan.sharded_tokens import ShardedTokens
-from maxmoe.costs import Traffic
 from maxmoe.sharding import LogicalRules, Mesh, NamedSharding
 from support.counted_collectives import CountedCollectives
 from support.parallel_decoder import BATCH, CONFIG, LENGTH, MeshRules, batch, decoder, layouts, loss, token_spec
