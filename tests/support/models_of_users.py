@@ -15,7 +15,7 @@ VOCABULARY = 61
 
 
 class UserModel(NamedTuple):
-    """A model, the arguments of its forward for a number of sequences and their length; `are_unusual` if not guessed."""
+    """A model, the arguments of its forward for a number of sequences and their length; unusual if not guessed."""
 
     model: nn.Module
     arguments: Callable[[int, int], tuple[Tensor, ...]]
