@@ -73,7 +73,7 @@ def measure_step(model: nn.Module, part: StagePart | None, options: StepOptions)
     names = map(str, range(len(model.get_submodule(path))))  # type: ignore[arg-type]
     whole = StagePart(tuple(names), is_first=True, is_last=True)
     part = part or whole
-    kinds = _kinds(model, part)
+    kinds = kinds_of_blocks(model, part)
 
     def measured(names: Sequence[str]) -> Measured:
         chosen = tuple(sorted(names, key=int))
@@ -113,11 +113,11 @@ def _number(block: str) -> int:
 
 def part_kind(model: nn.Module, part: StagePart) -> Hashable:
     """Return what two stages have in common if a step costs the same in both."""
-    counts = frozenset((signature, len(names)) for signature, names in _kinds(model, part).items())
+    counts = frozenset((signature, len(names)) for signature, names in kinds_of_blocks(model, part).items())
     return counts, part.is_first, part.is_last
 
 
-def _kinds(model: nn.Module, part: StagePart) -> dict[Hashable, list[str]]:
+def kinds_of_blocks(model: nn.Module, part: StagePart) -> dict[Hashable, list[str]]:
     """Group the names of the blocks of a stage that cost the same."""
     blocks, kinds = pipeline_parts(model).blocks, dict[Hashable, list[str]]()
     for name in part.blocks:
