@@ -32,6 +32,12 @@ RECOMPUTE: tuple[tuple[str, ...], ...] = (
 )
 
 
+def recompute_choices(model: nn.Module) -> list[tuple[str, ...]]:
+    """Return the parts of a model that a plan recomputes: none, then more and more."""
+    known = {name for module in model.modules() for name in getattr(module, "recompute_names", ())}
+    return [*dict.fromkeys(tuple(name for name in names if name in known) for names in RECOMPUTE)]
+
+
 class Search:
     """Plans that have been measured so far: those that fit in memory are `found`, others are `too_large`."""
 
@@ -39,8 +45,7 @@ class Search:
         self.model, self.step, self.world_size = model, step, world_size
         self.found: list[FoundPlan] = []
         self.too_large: list[FoundPlan] = []
-        known = {name for module in model.modules() for name in getattr(module, "recompute_names", ())}
-        self._recompute = [*dict.fromkeys(tuple(name for name in names if name in known) for names in RECOMPUTE)]
+        self._recompute = recompute_choices(model)
         self.peak = step.device.peak(next(each.dtype for each in model.parameters() if each.is_floating_point()))
         set_recompute(model, ())
         one_rank = Mesh.planned({})
