@@ -1,5 +1,6 @@
 """Search for the fastest plans of a model on a number of ranks, of which few steps are measured."""
 
+import bisect
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -19,7 +20,7 @@ from maxmoe.nn import set_recompute
 from maxmoe.sharding.mesh import STAGE_AXIS, Mesh
 from maxmoe.sharding.rules import LogicalRules, preset_names
 
-MOST_MEASURED = 16  # steps
+MOST_MEASURED = 10  # steps
 NEAREST = 3  # plans that are named where no plan fits
 FACTORS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64)  # of the number of ranks, tried where no plan fits
 # Each recomputes the parts of the one before it, so that it needs more time.
@@ -58,6 +59,7 @@ class Search:
         self.num_considered = len(self.left)
         self.left = [each for each in self.left if each.stored <= step.device.memory] or self._smallest(self.left)
         self.num_over_memory = self.num_considered - len(self.left)
+        self._exact: set[Candidate] = set()  # those whose own plan has been made
         self._next: dict[Candidate, int] = {}  # the least recomputation that has not been tried
         # Least bytes beside stored ones that a token has needed with each recomputation.
         self._per_token = dict.fromkeys(range(len(self._recompute)), 0.0)
@@ -74,12 +76,13 @@ class Search:
 
     def _choose(self) -> tuple[Candidate, int] | None:
         """Return what is measured next: the fastest candidate that may fit, else the one that needs least memory."""
-        for candidate in [each for each in self.left if self._least(each) is not None]:
+        while (candidate := next((each for each in self.left if self._least(each) is not None), None)) is not None:
+            if candidate in self._exact:
+                return candidate, self._least(candidate) or 0
+            self.left.remove(candidate)
             exact = self.candidates.exact(candidate)
-            self.left[self.left.index(candidate)] = exact
-            self._next[exact] = self._next.get(candidate, 0)
-            if (index := self._least(exact)) is not None:
-                return exact, index
+            self._exact.add(exact)
+            bisect.insort(self.left, exact, key=lambda each: each.seconds)
         last = len(self._recompute) - 1
         untried = [each for each in self.left if self._next.get(each, 0) <= last]
         if self.found or len(self.too_large) >= NEAREST + last or not untried:
@@ -169,7 +172,7 @@ def search(
 
     The meshes of `world_size` ranks over the axes of the rules that divide the tokens and the experts are put in the
     order of a least time, by arithmetic on their plans; those whose parameters, gradients and optimizer state need more
-    memory than a rank has are left out. Of the first ones, at most 20 steps are measured as by `estimate`, with the
+    memory than a rank has are left out. Of the first ones, at most 10 steps are measured as by `estimate`, with the
     least recomputation that fits. Pipeline stages have the schedule 1F1B with 8 micro-batches for each stage. Ctrl-C
     ends the search with what has been found. The optimizer is AdamW.
 
