@@ -1,22 +1,21 @@
-"""Published training speeds beside predicted ones, as the tables of docs/planning.md.
+"""Published training speeds beside those of `maxmoe.costs`, as the table of docs/costs.md.
 
     python -m benchmarks.published_steps
 
-Assumed if a source does not state them: 4096 tokens per sequence, bfloat16, the least recomputation that fits, the best
-number of chunks, and 1F1B with one stage per rank.
+Assumed if a source does not state them: 4096 tokens per sequence, bfloat16, the least recomputation that fits, and 1F1B
+with one stage per rank.
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 
-from maxmoe import MoEConfig
+from maxmoe import MoEConfig, set_recompute
+from maxmoe.costs import Device, Link, estimate
+from maxmoe.costs.search import recompute_choices
+from maxmoe.costs.step_time import step_time
 from maxmoe.models import Decoder, DecoderConfig
-from maxmoe.planning import Device, PredictedPlan, predict
-from maxmoe.planning.search import CHUNKS, RECOMPUTE
 from maxmoe.presets.published import PUBLISHED, PublishedModel
 from maxmoe.sharding import Mesh
 
@@ -47,6 +46,20 @@ DEEPSEEK_V3_16B = PublishedModel(
     },
 )
 
+# A node is a slice, whose chips are connected by a torus: an axis of the mesh has the two links of one of three dims.
+V5P = Device(
+    name="v5p",
+    sources=["https://cloud.google.com/tpu/docs/v5p; max_share, latencies, overlap: assumed"],
+    peak_flops={"bfloat16": 459e12},
+    max_share=0.8,
+    memory=95_000_000_000,
+    memory_bandwidth=2.765e12,
+    ranks_per_node=8960,
+    intra_node=Link(latency=1e-6, bandwidth=200e9),
+    inter_node=Link(latency=10e-6, bandwidth=6.25e9),
+    overlap=0.9,
+)
+
 
 @dataclass(frozen=True)
 class Published:
@@ -55,7 +68,7 @@ class Published:
     Attributes:
         source: name of the publication.
         model: sizes of the model.
-        device: name of the device file.
+        device: the device, or its name.
         mesh: size of each axis.
         batch_size: number of sequences of a step.
         tokens: published tokens per second of a device.
@@ -65,43 +78,42 @@ class Published:
 
     source: str
     model: PublishedModel
-    device: str
+    device: str | Device
     mesh: dict[str, int]
     batch_size: int
     tokens: float
     num_micro_batches: int = 1
     device_name: str = ""
 
-    def predict(self, device: Device | None = None, **sizes: int) -> PredictedPlan:
-        """Predict the step with the rules `ep-as-dp`, with the least recomputation that fits and the best chunks."""
-        device = device or Device.load(self.device)
-        config = DecoderConfig.of_published(self.model, max_sequence_length=LENGTH, **sizes)
+    def measure(self) -> tuple[float, tuple[str, ...], int]:
+        """Return the seconds of a step with the rules `ep-as-dp`, the least recomputation that fits, and its memory."""
+        device, mesh = Device.load(self.device), Mesh.planned(self.mesh)
+        config = DecoderConfig.of_published(self.model, max_sequence_length=LENGTH)
         model = Decoder(config, device="meta", dtype=torch.bfloat16)
-        step = {"batch_size": self.batch_size, "sequence_length": LENGTH, "num_micro_batches": self.num_micro_batches}
-        predicted = partial(predict, model, Mesh.planned(self.mesh), "ep-as-dp", device, **step)
-        fitting = (names for names in RECOMPUTE if predicted(recompute=names).memory <= device.memory)
-        recompute = next(fitting, RECOMPUTE[-1])
-        plans = (predicted(recompute=recompute, num_chunks=num_chunks) for num_chunks in CHUNKS)
-        return min(plans, key=lambda plan: plan.seconds)
-
-    def tokens_per_second(self, plan: PredictedPlan) -> float:
-        """Predicted tokens per second of a device."""
-        return self.batch_size * LENGTH / plan.seconds / math.prod(self.mesh.values())
+        many = self.num_micro_batches if "stage" in self.mesh else None
+        for recompute in recompute_choices(model):
+            set_recompute(model, recompute)
+            step = {"batch_size": self.batch_size, "sequence_length": LENGTH, "num_micro_batches": many}
+            costs = estimate(model, mesh, "ep-as-dp", allow_unused=True, **step)
+            memory = max(rank.total for rank in costs.ranks)
+            if memory <= device.memory:
+                break
+        time = step_time(costs.ranks, self.num_micro_batches, device.peak(torch.bfloat16), mesh, device)
+        return time.seconds, recompute, memory
 
     def row(self) -> str:
         """A row of the table."""
-        plan, num_ranks = self.predict(), math.prod(self.mesh.values())
-        found = self.tokens_per_second(plan)
+        seconds, recompute, memory = self.measure()
+        num_ranks = math.prod(self.mesh.values())
+        found = self.batch_size * LENGTH / seconds / num_ranks
         layout = [f"{size} stages" if axis == "stage" else f"{axis}={size}" for axis, size in self.mesh.items()]
         layout += [f"{self.num_micro_batches} micro-batches"] if self.num_micro_batches > 1 else []
-        layout += [f"recomputed: {' '.join(plan.recompute)}"] if plan.recompute else []
-        layout += [f"{plan.num_chunks} chunks"] if plan.num_chunks > 1 else []
-        if plan.memory > (memory := Device.load(self.device).memory):
-            layout.append(f"needs {plan.memory / memory:.1f} times the memory")
-        where = f"{self.model.name}, {num_ranks} {self.device_name or self.device.upper()}"
+        layout += [f"recomputed: {' '.join(recompute)}"] if recompute else []
+        if memory > (limit := Device.load(self.device).memory):
+            layout.append(f"needs {memory / limit:.1f} times the memory")
         cells = (
             self.source,
-            where,
+            f"{self.model.name}, {num_ranks} {self.device_name or str(self.device).upper()}",
             f"{', '.join(layout)}, batch {self.batch_size}",
             f"{self.tokens:.0f}",
             f"{found:.0f}",
@@ -133,33 +145,16 @@ ROWS = (
     Published(f"{MEGATRON}, BF16", PUBLISHED["gpt_oss"], "h100", {"stage": 4, "fsdp": 2, "expert": 8}, 512, 5630, 16),
     Published(f"{MEGATRON}, BF16", PUBLISHED["gpt_oss"], "b200", {"fsdp": 8, "expert": 8}, 512, 8213),
     Published(f"{MEGATRON}, FP8", PUBLISHED["qwen3_moe"], "b200", {"stage": 8, "expert": 8}, 1024, 3269, 64),
-    Published(MAXTEXT, PUBLISHED["mixtral"], "v5p", {"fsdp": 256}, 2048, 2909, device_name="v5p"),
+    Published(MAXTEXT, PUBLISHED["mixtral"], V5P, {"fsdp": 256}, 2048, 2909, device_name="v5p"),
     Published(TORCHTITAN, DEEPSEEK_V3_16B, "h100", {"expert": 8}, 32, 11758),
 )
 
 
-def deepseek_v3_step_by_step() -> Iterator[tuple[str, float]]:
-    """Yield the prediction for DeepSeek-V3, then add the features of its authors' training one by one."""
-    run, h100 = ROWS[0], Device.load("h100")
-    yield "as planned here", run.tokens_per_second(run.predict())
-    # 52 of 128 heads multiply as much as the projections of its latent attention.
-    yield "the FLOPs of latent attention", run.tokens_per_second(run.predict(num_heads=52))
-    fast = replace(h100, peak_flops={**h100.peak_flops, "bfloat16": 1979e12})
-    yield "the peak of FP8", run.tokens_per_second(run.predict(fast, num_heads=52))
-    links = {name: getattr(h100, name) for name in ("intra_node", "inter_node")}
-    links = {name: replace(link, bandwidth=3 * link.bandwidth) for name, link in links.items()}
-    text = "a dispatch of a third of the bytes: at most four nodes for each token, FP8"
-    yield text, run.tokens_per_second(run.predict(replace(fast, **links), num_heads=52))
-
-
 def main() -> None:
-    """Print the tables."""
-    print("| source | model, device | layout | published | predicted | error |\n|---|---|---|---|---|---|")
+    """Print the table."""
+    print("| source | model, device | layout | published | ranking | error |\n|---|---|---|---|---|---|")
     for row in ROWS:
         print(row.row(), flush=True)
-    print("\n| DeepSeek-V3 on 2048 H100 | tokens/s of a device |\n|---|---|")
-    for text, tokens in deepseek_v3_step_by_step():
-        print(f"| {text} | {tokens:.0f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,30 +1,23 @@
-"""The command `plan`: the fastest plans of a model, or the speeds of this machine."""
+"""The command `plan`: the fastest plans of a model."""
 
 import argparse
-import importlib
-from pathlib import Path
 from typing import Any
 
 from maxmoe.cli.model import add_model, add_state_dtypes, chosen_model, state_dtypes
 from maxmoe.cli.values import parse_bytes, positive
 from maxmoe.costs import search
-from maxmoe.costs.device import Device, device_names
+from maxmoe.costs.device import device_names
 from maxmoe.sharding.rules import preset_names
 from maxmoe.text_table import report
 
 STEP = ("batch_size", "sequence_length", "memory", "rules", "num_plans")
-CONVENTION = (
-    "Predicted by the time model of docs/planning.md; memory and bytes are counted as by `estimate`. A step: compute, "
-    "exposed communication and bubble; hidden communication runs beside products. FLOPs and bytes: of one rank in a "
-    "step."
-)
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the options of the search."""
     add = command.add_argument
     add_model(add)
-    add("--world-size", type=positive, help="number of ranks")
+    add("--world-size", type=positive, required=True, help="number of ranks")
     add("--device", default="h100", help=f"the device: {', '.join(device_names())}, or a YAML file")
     add("--memory", type=parse_bytes, help="bytes of a rank, as 80GiB (default: the device's memory)")
     add("--batch-size", type=positive, default=256, help="number of sequences per step, over all ranks")
@@ -32,15 +25,10 @@ def add_options(command: argparse.ArgumentParser) -> None:
     add("--rules", nargs="+", help=f"presets or YAML files to try, all by default: {', '.join(preset_names())}")
     add_state_dtypes(add)
     add("--num-plans", type=positive, default=10, help="number of plans to print")
-    add("--calibrate", type=Path, metavar="FILE", help="measure this machine, write a device file, and search nothing")
 
 
 def plan(options: argparse.Namespace) -> str:
-    """Return the report of the search, or of the calibration."""
-    if options.calibrate is not None:
-        return calibrate(options.calibrate, options.world_size or 2)
-    if options.world_size is None:
-        raise ValueError("plan needs --world-size, or --calibrate")
+    """Return the report of the search."""
     text, model = chosen_model(options, max_sequence_length=options.sequence_length)
     step: dict[str, Any] = {name: getattr(options, name) for name in STEP}
     result = search(
@@ -51,17 +39,4 @@ def plan(options: argparse.Namespace) -> str:
         f"{options.sequence_length} tokens."
     )
     first, _, rest = str(result).partition("\n\n")
-    return "\n\n".join([first, report([head]), rest, report([CONVENTION])])
-
-
-def calibrate(path: Path, num_ranks: int) -> str:
-    """Measure this machine with the benchmarks of the repository, and write a device file."""
-    try:
-        benchmark = importlib.import_module("benchmarks.calibration")
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"--calibrate must run in a checkout of the repository with its extra 'examples': {error}"
-        ) from None
-    device: Device = benchmark.calibrate(path.stem, num_ranks=num_ranks)
-    device.save(path)
-    return f"Written: {path}. Use it with --device {path}"
+    return "\n\n".join([first, report([head]), rest])

@@ -41,7 +41,7 @@ KINDS = {
     "broadcast": r"broadcast",
 }
 # Operators whose arguments and results are no memory traffic.
-ALLOCATIONS = re.compile(r"aten\.(new_)?empty|c10d|fsdp\.")
+ALLOCATIONS = re.compile(r"aten\.(new_)?empty|aten\._unsafe_view|c10d|fsdp\.")
 # FSDP2 names nothing; all other collectives of a step are named.
 FSDP_GATHER, FSDP_REDUCTION, REDUCTION = "weights of FSDP2", "gradients of FSDP2", "gradients of weights"
 
@@ -143,6 +143,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(kind not in PLAIN_TENSORS for kind in types):
             return NotImplemented
         options = kwargs or {}
+        if func is torch.ops.prim.device.default:  # asked once for every tensor of a list, and no memory traffic
+            return args[0].fake_device
         result = func(*args, **options)
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         for tensor in results:

@@ -73,7 +73,7 @@ def measure_step(model: nn.Module, part: StagePart | None, options: StepOptions)
     path = pipeline_parts(model).blocks
     indices = range(len(model.get_submodule(path)))  # type: ignore[arg-type]
     part = part or StagePart(tuple(map(str, indices)), is_first=True, is_last=True)
-    kinds = _kinds(model, part)
+    kinds = kinds_of_blocks(model, part)
 
     def measured(names: Sequence[str]) -> Measured:
         chosen = tuple(sorted(names, key=int))
@@ -114,11 +114,11 @@ def _number(block: str) -> int:
 
 def part_kind(model: nn.Module, part: StagePart) -> Hashable:
     """Return what two stages have in common if a step costs the same in both."""
-    counts = frozenset((signature, len(names)) for signature, names in _kinds(model, part).items())
+    counts = frozenset((signature, len(names)) for signature, names in kinds_of_blocks(model, part).items())
     return counts, part.is_first, part.is_last
 
 
-def _kinds(model: nn.Module, part: StagePart) -> dict[Hashable, list[str]]:
+def kinds_of_blocks(model: nn.Module, part: StagePart) -> dict[Hashable, list[str]]:
     """Group the names of the blocks of a stage that cost the same."""
     blocks, kinds = pipeline_parts(model).blocks, dict[Hashable, list[str]]()
     for name in part.blocks:

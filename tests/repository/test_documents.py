@@ -12,9 +12,7 @@ import pytest
 import yaml
 
 import maxmoe
-from benchmarks import calibration
 from fuzz import steps_under_load
-from maxmoe.costs import Device
 from repository.check_packages import TORCH_REQUIREMENT, TORCHES, tracked
 from support.docs_module import docs_module
 
@@ -98,8 +96,6 @@ def check_command(arguments: list[str]) -> None:
     options = parse_options([*arguments, *layers, *few_meshes])
     if arguments[0] == "compare_ranks":  # the reader's module
         assert options.module == "my_training"
-    elif arguments[0] == "plan" and options.calibrate:  # see the next test
-        assert options.calibrate.suffix == ".yaml"
     else:
         assert options.report(options)
 
@@ -154,17 +150,6 @@ def test_commands_exist(words: list[str], tmp_path: Path, monkeypatch: pytest.Mo
             importlib.import_module(Path(script).stem).parse_options(arguments)
         case _:
             pytest.fail(f"nothing here checks {words}")
-
-
-@pytest.mark.sampled(0)  # it starts processes, which import everything
-def test_a_calibration_writes_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from maxmoe.cli.main import parse_options
-
-    for name, value in {"ROWS": calibration.ROWS[:-2], "BLOCKS": (1, 2), "REPEATS": 3}.items():
-        monkeypatch.setattr(calibration, name, value)
-    options = parse_options(["plan", "--calibrate", str(tmp_path / "my.yaml")])
-    assert options.report(options).startswith(f"Written: {tmp_path / 'my.yaml'}")
-    assert Device.load(tmp_path / "my.yaml").name == "my"
 
 
 def test_the_address_of_the_repository_is_in_one_place() -> None:
