@@ -16,7 +16,6 @@ LAYOUTS = [
     ("shard-exp-on-fsdp", {"fsdp": 256}),
     ("shard-exp-on-fsdp", {"fsdp": 16, "expert": 16}),
     ("ep-as-dp", {"expert": 256}),
-    ("pure-fsdp", {"fsdp": 256}),
 ]
 
 
