@@ -109,6 +109,22 @@ def storage_id(tensor: Tensor) -> int:
     return identity
 
 
+def id_of_storage(storage: torch.UntypedStorage) -> int:
+    """Return the id of a storage, as `storage_id` of a tensor that has it."""
+    identity: int = storage._cdata
+    return identity
+
+
+def group_of_collective(leaves: Sequence[Any]) -> dist.ProcessGroup:
+    """Return the group among the arguments of a collective. Functional ones have its name, others the group itself."""
+    for leaf in leaves:
+        if isinstance(leaf, str) and leaf not in ("sum", "avg"):
+            return process_group_named(leaf)
+        if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type()):
+            return dist.ProcessGroup.unbox(leaf)
+    raise AssertionError("a collective without a group")
+
+
 def base_of_view(tensor: Tensor) -> Tensor | None:
     """Return the base of a view, None for other tensors. Modifying a view in place changes the history of its base."""
     base: Tensor | None = tensor._base

@@ -4,12 +4,14 @@ import itertools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from threading import RLock
 from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+
+from maxmoe._torch import process_group_named
 
 # All groups of a process have their names in one table. These are names that torch gives to no group.
 _names = (f"fake {number}" for number in itertools.count())
@@ -33,20 +35,36 @@ class _FakeWorld(c10d._World):
     tags_to_pg = property(lambda self: self._of_tag)
 
 
-@cache
+# By the number of ranks, because meshes and their groups are cached by world.
+_worlds: dict[int, _FakeWorld] = {}
+
+
 def _world_of(num_ranks: int) -> _FakeWorld:
-    """Return the world of a number of ranks; one for each number, because meshes and their groups are cached too."""
-    return _FakeWorld()
+    """Return the world of a number of ranks, or a new one if torch has forgotten its groups with all other ones."""
+    world = _worlds.get(num_ranks)
+    try:
+        if world is not None:
+            process_group_named(world.pg_names[world.default_pg])
+            return world
+    except (RuntimeError, ValueError):
+        pass
+    _worlds[num_ranks] = _FakeWorld()
+    return _worlds[num_ranks]
+
+
+_lock = RLock()
 
 
 @contextmanager
 def fake_world(num_ranks: int) -> Iterator[None]:
     """Make this process rank 0 of `num_ranks` ranks in the context; its own process groups are back afterwards.
 
-    Collectives return at once: a gather has this rank's values for every rank, other results are not written.
+    Collectives return at once: a gather has this rank's values for every rank, other results are not written. Other
+    threads must not communicate meanwhile; those that enter a fake world wait.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
+    _lock.acquire()
     world, before = _world_of(num_ranks), c10d._world
     try:
         with (
@@ -60,3 +78,4 @@ def fake_world(num_ranks: int) -> Iterator[None]:
             yield
     finally:
         c10d._update_default_pg(before.default_pg)
+        _lock.release()

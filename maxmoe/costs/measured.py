@@ -21,7 +21,8 @@ from maxmoe._torch import (
     PLAIN_TENSORS,
     TorchDispatchMode,
     argument_names,
-    process_group_named,
+    group_of_collective,
+    id_of_storage,
     storage_id,
     tree_leaves,
 )
@@ -113,6 +114,9 @@ def measuring(mesh: Mesh, model: nn.Module) -> Iterator["Recorder"]:
         recorder.resize(storage, size)
         return resize(storage, size)
 
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.grad is None:
+            parameter.register_post_accumulate_grad_hook(recorder.store_gradient)  # type: ignore[no-untyped-call]
     take_name()
     with (
         mock.patch.object(torch.UntypedStorage, "resize_", resized),
@@ -200,9 +204,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         peaks = self.measured.peaks
         peaks[self._block] = max(peaks.get(self._block, 0), self._live)
 
+    def store_gradient(self, parameter: Tensor) -> None:
+        """See the gradient of a parameter that had none: it counts as stored, as all gradients."""
+        identity = storage_id(_local(parameter.grad))  # type: ignore[arg-type]
+        self._live -= self._sizes.get(identity, 0)
+        self._sizes[identity] = 0
+
     def resize(self, storage: torch.UntypedStorage, size: int) -> None:
         """See that a storage is about to get another size."""
-        identity = storage._cdata
+        identity = id_of_storage(storage)
         if identity in self._sizes:
             self._live += size - self._sizes[identity]
             self._sizes[identity] = size
@@ -222,7 +232,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _communicate(self, func: Any, kind: str, args: Sequence[Any], result: Any) -> None:
         leaves = tree_leaves((args, result))
-        group = _group(leaves)
+        group = group_of_collective(leaves)
         num_bytes = _exchanged(func, args, group) if kind == "all-to-all" else _on_a_ring(kind, leaves, group.size())
         purpose = f"{self._purpose(kind)}, {'backward' if is_backward_running() else 'forward'}"
         flow = Flow(purpose, kind, self._axes.get(tuple(dist.get_process_group_ranks(group)), ""))
@@ -267,16 +277,6 @@ def _kind(func: Any) -> str | None:
     if not name.startswith(("c10d", "_c10d", "maxmoe_dispatch")):
         return None
     return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), None)
-
-
-def _group(leaves: Sequence[Any]) -> dist.ProcessGroup:
-    """Return the group of a collective. Functional ones have its name, after "sum" or "avg", others the group."""
-    for leaf in leaves:
-        if isinstance(leaf, str) and leaf not in ("sum", "avg"):
-            return process_group_named(leaf)
-        if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type()):
-            return dist.ProcessGroup.unbox(leaf)
-    raise AssertionError("a collective without a group")
 
 
 def _on_a_ring(kind: str, leaves: Sequence[Any], num_ranks: int) -> int:
