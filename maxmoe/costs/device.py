@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml  # type: ignore[import-untyped]
 
 from maxmoe.checks.fields import check_int, check_number, nearest, refuse_unknown_fields
 from maxmoe.checks.yaml_file import load_yaml
