@@ -123,10 +123,10 @@ class Candidates:
                 effective = dict.fromkeys((of, tuple(filter(mesh.sizes.__contains__, axes))) for of, axes in rules)
                 same = frozenset(mesh.sizes.items()), tuple(sorted(effective, key=itemgetter(0)))
                 for dispatch in STRATEGIES if parts[2] > 1 else ("auto",):
-                    if (*same, dispatch) in found:
+                    if (key := (*same, dispatch)) in found:
                         continue
                     try:
-                        found[*same, dispatch] = self._candidate(name, mesh, dispatch, parts[0])
+                        found[key] = self._candidate(name, mesh, dispatch, parts[0])
                     except ValueError as error:
                         refused.append(f"{mesh}, {name}, {dispatch}: {error}")
         # Of rules that shard other dims over the same axes, the first ones are tried.
@@ -199,7 +199,7 @@ class Candidates:
                 stored, used = _axes(each.stored), _axes(each.used)
                 gathered = tuple(axis for axis in stored if axis not in used)
                 others = {*each.grad_used.partial, *each.grad_unsharded.partial}.difference(gathered)
-                state[stored] += size * (1 + self._state * each.is_trained)
+                state[stored] += round(size * (1 + self._state * each.is_trained))
                 # A forward and a backward gather a parameter; FSDP2 reduces its gradient after the last micro-batch.
                 messages[_Message("all-gather", gathered, stored, is_repeated=True)] += 2 * size
                 if each.is_trained:

@@ -50,7 +50,7 @@ class Search:
         self.peak = step.device.peak(next(each.dtype for each in model.parameters() if each.is_floating_point()))
         set_recompute(model, ())
         one_rank = Mesh.planned({})
-        options = {"batch_size": 1, "sequence_length": step.sequence_length, "allow_unused": True}
+        options: dict[str, Any] = {"batch_size": 1, "sequence_length": step.sequence_length, "allow_unused": True}
         (alone,) = estimate(model, one_rank, LogicalRules(), **options).ranks
         self.flops = alone.flops * step.batch_size
         compute = computing(alone.work, self.peak, one_rank, step.device) * step.batch_size

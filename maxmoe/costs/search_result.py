@@ -125,7 +125,7 @@ class SearchResult:
         if self.cannot_run:
             yield "Meshes with rules that were not tried:"
             yield from _counts(self.cannot_run)
-        yield "Not tried: fsdp_transpose, other orders of the axes, schedules and numbers of micro-batches; chunks; Muon."
+        yield "Not tried: fsdp_transpose, other orders of the axes, schedules, numbers of micro-batches, chunks, Muon."
 
 
 def _counts(numbers: Mapping[str, int]) -> Iterator[str]:

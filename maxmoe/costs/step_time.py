@@ -100,7 +100,7 @@ def step_time(
 ) -> StepTime:
     """Return the seconds of a step on the rank that is busy longest, with the schedule 1F1B if there are stages.
 
-    seconds = sum of the stages' times of a micro-batch + (M - 1) * the longest of them
+    Seconds are the sum of the stages' times of a micro-batch, plus M - 1 times the longest of them.
     """
     times = [rank_time(rank, peak, mesh, device) for rank in ranks]
     slowest = max(times, key=lambda time: time.seconds)
