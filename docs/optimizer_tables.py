@@ -5,8 +5,8 @@ python docs/optimizer_tables.py   # prints the table
 
 import torch
 
+from maxmoe.costs import estimate
 from maxmoe.models import Decoder, DecoderConfig
-from maxmoe.planning import estimate
 from maxmoe.presets.published import PUBLISHED
 from maxmoe.sharding import Mesh
 from maxmoe.text_table import readable_bytes

@@ -18,9 +18,9 @@ from torch.nn.functional import cross_entropy
 
 import maxmoe
 from maxmoe import MoEConfig
+from maxmoe.costs import estimate
 from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.parallel.plan.dispatch_plan import Dispatch
-from maxmoe.planning import estimate
 from maxmoe.sharding import Mesh
 
 ROOT = Path(__file__).parent.parent

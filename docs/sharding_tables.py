@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Polygon, Rectangle
 
 from maxmoe import MoEConfig
+from maxmoe.costs import Traffic, estimate
 from maxmoe.models import Decoder, DecoderConfig
-from maxmoe.planning import Traffic, estimate
 from maxmoe.sharding import LogicalRules, Mesh, NamedSharding, logical_to_mesh_axes, resolve
 
 FOLDER = Path(__file__).parent
@@ -32,6 +32,12 @@ MESHES = {
 }
 EXPERTS = ("exp", "embed_moe", "mlp_moe")
 DENSE = ("embed", "mlp")
+# The columns of the table for what a step calls by other names.
+COLUMNS = {
+    "a sharded sequence": "keys and values",
+    "the output of Attention": "partial outputs",
+    "outputs of a layer": "partial outputs",
+}
 LENGTH = 8  # of every dim but that of the experts
 NUM_EXPERTS = 4
 COLORS = ["#8fbce6", "#f4b183", "#a9d18e", "#d9a7e0", "#ffe08a", "#9fd8d6", "#e6a3a3", "#c8c8c8"]
@@ -94,8 +100,9 @@ def collectives() -> str:
     for preset in MESHES:
         over: dict[str, dict[str, None]] = defaultdict(dict)
         for row in traffic(preset):
-            if row.purpose != "gradients of weights" or row.kind != "all-gather":
-                over[row.purpose.split(",")[0]] |= dict.fromkeys(row.axis.split(", "))
+            name = row.purpose.split(",")[0]
+            if name != "gradients of weights" or row.kind != "all-gather":
+                over[COLUMNS.get(name, name)] |= dict.fromkeys(row.axis.split(", "))
         columns = ("weights", "gradients of weights", "keys and values", "partial outputs", "tokens to experts")
         cells = [", ".join(sorted(over[column])) or "-" for column in columns]
         lines.append(f"| {preset} | {' | '.join(cells)} |")

@@ -32,8 +32,8 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 from tqdm import tqdm
 
-from maxmoe.parallel import Dispatch, watch_ranks
 from maxmoe.costs.estimate import Optimizer
+from maxmoe.parallel import Dispatch, watch_ranks
 from pretraining import InputError, checkpoint, figures, ranks
 from pretraining.baselines import bigram_bits_per_byte, zlib_bits_per_byte
 from pretraining.command import (

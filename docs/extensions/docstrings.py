@@ -42,7 +42,7 @@ PACKAGES = (
     "maxmoe.parallel",
     "maxmoe.pipelining",
     "maxmoe.parallel.dispatch",
-    "maxmoe.planning",
+    "maxmoe.costs",
     "maxmoe.integrations.transformers",
     "maxmoe.integrations.lightning",
     "maxmoe.convert.checkpoint",

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from maxmoe.models import Decoder, DecoderConfig
-from maxmoe.parallel import Dispatch, token_group, token_sharding
 from maxmoe.costs import estimate
 from maxmoe.costs.estimate import Optimizer
+from maxmoe.models import Decoder, DecoderConfig
+from maxmoe.parallel import Dispatch, token_group, token_sharding
 from maxmoe.sharding import LogicalRules, Mesh, check_used, parse_mesh
 from maxmoe.sharding.mesh import STAGE_AXIS
 from pretraining import InputError
