@@ -170,25 +170,32 @@ class Split:
         step: dict[str, Any] = {"batch_size": batch_size, "sequence_length": length}
         step |= {"optimizer": optimizer, "dispatch": dispatch, "num_chunks": num_chunks}
 
-        def needed(num_layers: int) -> int:
-            with torch.device("meta"):
-                model = Decoder(replace(config, num_layers=num_layers))
+        def least(model: Decoder) -> int:
+            """Return the bytes of a rank for parameters, their gradients, one moment, and the inputs of blocks."""
+            parameters = sum(parameter.nbytes for parameter in model.parameters())
+            inputs = batch_size * length * config.hidden_size * torch.float32.itemsize * model.config.num_layers
+            return (3 * parameters + inputs) // self._stage.num_ranks
+
+        def estimated(model: Decoder) -> int:
             return sum(estimate(model, self._stage, self.rules, **step).memory.values())
 
-        try:
-            first, second = needed(1), needed(2)  # memory is linear in the number of layers
-        except ValueError as error:
-            raise InputError(f"--dispatch {dispatch} --num-chunks {num_chunks}: {error}") from error
-        except RuntimeError as error:  # sizes in bytes exceed 64 bits
-            raise InputError(f"the model is too large: {error}") from error
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) / self.mesh.size(STAGE_AXIS)  # sharing one model
-        needed_here = (first + (config.num_layers - 1) * (second - first)) * ranks_here
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if needed_here > memory:
-            raise InputError(
-                f"the run would need about {needed_here / GIB:,.1f} GiB of memory, the machine has "
-                f"{memory / GIB:,.1f}: try a smaller model or --batch-size"
-            )
+        for needed in (least, estimated):  # an estimate computes the integers of a step: it must not need more memory
+            try:
+                with torch.device("meta"):
+                    models = [Decoder(replace(config, num_layers=count)) for count in (1, 2)]
+                first, second = map(needed, models)  # memory is linear in the number of layers
+            except ValueError as error:
+                raise InputError(f"--dispatch {dispatch} --num-chunks {num_chunks}: {error}") from error
+            except RuntimeError as error:  # sizes in bytes exceed 64 bits
+                raise InputError(f"the model is too large: {error}") from error
+            needed_here = (first + (config.num_layers - 1) * (second - first)) * ranks_here
+            if needed_here > memory:
+                raise InputError(
+                    f"the run would need about {needed_here / GIB:,.1f} GiB of memory, the machine has "
+                    f"{memory / GIB:,.1f}: try a smaller model or --batch-size"
+                )
 
     def part(self, batch: Tensor) -> Tensor:
         """Return this rank's part of a batch ``(B, S)``."""
