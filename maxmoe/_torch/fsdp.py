@@ -66,12 +66,6 @@ def parameters_with_hooks(module: Any) -> Iterator[tuple[Any, str]]:
                 yield parameter._module_info.module, parameter._module_info.param_name
 
 
-def sharded_parameters(module: Any) -> Iterator[Tensor]:
-    """Yield the parameters of a FSDP2 module as they were when FSDP2 was applied."""
-    for group in module._get_fsdp_state()._fsdp_param_groups:
-        yield from (parameter.sharded_param for parameter in group.fsdp_params)
-
-
 def gathered_parameters(module: Any) -> Iterator[Tensor]:
     """Yield the gathered parameters of a FSDP2 module, also between their uses, when their storages may be empty."""
     for group in module._get_fsdp_state()._fsdp_param_groups:

@@ -194,7 +194,8 @@ class Candidates:
         state, messages = Counter[tuple[str, ...]](), Counter[_Message]()
         for path, module in plan.items():
             blocks = self._blocks(path)
-            for each in module.parameters.values():
+            parameters = module.parameters.values()
+            for each in parameters:
                 size = blocks * each.parameter.num_weights * each.parameter.dtype.itemsize
                 stored, used = _axes(each.stored), _axes(each.used)
                 gathered = tuple(axis for axis in stored if axis not in used)
@@ -210,7 +211,11 @@ class Candidates:
                     self._add(messages, plan, "all-gather", plan.tokens.length_axes, 2 * blocks * each.local_shape[0])
             if module.tensor_parallel_hooks is not None:  # outputs, and gradients of inputs
                 axes = module.tensor_parallel_hooks.axes
-                self._add(messages, plan, "all-reduce", axes, 2 * blocks * module.hidden_size)
+                sizes = (
+                    dict(zip(each.parameter.names or (), each.parameter.shape, strict=False)) for each in parameters
+                )
+                hidden_size = next((size["embed"] for size in sizes if "embed" in size), 0)
+                self._add(messages, plan, "all-reduce", axes, 2 * blocks * hidden_size)
         for path, (_, layer) in plan.layers.items():
             size = 2 * self._blocks(path) * layer.config.row_size
             self._add(messages, plan, "all-reduce", layer.partial_axes, size)

@@ -26,9 +26,6 @@ from maxmoe._torch import (
     without_log_of_fake_tensors,
 )
 from maxmoe._torch.fake_world import fake_world
-from maxmoe._torch.fsdp import sharded_parameters
-from maxmoe.checks.whole_tensors import is_dtensor
-from maxmoe.parallel.apply.fsdp import fsdp_modules
 from maxmoe.sharding.mesh import Mesh
 
 # Dtypes of ids, counts and masks. The codes of quantized weights have narrower ones.
@@ -59,13 +56,8 @@ def _fake_tensors(hot_share: float) -> Iterator[None]:
 
 
 def allocate(module: nn.Module) -> None:
-    """Replace the parameters and buffers of a module on the meta device by fake tensors, most of them with gradients.
-
-    DTensor looks for a sharding of the sum of two gradients among all of its mesh, which takes minutes on five axes. A
-    parameter that FSDP2 does not add gradients to, in its own way, gets its gradient in the backward.
-    """
+    """Replace the parameters and buffers of a module on the meta device by fake tensors, with gradients."""
     made: dict[int, Any] = {}
-    of_fsdp = {id(tensor) for block in fsdp_modules(module) for tensor in sharded_parameters(block)}
     for each in module.modules():
         for table in (parameter_table(each), buffer_table(each)):
             for name, tensor in table.items():
@@ -76,8 +68,7 @@ def allocate(module: nn.Module) -> None:
                     new = torch.zeros_like(tensor, device="cpu")
                     if isinstance(tensor, nn.Parameter):
                         new = nn.Parameter(new, requires_grad=tensor.requires_grad)
-                        if tensor.requires_grad and (id(tensor) in of_fsdp or not is_dtensor(tensor)):
-                            new.grad = torch.zeros_like(new)
+                        new.grad = torch.zeros_like(new) if tensor.requires_grad else None
                     made[id(tensor)] = new
                 table[name] = made[id(tensor)]
 

@@ -114,9 +114,6 @@ def measuring(mesh: Mesh, model: nn.Module) -> Iterator["Recorder"]:
         recorder.resize(storage, size)
         return resize(storage, size)
 
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.grad is None:
-            parameter.register_post_accumulate_grad_hook(recorder.store_gradient)  # type: ignore[no-untyped-call]
     take_name()
     with (
         mock.patch.object(torch.UntypedStorage, "resize_", resized),
@@ -144,7 +141,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, and measure it."""
-        if func is torch.ops.aten.add_.Tensor and all(map(is_dtensor, args)) and args[0].placements == args[1].placements:
+        if (
+            func is torch.ops.aten.add_.Tensor
+            and all(map(is_dtensor, args))
+            and args[0].placements == args[1].placements
+        ):
             # The sum of gradients. On a mesh of six axes, torch searches for its placements for minutes.
             self.__torch_dispatch__(func, (), [part.to_local() for part in args], kwargs)
             return args[0]
@@ -207,12 +208,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _see_live(self) -> None:
         peaks = self.measured.peaks
         peaks[self._block] = max(peaks.get(self._block, 0), self._live)
-
-    def store_gradient(self, parameter: Tensor) -> None:
-        """See the gradient of a parameter that had none: it counts as stored, as all gradients."""
-        identity = storage_id(_local(parameter.grad))  # type: ignore[arg-type]
-        self._live -= self._sizes.get(identity, 0)
-        self._sizes[identity] = 0
 
     def resize(self, storage: torch.UntypedStorage, size: int) -> None:
         """See that a storage is about to get another size."""
