@@ -157,5 +157,5 @@ def _whole_model(module: nn.Module, plan: Plan, step: StepOptions, state: dict[s
     measured = measure_step(module, None, step)
     memory = stored_memory(plan, **state) | {"activations": measured.saved, "temporary": measured.temporary}
     if state["optimizer"] == "muon":
-        measured = measured.plus(measure_muon(module, step))
+        measured.add(measure_muon(module, step))
     return RankEstimate((), memory, traffic_of(measured), measured.work)

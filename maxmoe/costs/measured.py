@@ -4,10 +4,10 @@ import itertools
 import math
 import re
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 from unittest import mock
@@ -71,38 +71,28 @@ class Measured:
         sent: bytes that the rank sends in them, and receives.
         work: number of operators by their work.
         saved: bytes that autograd keeps from the forward to the backward, without parameters and buffers.
-        peaks: most bytes in memory while a block runs, forward or backward, by its name; while none does by "". Without
-            parameters, gradients and buffers.
-        kept: bytes that the forward of a block leaves in memory.
+        peak: most bytes in memory while the part runs, without parameters, gradients and buffers.
     """
 
     times: Counter[Flow] = field(default_factory=Counter)
     sent: Counter[Flow] = field(default_factory=Counter)
     work: Counter[Work] = field(default_factory=Counter)
     saved: int = 0
-    peaks: dict[str, int] = field(default_factory=dict)
-    kept: dict[str, int] = field(default_factory=dict)
+    peak: int = 0
 
-    def plus(self, other: "Measured", times: int = 1, less: "Measured | None" = None) -> "Measured":
-        """Add the costs of another step `times`, each time less the costs of a third one, but for the peaks."""
-        result = replace(self, times=self.times.copy(), sent=self.sent.copy(), work=self.work.copy())
-        for part, count in ((other, times), (less or Measured(), -times)):
-            sums: list[tuple[Counter[Any], Counter[Any]]] = [(result.times, part.times), (result.sent, part.sent)]
-            for mine, its in [*sums, (result.work, part.work)]:
-                for key, value in its.items():
-                    mine[key] += value * count
-            result.saved += part.saved * count
-        return result
+    def add(self, other: "Measured", times: int = 1) -> None:
+        """Add the costs of another part `times`; the peak is the larger one."""
+        sums: list[tuple[Counter[Any], Counter[Any]]] = [(self.times, other.times), (self.sent, other.sent)]
+        for mine, its in [*sums, (self.work, other.work)]:
+            for key, value in its.items():
+                mine[key] += value * times
+        self.saved += other.saved * times
+        self.peak = max(self.peak, other.peak)
 
     @property
     def temporary(self) -> int:
         """Bytes in memory when most are, beside parameters, gradients, buffers and `saved`."""
-        return max(self.peaks.values(), default=self.saved) - self.saved
-
-    @property
-    def flops(self) -> int:
-        """Floating-point operations of products and attention."""
-        return sum(work.flops * count for work, count in self.work.items())
+        return max(0, self.peak - self.saved)
 
 
 @contextmanager
@@ -124,11 +114,11 @@ def measuring(mesh: Mesh, model: nn.Module) -> Iterator["Recorder"]:
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up what operators do in `measured`."""
+    """Adds up what operators do in `parts`: while a watched block runs, by its name, and by "" while none does."""
 
     def __init__(self, mesh: Mesh, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.measured = Measured()
+        self.parts: defaultdict[str, Measured] = defaultdict(Measured)
         self._model = model
         self._parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         self._axes = {mesh.ranks_along(*axes): ", ".join(axes) for axes in _combinations(mesh.axes)}
@@ -136,8 +126,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._stored = {storage_id(tensor): tensor for tensor in stored_tensors(model)}
         self._sizes: dict[int, int] = {}  # bytes of all other storages
         self._live, self._block = 0, ""
-        self.measured.peaks[""] = 0
-        self._saved: dict[int, Tensor] | None = {}
+        self._saved: dict[int, tuple[str, Tensor]] | None = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, and measure it."""
@@ -166,13 +155,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             flops = 0 if formula is None else formula(*args, **options, out_val=result)
             leaves = (*tree_leaves((args, options)), *results)
             num_bytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
-            self.measured.work[Work(flops, num_bytes)] += 1
+            self.parts[self._block].work[Work(flops, num_bytes)] += 1
         return result
 
     def save(self, tensor: Tensor) -> Tensor:
         """See a tensor that autograd saves; after the forward, it belongs to a recomputation."""
         if self._saved is not None and storage_id(tensor) not in self._stored:
-            self._saved[storage_id(tensor)] = tensor
+            self._saved.setdefault(storage_id(tensor), (self._block, tensor))
         return tensor
 
     def end_forward(self) -> None:
@@ -181,20 +170,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # A schedule with a split backward keeps them gathered.
         for gathered in (tensor for block in fsdp_modules(self._model) for tensor in gathered_parameters(block)):
             self._saved.pop(storage_id(_local(gathered)), None)
-        self.measured.saved = sum(tensor.untyped_storage().nbytes() for tensor in self._saved.values())
+        for block, tensor in self._saved.values():
+            self.parts[block].saved += tensor.untyped_storage().nbytes()
         self._saved = None
 
     def watch(self, name: str, block: nn.Module) -> None:
-        """Measure the memory of a block apart from the other operators."""
-        starts: list[int] = []
+        """Measure a block apart from all others."""
 
         def enter(_block: nn.Module, _arguments: Any) -> None:
             self._block = name
-            starts.append(self._live)
             self._see_live()
 
         def leave(_block: nn.Module, _arguments: Any, output: Any) -> None:
-            self.measured.kept.setdefault(name, self._live - starts.pop())
             self._block = ""
             for leaf in tree_leaves(output):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
@@ -202,12 +189,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     # before, or with the end of the backward: what comes before the first block counts for it.
                     leaf.register_hook(lambda _gradient: setattr(self, "_block", name))  # type: ignore[no-untyped-call]
 
-        block.register_forward_pre_hook(enter)
-        block.register_forward_hook(leave)
+        # Around FSDP2, which gathers parameters in hooks of its own.
+        block.register_forward_pre_hook(enter, prepend=True)
+        block.register_forward_hook(leave, prepend=True)
 
     def _see_live(self) -> None:
-        peaks = self.measured.peaks
-        peaks[self._block] = max(peaks.get(self._block, 0), self._live)
+        part = self.parts[self._block]
+        part.peak = max(part.peak, self._live)
 
     def resize(self, storage: torch.UntypedStorage, size: int) -> None:
         """See that a storage is about to get another size."""
@@ -235,8 +223,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         num_bytes = _exchanged(func, args, group) if kind == "all-to-all" else _on_a_ring(kind, leaves, group.size())
         purpose = f"{self._purpose(kind)}, {'backward' if is_backward_running() else 'forward'}"
         flow = Flow(purpose, kind, self._axes.get(tuple(dist.get_process_group_ranks(group)), ""))
-        self.measured.times[flow] += 1
-        self.measured.sent[flow] += num_bytes
+        self.parts[self._block].times[flow] += 1
+        self.parts[self._block].sent[flow] += num_bytes
 
     def _purpose(self, kind: str) -> str:
         """Return what the collective communicates, the same for all parameters; FSDP2 names nothing."""

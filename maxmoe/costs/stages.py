@@ -67,7 +67,7 @@ class _Stages:
         for stage in self.pipeline.stages_of(rank):
             for number, (num_rows, count) in enumerate(self.num_rows.items()):
                 measured = self.measured(stage.index, num_rows)
-                total = total.plus(measured, count)
+                total.add(measured, count)
                 for flow in filter(lambda flow: "FSDP2" in flow.purpose, measured.times):
                     wanted = 0 if number else 1
                     if flow.purpose.startswith(FSDP_GATHER):
@@ -122,7 +122,7 @@ def ranks_of_stages(
             stored.update(stored_memory(stage.plan, **state))
             if state["optimizer"] == "muon":
                 of_stage = stage_module(module, stages.parts[stage.index])
-                measured = measured.plus(measure_muon(of_stage, stages.options(stage.index, 1)))
+                measured.add(measure_muon(of_stage, stages.options(stage.index, 1)))
         indices = tuple(stage.index for stage in pipeline.stages_of(rank))
         memory = dict(stored) | stages.memory(rank)
         ranks.append(RankEstimate(indices, memory, traffic_of(measured), measured.work))

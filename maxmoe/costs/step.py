@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -66,50 +66,28 @@ class StepOptions:
 def measure_step(model: nn.Module, part: StagePart | None, options: StepOptions) -> Measured:
     """Measure a forward and a backward of a model or of a stage, with gradients that are there already.
 
-    One block of each kind is measured, then two of each kind: every further block adds what the second one does.
+    Of each kind of blocks, up to three run: every further one costs what the second of the three does.
     """
     if declaration_of(model).pipeline_parts is None:
-        return _measure(model, options)
+        return _measure(model, options, ())[""]
     path = pipeline_parts(model).blocks
     indices = range(len(model.get_submodule(path)))  # type: ignore[arg-type]
     part = part or StagePart(tuple(map(str, indices)), is_first=True, is_last=True)
-    kinds = kinds_of_blocks(model, part)
-
-    def measured(names: Sequence[str]) -> Measured:
-        chosen = tuple(sorted(names, key=int))
-        module = stage_module(model, part._replace(blocks=chosen))
-        return _measure(module, options, [f"{path}.{name}" for name in chosen])
-
-    ones = [names[0] for names in kinds.values()]
-    total = base = measured(ones)
-    runs, kept = [base], dict[str, int]()
-    for names in kinds.values():
-        one = base.kept[f"{path}.{names[0]}"]
-        if len(names) > 1:
-            runs.append(measured([*ones, names[1]]))
-            total, one = total.plus(runs[-1], len(names) - 1, less=base), runs[-1].saved - base.saved
-        kept |= dict.fromkeys((f"{path}.{name}" for name in names), one)
-    last = {f"{path}.{name}": f"{path}.{names[-1]}" for names in kinds.values() for name in names}
-    peaks = [_peak(run, kept, last) for run in runs]
-    return replace(total, peaks={"": max(peaks)}, kept=kept)
-
-
-def _peak(run: Measured, kept: Mapping[str, int], last: Mapping[str, str]) -> int:
-    """Return the most bytes in memory if all blocks run, given what each keeps and the last block of its kind.
-
-    While a block runs, the blocks before it hold what they keep; while none runs, all blocks may.
-    """
-    found = run.peaks[""] + sum(kept.values()) - sum(kept[name] for name in run.kept)
-    for name, peak in run.peaks.items():
-        if name:
-            in_run = sum(kept[other] for other in run.kept if _number(other) < _number(name))
-            of_all = sum(size for other, size in kept.items() if _number(other) < _number(last[name]))
-            found = max(found, peak - in_run + of_all)
-    return found
-
-
-def _number(block: str) -> int:
-    return int(block.rpartition(".")[2])
+    kinds = kinds_of_blocks(model, part).values()
+    chosen = sorted((name for names in kinds for name in names[:3]), key=int)
+    found = _measure(stage_module(model, part._replace(blocks=tuple(chosen))), options, [f"{path}.{n}" for n in chosen])
+    of_block = {name: found[f"{path}.{name if name in chosen else names[1]}"] for names in kinds for name in names}
+    total = Measured()
+    total.add(found[""])
+    for measured in of_block.values():
+        total.add(measured)
+    # While a block runs, those before it hold what they have saved; while none does, all may.
+    last = {name: max(names, key=int) for names in kinds for name in names}
+    before = {name: sum(of_block[other].saved for other in of_block if int(other) < int(name)) for name in of_block}
+    in_run = {name: sum(of_block[other].saved for other in chosen if int(other) < int(name)) for name in chosen}
+    of_ends = found[""].peak + sum(each.saved for each in of_block.values()) - sum(of_block[n].saved for n in chosen)
+    total.peak = max([of_ends, *(of_block[name].peak - in_run[name] + before[last[name]] for name in chosen)])
+    return total
 
 
 def part_kind(model: nn.Module, part: StagePart) -> Hashable:
@@ -137,7 +115,7 @@ def _signature(block: nn.Module) -> Hashable:
     return modules, configs, parameters
 
 
-def _measure(module: nn.Module, options: StepOptions, blocks: Sequence[str] = ()) -> Measured:
+def _measure(module: nn.Module, options: StepOptions, blocks: Sequence[str]) -> Mapping[str, Measured]:
     """Measure a step; raise the error of the most likely inputs if the module takes none of those that are tried."""
     first: Exception | None = None
     for make in _inputs(module, options):
@@ -150,7 +128,9 @@ def _measure(module: nn.Module, options: StepOptions, blocks: Sequence[str] = ()
     raise first
 
 
-def _measure_with(model: nn.Module, make_inputs: Inputs, options: StepOptions, blocks: Sequence[str]) -> Measured:
+def _measure_with(
+    model: nn.Module, make_inputs: Inputs, options: StepOptions, blocks: Sequence[str]
+) -> Mapping[str, Measured]:
     with _on_fake_rank(model, options) as (mesh, called):
         inputs = _checked_inputs(make_inputs(*options.tokens))
         positional, named = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
@@ -161,7 +141,7 @@ def _measure_with(model: nn.Module, make_inputs: Inputs, options: StepOptions, b
             loss = (options.loss or default_loss)(output)
             recorder.end_forward()
             loss.backward()  # type: ignore[no-untyped-call]
-    return recorder.measured
+    return recorder.parts
 
 
 def measure_muon(model: nn.Module, options: StepOptions) -> Measured:
@@ -172,7 +152,7 @@ def measure_muon(model: nn.Module, options: StepOptions) -> Measured:
         with measuring(mesh, model) as recorder:
             recorder.end_forward()
             Muon(groups).step()
-    return recorder.measured
+    return recorder.parts[""]
 
 
 @contextmanager
