@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 # All groups of a process have their names in one table. These are names that torch gives to no group.
 _names = (f"fake {number}" for number in itertools.count())
@@ -47,6 +48,8 @@ def fake_world(num_ranks: int) -> Iterator[None]:
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
+    # Meshes of both worlds may be equal: cached results of operators on DTensors would have the mesh of the other one.
+    _clear_sharding_prop_cache()
     world, before = _world_of(num_ranks), c10d._world
     try:
         with (
@@ -59,4 +62,5 @@ def fake_world(num_ranks: int) -> Iterator[None]:
             c10d._update_default_pg(world.default_pg)
             yield
     finally:
+        _clear_sharding_prop_cache()
         c10d._update_default_pg(before.default_pg)
