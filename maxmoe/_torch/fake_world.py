@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from maxmoe._torch import process_group_named
 
@@ -46,13 +47,13 @@ def _world_of(num_ranks: int) -> _FakeWorld:
         if world is not None:
             process_group_named(world.pg_names[world.default_pg])
             return world
-    except (RuntimeError, ValueError):
+    except (RuntimeError, KeyError):
         pass
     _worlds[num_ranks] = _FakeWorld()
     return _worlds[num_ranks]
 
 
-_lock = RLock()
+_lock = RLock()  # the world of torch is one of the process
 
 
 @contextmanager
@@ -64,18 +65,20 @@ def fake_world(num_ranks: int) -> Iterator[None]:
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
-    _lock.acquire()
-    world, before = _world_of(num_ranks), c10d._world
-    try:
-        with (
-            mock.patch.object(c10d, "_world", world),
-            mock.patch.object(c10d, "_process_group_name", side_effect=lambda *_, **__: next(_names)),
-            mock.patch.object(sys, "excepthook"),
-        ):
-            if world.default_pg is None:
-                dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
-            c10d._update_default_pg(world.default_pg)
-            yield
-    finally:
-        c10d._update_default_pg(before.default_pg)
-        _lock.release()
+    with _lock:
+        # Meshes of both worlds may be equal: cached results of operators on DTensors would have the other one's mesh.
+        _clear_sharding_prop_cache()
+        world, before = _world_of(num_ranks), c10d._world
+        try:
+            with (
+                mock.patch.object(c10d, "_world", world),
+                mock.patch.object(c10d, "_process_group_name", side_effect=lambda *_, **__: next(_names)),
+                mock.patch.object(sys, "excepthook"),
+            ):
+                if world.default_pg is None:
+                    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+                c10d._update_default_pg(world.default_pg)
+                yield
+        finally:
+            _clear_sharding_prop_cache()
+            c10d._update_default_pg(before.default_pg)

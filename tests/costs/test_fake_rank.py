@@ -1,0 +1,32 @@
+"""A process of a real mesh that has been one rank of an equal fake mesh."""
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from maxmoe.costs import estimate
+from maxmoe.parallel import parallelize
+from maxmoe.sharding import Mesh
+from support.parallel_decoder import BATCH, LENGTH, decoder
+from support.run_ranks import run_ranks
+
+
+def test_tensors_of_a_real_mesh_are_not_on_the_fake_one() -> None:
+    """Both meshes are equal to torch, which caches the sharding of the results of operators."""
+
+    def check() -> list[str]:
+        model, sizes = decoder(), {"expert": 2}
+        whole = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        step: dict[str, Any] = {"batch_size": BATCH, "sequence_length": LENGTH, "optimizer": "muon"}
+        estimate(model, Mesh.planned(sizes), "ep-as-dp", **step)
+        parallelize(model, Mesh(sizes), "ep-as-dp")
+        results = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        assert any(isinstance(result, DTensor) for result in results.values())
+        return [
+            name
+            for name, result in results.items()
+            if isinstance(result, DTensor) and not torch.equal(result.full_tensor(), whole[name])
+        ]
+
+    assert run_ranks(check, 2) == [[], []]
