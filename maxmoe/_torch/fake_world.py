@@ -67,7 +67,7 @@ def fake_world(num_ranks: int) -> Iterator[None]:
 
     with _lock:
         # Meshes of both worlds may be equal: cached results of operators on DTensors would have the other one's mesh.
-        _clear_sharding_prop_cache()
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
         world, before = _world_of(num_ranks), c10d._world
         try:
             with (
@@ -80,5 +80,5 @@ def fake_world(num_ranks: int) -> Iterator[None]:
                 c10d._update_default_pg(world.default_pg)
                 yield
         finally:
-            _clear_sharding_prop_cache()
+            _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
             c10d._update_default_pg(before.default_pg)
