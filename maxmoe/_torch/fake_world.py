@@ -4,7 +4,6 @@ import itertools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -34,10 +33,19 @@ class _FakeWorld(c10d._World):
     tags_to_pg = property(lambda self: self._of_tag)
 
 
-@cache
+# One for each number of ranks, because meshes and their groups are cached too.
+_worlds: dict[int, _FakeWorld] = {}
+
+
 def _world_of(num_ranks: int) -> _FakeWorld:
-    """Return the world of a number of ranks; one for each number, because meshes and their groups are cached too."""
-    return _FakeWorld()
+    """Return the world of a number of ranks; a new one if `destroy_process_group` has unregistered all groups."""
+    world = _worlds.setdefault(num_ranks, _FakeWorld())
+    if world.default_pg is not None:
+        try:
+            c10d._resolve_process_group(world.pg_names[world.default_pg])
+        except RuntimeError:
+            world = _worlds[num_ranks] = _FakeWorld()
+    return world
 
 
 @contextmanager
