@@ -31,7 +31,7 @@ def traffic() -> str:
     for rules, sizes in LAYOUTS:
         mesh = Mesh.planned(sizes)
         costs = estimate(model, mesh, rules, optimizer="muon", batch_size=BATCH, sequence_length=LENGTH)
-        of_muon = [row for row in costs.traffic if row.purpose.startswith("Muon")]
+        of_muon = [row for row in costs.traffic if "Muon" in row.purpose]
         cells = (
             rules,
             ", ".join(f"{axis}={size}" for axis, size in sizes.items()),
