@@ -1,6 +1,7 @@
 """A step of a model, or of one of its stages, measured on a fake rank with one block of each kind."""
 
 import inspect
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -131,7 +132,8 @@ def _measure(module: nn.Module, options: StepOptions, blocks: Sequence[str]) -> 
 def _measure_with(
     model: nn.Module, make_inputs: Inputs, options: StepOptions, blocks: Sequence[str]
 ) -> Mapping[str, Measured]:
-    with _on_fake_rank(model, options) as (mesh, called):
+    with warnings.catch_warnings(), _on_fake_rank(model, options) as (mesh, called):
+        warnings.simplefilter("ignore")  # of a real step, such as those of FSDP2
         inputs = _checked_inputs(make_inputs(*options.tokens))
         positional, named = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
         with measuring(mesh, model) as recorder:

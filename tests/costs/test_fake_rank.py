@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from maxmoe.costs import estimate
@@ -30,3 +31,12 @@ def test_tensors_of_a_real_mesh_are_not_on_the_fake_one() -> None:
         ]
 
     assert run_ranks(check, 2) == [[], []]
+
+
+def test_a_step_is_measured_again_after_the_process_groups_have_been_destroyed() -> None:
+    """torch then unregisters all groups, also those of fake worlds."""
+    step = {"batch_size": BATCH, "sequence_length": LENGTH}
+    before = estimate(decoder(), Mesh.planned({"expert": 4}), "ep-as-dp", **step)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.destroy_process_group()
+    assert estimate(decoder(), Mesh.planned({"expert": 4}), "ep-as-dp", **step) == before
