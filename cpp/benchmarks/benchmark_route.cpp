@@ -70,10 +70,21 @@ void benchmark_backward(Session& session, const RouteShape& shape) {
   time_read_write(session, c, problem.logits, grad_logits, [&] { route_backward(backward, session.threads()); });
 }
 
+void benchmark_entropy(Session& session, const RouteShape& shape) {
+  const Case c{"router_entropy", shape_text(shape), "float32"};
+  if (!session.is_selected(c)) return;
+  const Problem problem(shape);
+  float out = 0;
+  const RouterEntropy<float> entropy{problem.probabilities.read(), shape.num_tokens, &out};
+  time_read(session, c, problem.probabilities.data(), problem.probabilities.bytes(),
+            [&] { router_entropy(entropy, session.threads()); });
+}
+
 const Registration registration([](Session& session) {
   for (const RouteShape& shape : kRouteShapes) {
     benchmark_forward(session, shape);
     benchmark_backward(session, shape);
+    benchmark_entropy(session, shape);
   }
 });
 

@@ -126,7 +126,7 @@ def test_other_rules_optimizer_and_recomputation(capsys: pytest.CaptureFixture[s
         (("--preset", "mixtral", "--mesh", "fsdp=2", "--num-heads", "7"), "must divide --num-heads (7)"),
         (
             ("--preset", "olmoe", "--num-layers", "1", "--mesh", "fsdp=2", "--imbalance", "2"),
-            "error: --imbalance (2.0) needs --dispatch least_loaded",
+            "error: --imbalance must be at most the number of ranks that share the experts (1), got 2.0",
         ),
     ],
 )
