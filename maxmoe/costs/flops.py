@@ -50,8 +50,10 @@ def _backward(arguments: Mapping[str, Any]) -> int:
     fields = ("", "_bias", "_a", "_b")
     names = ["x", "weights", *(name + field for name in PROJECTIONS for field in fields)]
     wanted = {name for name, is_wanted in zip(names, arguments["output_mask"], strict=True) if is_wanted}
-    again = [name for name in products if arguments.get("recompute") and not name.startswith("down")]
-    return sum(products.values()) + sum(products[name] for name in (*(wanted & products.keys()), *again))
+    inner = [name for name in products if not name.startswith("down")]  # their input is x
+    inputs = products.keys() - (set() if "x" in wanted else inner)
+    again = inner if arguments.get("recompute") else []
+    return sum(products[name] for name in (*inputs, *(wanted & products.keys()), *again))
 
 
 def _formula(operator: str, count: Callable[[Mapping[str, Any]], int]) -> Callable[..., int]:

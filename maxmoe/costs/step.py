@@ -255,7 +255,7 @@ def _readable(model: nn.Module, error: Exception) -> Exception:
     """Return a ValueError that names the innermost module in which a step has failed, and what it ran."""
     paths = {id(module): path for path, module in model.named_modules()}
     running = [frame for frame in _locals(error.__traceback__) if id(frame.get("self")) in paths]
-    where = "the loss" if not running else paths[id(running[-1]["self"])] or "the model"
+    where = "its inputs or its loss" if not running else paths[id(running[-1]["self"])] or "the model"
     reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     return ValueError(
         f"a step of {type(model).__name__} cannot be measured without values, because of {where}: {reason}. If the "

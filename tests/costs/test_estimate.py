@@ -190,7 +190,9 @@ def test_a_load_that_is_not_balanced(monkeypatch: pytest.MonkeyPatch) -> None:
     for (dispatch, imbalance), batch, expected in zip(IMBALANCES, batches, real, strict=True):
         sizes = {"batch_size": batch.x.shape[0], "sequence_length": batch.x.shape[1]}
         options: dict[str, Any] = {"dispatch": dispatch, "imbalance": imbalance, **sizes}
-        options["inputs"] = lambda *shape: (torch.empty(*shape, family.hidden_size, dtype=torch.float64, requires_grad=True),)
+        options["inputs"] = lambda *shape: (
+            torch.empty(*shape, family.hidden_size, dtype=torch.float64, requires_grad=True),
+        )
         traffic = estimate(make_layer(family), Mesh.planned({"expert": 4}), "ep-as-dp", **options).traffic
         assert by_kind_and_axis(*traffic)["all-to-all", "expert"] == expected
         assert any("moved experts" in row.purpose for row in traffic) == (imbalance == 2.5)

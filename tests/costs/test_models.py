@@ -133,9 +133,13 @@ def test_flops_of_experts_are_products_with_the_rows() -> None:
     moe, config = model.blocks[-1].feed_forward, model.config
     experts = 2 * config.moe.top_k * 3 * config.moe.hidden_size * config.moe.intermediate_size
     per_token = experts + 2 * moe.router.weight.numel()
-    one = UserModel(moe, lambda *sizes: (torch.empty(*sizes, 64),))
-    # No gradient of the input, which is no parameter's: only the router's and the experts' inputs have one.
-    assert estimated(one).flops == 3 * tokens * per_token
+    sizes: dict[str, Any] = {"batch_size": 4, "sequence_length": LENGTH}
+    for requires_grad in (True, False):
+        make = lambda *shape, wanted=requires_grad: (torch.empty(*shape, 64, requires_grad=wanted),)  # noqa: E731
+        found = estimate(moe, ONE_RANK, "ep-as-dp", inputs=make, allow_unused=True, **sizes).flops
+        # Without a gradient of x, gate, up and router have no product for it.
+        gradients_of_x = 2 * moe.router.weight.numel() + experts * 2 // 3
+        assert found == tokens * (3 * per_token - (0 if requires_grad else gradients_of_x))
 
 
 class ReadsValues(nn.Module):
@@ -166,7 +170,7 @@ def test_what_cannot_be_measured_names_the_module_and_the_operator() -> None:
     inputs = {"inputs": lambda *sizes: (torch.empty(*sizes, 32), 8)}
     sizes: dict[str, Any] = {"batch_size": 4, "sequence_length": LENGTH}
     assert estimate(TakesMore(), ONE_RANK, "pure-fsdp", allow_unused=True, **sizes, **inputs).flops > 0
-    with pytest.raises(ValueError, match="inputs must return a tuple or a dict of arguments, got Tensor"):
+    with pytest.raises(ValueError, match="inputs must return a tuple or a dict of arguments, got FakeTensor"):
         estimate(TakesMore(), ONE_RANK, "pure-fsdp", inputs=lambda *sizes: torch.ones(1), **sizes)
 
 
