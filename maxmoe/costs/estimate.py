@@ -46,8 +46,8 @@ def estimate(
 
     The module runs a forward and a backward as the first rank of the mesh, in this process: its floating-point tensors
     have shapes and no values, its collectives communicate nothing. What is counted is therefore what a step does, for
-    any module, on the CPU. Of blocks that repeat, declared by `pipeline_parts` of `Declaration`, two of each kind run.
-    The results of an operator are counted, its work space is not.
+    any module, on the CPU. Of blocks that repeat, declared by `pipeline_parts` of `Declaration`, up to three of each
+    kind run. The results of an operator are counted, its work space is not.
 
     Gradients have the dtype of the parameters, master weights of narrower parameters and moments are float32, unless
     `state_dtypes` has other dtypes. All are in memory during the whole step. AdamW keeps two elements per parameter
