@@ -18,6 +18,7 @@ from maxmoe._torch.copies import copy_modules
 from maxmoe.costs.fake_rank import allocate, fake_rank
 from maxmoe.costs.measured import Measured, measuring
 from maxmoe.declaration import declaration_of
+from maxmoe.expert_load import StatsAccumulator
 from maxmoe.nn import MoE
 from maxmoe.nn.training_watch import TrainingWatch
 from maxmoe.optim.muon import Muon
@@ -180,6 +181,8 @@ def _on_fake_rank(model: nn.Module, options: StepOptions) -> Iterator[tuple[Mesh
             fully_shard_stage(stage, model, plan, reshards=not options.splits_backward)
         with fake_tensors:
             allocate(model)
+            if any(isinstance(each, MoE) and each.config.load_balance_scope == "step" for each in model.modules()):
+                StatsAccumulator(model)  # which such layers need; the model's own observes real calls
             yield mesh, stage if has_stages else model
 
 
