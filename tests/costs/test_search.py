@@ -148,7 +148,7 @@ def test_where_no_plan_fits_more_ranks_are_named() -> None:
     assert all(f"{plan.memory - 1_800_000} bytes" in str(raised.value) for plan in nearest)
     assert raised.value.num_ranks == 8 and search(model(), 8, DEVICE, **options).plans
     with pytest.raises(NoPlanFits):
-        search(model(), 8, DEVICE, **options)
+        search(model(), 4, DEVICE, **options)
     options |= {"rules": ["ep-as-dp"], "memory": 100_000}
     with pytest.raises(NoPlanFits, match="No plan was found that fits on more ranks") as raised:
         search(model(), 2, DEVICE, **options)
