@@ -1,8 +1,7 @@
 """Result of a search, as tables."""
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from maxmoe.costs.device import Device
 from maxmoe.costs.step_time import StepTime
@@ -82,7 +81,7 @@ class FoundPlan:
         return *choice, f"{self.seconds:.4g} s", share, f"{self.tokens_per_second:,.0f}", f"{self.mfu:.0%}"
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SearchResult:
     """Result of `search`. As a string, tables as wide as the terminal.
 
@@ -100,13 +99,13 @@ class SearchResult:
 
     world_size: int
     device: Device
-    plans: Sequence[FoundPlan] = ()
-    num_considered: int = 0
-    num_over_memory: int = 0
-    num_measured: int = 0
-    refused: list[str] = field(default_factory=list)
-    cannot_run: Counter[str] = field(default_factory=Counter)
-    is_complete: bool = True
+    plans: Sequence[FoundPlan]
+    num_considered: int
+    num_over_memory: int
+    num_measured: int
+    refused: Sequence[str]
+    cannot_run: Mapping[str, int]
+    is_complete: bool
 
     def __str__(self) -> str:
         plans = [PLANS, *((str(number), *plan.row()) for number, plan in enumerate(self.plans, start=1))]
