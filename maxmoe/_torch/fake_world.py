@@ -10,7 +10,6 @@ from unittest import mock
 
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from maxmoe._torch import process_group_named
 
@@ -63,6 +62,7 @@ def fake_world(num_ranks: int) -> Iterator[None]:
     Collectives return at once: a gather has this rank's values for every rank, other results are not written. Other
     threads must not communicate meanwhile; those that enter a fake world wait.
     """
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # loads the compiler
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
     with _lock:

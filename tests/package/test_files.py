@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from maxmoe import MoE, presets
-from maxmoe.costs import Device
 from maxmoe.expert_load import LoadHistory
 from maxmoe.files import replacing
 from maxmoe.nn import RoutingRecord
@@ -80,10 +79,9 @@ def interrupt(_descriptor: int) -> None:
     [
         lambda path: RoutingRecord({"moe": [torch.zeros(1, 2, 2)]}).save(path),
         lambda path: LoadHistory().write_csv(path),
-        lambda path: Device.load("cpu").save(path),
         write_layer,
     ],
-    ids=["record of routing", "history", "device", "checkpoint"],
+    ids=["record of routing", "history", "checkpoint"],
 )
 def test_every_writer_keeps_the_file_until_the_end(
     write: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

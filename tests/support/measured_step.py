@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,12 +70,13 @@ def measured_steps(
     num_chunks: int = 1,
     dtype: torch.dtype = torch.float64,
     make: Callable[[], Any] | None = None,
+    sums_losses: bool = True,
 ) -> list[MeasuredStep]:
     """Measure a step with balanced routing, by rank, of a decoder or of what `make` returns; results are cached."""
-    key = f"{layout} {config} {dispatch} {num_chunks} {dtype} {make}"
+    key = f"{layout} {config} {dispatch} {num_chunks} {dtype} {make} {sums_losses}"
     if key not in _measured:
         make = make or (lambda: decoder(config).to(dtype))
-        _measured[key] = run_ranks(_step, layout.world_size, layout, make, dispatch, num_chunks)
+        _measured[key] = run_ranks(_step, layout.world_size, layout, make, dispatch, num_chunks, sums_losses)
     return _measured[key]
 
 
@@ -97,7 +98,9 @@ def balanced_routing(model: torch.nn.Module, shape: torch.Size) -> RoutingRecord
     return RoutingRecord(calls)
 
 
-def _step(layout: MeshRules, make: Callable[[], Any], dispatch: Dispatch, num_chunks: int) -> MeasuredStep:
+def _step(
+    layout: MeshRules, make: Callable[[], Any], dispatch: Dispatch, num_chunks: int, sums_losses: bool
+) -> MeasuredStep:
     mesh = Mesh(layout.sizes)
     options: Any = {"dispatch": dispatch, "num_chunks": num_chunks, "allow_unused": True}
     model: Any = parallelize(make(), mesh, layout.rules, **options)
@@ -105,7 +108,8 @@ def _step(layout: MeshRules, make: Callable[[], Any], dispatch: Dispatch, num_ch
     tokens, targets = (whole[part].clone() for whole in batch())
     stored = {name: parameter.to_local() for name, parameter in model.named_parameters()}
     routing = balanced_routing(model, tokens.shape)
-    with replay_routing(model, routing), CountedCollectives(mesh) as counted:
+    sums = nullcontext() if sums_losses else without_sums_of_losses()
+    with sums, replay_routing(model, routing), CountedCollectives(mesh) as counted:
         with kept_tensors(stored.values()) as kept:
             result = loss(model(tokens), targets)
         kept_bytes = num_bytes(kept)
