@@ -1,4 +1,4 @@
-"""Published training speeds beside those of `maxmoe.costs`, as the table of docs/costs.md.
+"""Published training speeds beside the ranking of `maxmoe.costs`, as the table of docs/costs.md.
 
     python -m benchmarks.published_steps
 

@@ -20,7 +20,7 @@ LAYOUTS = [
 
 
 def traffic() -> str:
-    """Write the collectives of Muon and their bytes beside those of the whole step, in Markdown."""
+    """Write the collectives of Muon and their bytes beside the bytes of the whole step, in Markdown."""
     lines = [
         "| rules | mesh | collectives of Muon | sent by Muon | sent in a step | state of Muon |",
         "|---|---|---:|---:|---:|---:|",

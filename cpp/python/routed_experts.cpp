@@ -54,8 +54,8 @@ class RoutedExperts {
   RoutedExperts& operator=(const RoutedExperts&) = delete;
   ~RoutedExperts() = default;
 
-  // Other tensors may take the place of parameters from call to call, and modules the place of quantized ones. Nothing
-  // is returned if there is a matrix that is no tensor, or x has another dtype than the matrices, or another size.
+  // Other tensors may take the place of parameters from call to call, and modules the place of quantized ones. Returns
+  // nothing if a matrix is not a tensor, or x has another dtype than the matrices, or another size.
   std::optional<ops::Routed> operator()(const at::Tensor& x, const Table& router, const Table& router_buffers,
                                         const Table& experts, bool recompute) const {
     ops::RoutedExpertsArguments a = constants_;

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from maxmoe._torch import TorchDispatchMode, argument_names, process_group_named, tree_leaves
+from maxmoe._torch import TorchDispatchMode, argument_names, group_of_collective, tree_leaves
 
 KINDS = {
     "all-gather": r"all_?gather",
@@ -44,7 +44,7 @@ class SentBytes(TorchDispatchMode):
         if kind is not None:
             self.times[kind] += 1
             leaves = tree_leaves((args, result))
-            group = group_of(leaves)
+            group = group_of_collective(leaves)
             is_ragged = kind == "all-to-all"
             self.counts[kind] += (
                 sent_to_others(func, args, group) if is_ragged else on_a_ring(kind, leaves, group.size())
@@ -58,16 +58,6 @@ def kind_of(func: Callable[..., Any]) -> str | None:
     # Collectives inside an operator of maxmoe are not dispatched by torch.
     operators = r"(c10d\w*|maxmoe_dispatch)\.\w*"
     return next((kind for kind, pattern in KINDS.items() if re.search(operators + pattern, str(func))), None)
-
-
-def group_of(leaves: Sequence[Any]) -> dist.ProcessGroup:
-    """Return the process group of a collective. Functional collectives pass its name, the others the group itself."""
-    for leaf in leaves:
-        if isinstance(leaf, str) and leaf not in ("sum", "avg"):
-            return process_group_named(leaf)
-        if not isinstance(leaf, Tensor) and "ProcessGroup" in str(leaf):  # formatting a tensor is slow
-            return dist.ProcessGroup.unbox(leaf)
-    raise AssertionError("a collective without a group")
 
 
 def on_a_ring(kind: str, leaves: Sequence[Any], num_ranks: int) -> int:

@@ -231,7 +231,7 @@ def without_dispatch_modes() -> Iterator[None]:
 def shapes_apart_from_modes() -> Iterator[None]:
     """Let DTensor find out the shapes of results without the dispatch modes around it, which would see global tensors.
 
-    It runs operators on fake tensors within a lock, as a rule of none.
+    It runs operators on fake tensors under a lock of its class, which this context replaces.
     """
     from torch.distributed.tensor._sharding_prop import ShardingPropagator  # with DTensor, slow to import
 

@@ -13,8 +13,12 @@ import torch.distributed.distributed_c10d as c10d
 
 from maxmoe._torch import process_group_named
 
-# All groups of a process have their names in one table. These are names that torch gives to no group.
-_names = (f"fake {number}" for number in itertools.count())
+_numbers = itertools.count()
+
+
+def _new_name(*_: object, **__: object) -> str:
+    """Return a name that no group of the process has: all groups have their names in one table."""
+    return f"fake {next(_numbers)}"
 
 
 class _FakeWorld(c10d._World):
@@ -40,16 +44,14 @@ _worlds: dict[int, _FakeWorld] = {}
 
 
 def _world_of(num_ranks: int) -> _FakeWorld:
-    """Return the world of a number of ranks, or a new one if torch has forgotten its groups with all other ones."""
-    world = _worlds.get(num_ranks)
-    try:
-        if world is not None:
+    """Return the world of a number of ranks; a new one if `destroy_process_group` has unregistered all groups."""
+    world = _worlds.setdefault(num_ranks, _FakeWorld())
+    if world.default_pg is not None:
+        try:
             process_group_named(world.pg_names[world.default_pg])
-            return world
-    except (RuntimeError, KeyError):
-        pass
-    _worlds[num_ranks] = _FakeWorld()
-    return _worlds[num_ranks]
+        except RuntimeError:
+            world = _worlds[num_ranks] = _FakeWorld()
+    return world
 
 
 _lock = RLock()  # the world of torch is one of the process
@@ -72,7 +74,7 @@ def fake_world(num_ranks: int) -> Iterator[None]:
         try:
             with (
                 mock.patch.object(c10d, "_world", world),
-                mock.patch.object(c10d, "_process_group_name", side_effect=lambda *_, **__: next(_names)),
+                mock.patch.object(c10d, "_process_group_name", _new_name),
                 mock.patch.object(sys, "excepthook"),
             ):
                 if world.default_pg is None:

@@ -226,7 +226,7 @@ class Candidates:
         return state, messages
 
     def _add(self, messages: Counter[_Message], plan: Plan, kind: str, axes: tuple[str, ...], elements: int) -> None:
-        """Add messages with so many elements for each token."""
+        """Add messages that have a number of elements for each token."""
         num_bytes = self._step.batch_size * self._step.sequence_length * elements * self._item
         messages[_Message(kind, axes, plan.tokens.axes, is_weight=False)] += num_bytes
 

@@ -1,13 +1,16 @@
 """One rank of a mesh in this process, with tensors that have shapes and no values, except integers.
 
-Floating-point tensors are fake tensors. Integers and booleans are computed, so that ragged plans, row counts, splits
-and moves of experts are the ones of a real step. Where values would choose integers, as in a router, all experts get
-equally many tokens.
+Floating-point tensors are fake tensors. Integers and booleans are computed, so that a step has its real ragged plans,
+row counts, splits and moves of experts. Where values would choose integers, as in a router, all experts get equally
+many tokens.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +20,15 @@ from maxmoe._torch import (
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
-    buffer_table,
-    parameter_table,
     shapes_apart_from_modes,
     tree_leaves,
     tree_map,
     without_dispatch_modes,
     without_log_of_fake_tensors,
 )
+from maxmoe._torch.copies import replace_tensors
 from maxmoe._torch.fake_world import fake_world
+from maxmoe.ranks.named_collectives import CHECK_VARIABLE
 from maxmoe.sharding.mesh import Mesh
 
 # Dtypes of ids, counts and masks. The codes of quantized weights have narrower ones.
@@ -44,7 +47,8 @@ def fake_rank(sizes: dict[str, int], hot_share: float = 0.0) -> Iterator[tuple[M
         The mesh, and a context in which tensors are fake.
     """
     planned = Mesh.planned(sizes)
-    with fake_world(planned.num_ranks):
+    # There are no ranks that could run another collective.
+    with fake_world(planned.num_ranks), mock.patch.dict(os.environ, {CHECK_VARIABLE: "0"}):
         yield Mesh(planned.sizes), _fake_tensors(hot_share)
 
 
@@ -57,20 +61,10 @@ def _fake_tensors(hot_share: float) -> Iterator[None]:
 
 def allocate(module: nn.Module) -> None:
     """Replace the parameters and buffers of a module on the meta device by fake tensors, with gradients."""
-    made: dict[int, Any] = {}
-    for each in module.modules():
-        for table in (parameter_table(each), buffer_table(each)):
-            for name, tensor in table.items():
-                if tensor is None:
-                    continue
-                if id(tensor) not in made:
-                    # Zeros, because integers are computed.
-                    new = torch.zeros_like(tensor, device="cpu")
-                    if isinstance(tensor, nn.Parameter):
-                        new = nn.Parameter(new, requires_grad=tensor.requires_grad)
-                        new.grad = torch.zeros_like(new) if tensor.requires_grad else None
-                    made[id(tensor)] = new
-                table[name] = made[id(tensor)]
+    replace_tensors(module, partial(torch.zeros_like, device="cpu"))  # zeros, because integers are computed
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
 
 
 class _ComputedIntegers(TorchDispatchMode):  # type: ignore[no-untyped-call]

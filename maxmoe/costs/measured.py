@@ -1,6 +1,5 @@
 """What a step does, measured where torch dispatches its operators: collectives, saved tensors, memory and products."""
 
-import itertools
 import math
 import re
 import weakref
@@ -8,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -41,10 +40,11 @@ KINDS = {
     "all-to-all": r"all_?to_?all",
     "broadcast": r"broadcast",
 }
-# Operators whose arguments and results are no memory traffic.
+# Operators that read and write no memory.
 ALLOCATIONS = re.compile(r"aten\.(new_)?empty|aten\._unsafe_view|c10d|fsdp\.")
-# FSDP2 names nothing; all other collectives of a step are named.
-FSDP_GATHER, FSDP_REDUCTION, REDUCTION = "weights of FSDP2", "gradients of FSDP2", "gradients of weights"
+# Purposes of the collectives of parameters. FSDP2 names nothing; all other collectives of a step are named.
+GATHER, REDUCTION = "weights", "gradients of weights"
+FSDP_GATHER, FSDP_REDUCTION = "weights of FSDP2", "gradients of FSDP2"
 
 
 class Flow(NamedTuple):
@@ -121,9 +121,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.parts: defaultdict[str, Measured] = defaultdict(Measured)
         self._model = model
         self._parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        self._axes = {mesh.ranks_along(*axes): ", ".join(axes) for axes in _combinations(mesh.axes)}
+        self._axes_of = cache(partial(_axes, mesh))
         # The tensors are kept, so that no other storage gets the id of one.
-        self._stored = {storage_id(tensor): tensor for tensor in stored_tensors(model)}
+        self._stored = {storage_id(tensor): tensor for tensor in _stored_tensors(model)}
         self._sizes: dict[int, int] = {}  # bytes of all other storages
         self._live, self._block = 0, ""
         self._saved: dict[int, tuple[str, Tensor]] | None = {}
@@ -185,8 +185,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._block = ""
             for leaf in tree_leaves(output):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    # The backward of the block begins with the gradient of an output, and ends with that of the block
-                    # before, or with the end of the backward: what comes before the first block counts for it.
+                    # The backward of the block begins with the gradient of an output. It ends where the backward of the
+                    # block before begins; the backward of what comes before the first block counts for that block.
                     leaf.register_hook(lambda _gradient: setattr(self, "_block", name))  # type: ignore[no-untyped-call]
 
         # Around FSDP2, which gathers parameters in hooks of its own.
@@ -222,7 +222,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         group = group_of_collective(leaves)
         num_bytes = _exchanged(func, args, group) if kind == "all-to-all" else _on_a_ring(kind, leaves, group.size())
         purpose = f"{self._purpose(kind)}, {'backward' if is_backward_running() else 'forward'}"
-        flow = Flow(purpose, kind, self._axes.get(tuple(dist.get_process_group_ranks(group)), ""))
+        flow = Flow(purpose, kind, self._axes_of(tuple(dist.get_process_group_ranks(group))))
         self.parts[self._block].times[flow] += 1
         self.parts[self._block].sent[flow] += num_bytes
 
@@ -233,11 +233,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return FSDP_GATHER if kind == "all-gather" else FSDP_REDUCTION
         gradient = re.fullmatch(r"gradient of (.*?)( and \d+ others)?", name)
         if name.removesuffix(", again") in self._parameters:
-            return "weights"
+            return GATHER
         return REDUCTION if gradient and gradient[1] in self._parameters else name
 
 
-def stored_tensors(model: nn.Module) -> Iterator[Tensor]:
+def _stored_tensors(model: nn.Module) -> Iterator[Tensor]:
     """Yield the parameters of this rank with their gradients, and the buffers."""
     for tensor in (*model.parameters(), *model.buffers()):
         for each in (tensor, tensor.grad):
@@ -253,8 +253,10 @@ def _local(tensor: Tensor) -> Tensor:
         return local
 
 
-def _combinations(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    return itertools.chain.from_iterable(itertools.combinations(axes, count) for count in range(1, len(axes) + 1))
+def _axes(mesh: Mesh, ranks: Sequence[int]) -> str:
+    """Return the axes of a mesh along which the ranks of a group differ."""
+    places = [mesh.coordinates(rank) for rank in ranks]
+    return ", ".join(axis for axis in mesh.axes if len({place[axis] for place in places}) > 1)
 
 
 @cache

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from maxmoe.costs.measured import Flow, Measured, Work
+from maxmoe.costs.measured import FSDP_GATHER, FSDP_REDUCTION, GATHER, REDUCTION, Flow, Measured, Work
 from maxmoe.text_table import readable_bytes, report
 
 
@@ -120,9 +120,8 @@ def traffic_of(measured: Measured) -> tuple[Traffic, ...]:
     """Return the collectives of a step, sorted; what FSDP2 gathers and reduces are weights too."""
     times, sent = Counter[Flow](), Counter[Flow]()
     for flow in measured.times:
-        merged = flow._replace(
-            purpose=flow.purpose.replace(" of FSDP2", " of weights" if "grad" in flow.purpose else "")
-        )
+        purpose = flow.purpose.replace(FSDP_GATHER, GATHER).replace(FSDP_REDUCTION, REDUCTION)
+        merged = flow._replace(purpose=purpose)
         times[merged] += measured.times[flow]
         sent[merged] += measured.sent[flow]
     return tuple(Traffic(*flow, times[flow], sent[flow]) for flow in sorted(times) if times[flow])

@@ -12,8 +12,8 @@ from maxmoe.text_table import readable_bytes, report
 ERRORS = (-59, 66)  # percent, of the tokens per second of published runs: the table of docs/costs.md
 HEAD = (
     "A ranking by a model of time, not a promise: for seven published runs of other libraries it says from "
-    f"{-ERRORS[0]} % fewer to {ERRORS[1]} % more tokens per second (docs/costs.md). Memory and bytes are those of "
-    "`estimate`."
+    f"{-ERRORS[0]} % fewer to {ERRORS[1]} % more tokens per second (docs/costs.md). Memory and bytes are counted "
+    "as by `estimate`."
 )
 PLANS = ("plan", "rules", "mesh", "dispatch", "recomputed", "memory", "step", "exposed", "tokens/s of a rank", "MFU")
 

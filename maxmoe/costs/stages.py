@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from maxmoe.costs.measured import FSDP_GATHER, Flow, Measured
+from maxmoe.costs.measured import FSDP_GATHER, FSDP_REDUCTION, GATHER, Flow, Measured
 from maxmoe.costs.report import RankEstimate, traffic_of
 from maxmoe.costs.step import StepOptions, measure_muon, measure_step, part_kind
 from maxmoe.costs.stored import stored_memory
@@ -68,10 +68,10 @@ class _Stages:
             for number, (num_rows, count) in enumerate(self.num_rows.items()):
                 measured = self.measured(stage.index, num_rows)
                 total.add(measured, count)
-                for flow in filter(lambda flow: "FSDP2" in flow.purpose, measured.times):
+                for flow in filter(lambda flow: flow.purpose.startswith((FSDP_GATHER, FSDP_REDUCTION)), measured.times):
                     wanted = 0 if number else 1
                     if flow.purpose.startswith(FSDP_GATHER):
-                        wanted *= gathers[stage.index][flow.purpose.replace(FSDP_GATHER, "weights")]
+                        wanted *= gathers[stage.index][flow.purpose.replace(FSDP_GATHER, GATHER)]
                     for sums, one in ((total.times, measured.times), (total.sent, measured.sent)):
                         sums[flow] += one[flow] * (wanted - count)
             for other, what in ((stage.index + 1, "hidden states"), (stage.index - 1, "gradients")):

@@ -1,8 +1,8 @@
-"""A step of a model, or of one of its stages, measured on a fake rank with one block of each kind."""
+"""A step of a model, or of one of its stages, measured on a fake rank with up to three blocks of each kind."""
 
 import inspect
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from maxmoe._torch import buffer_table, parameter_table, reshaped, tree_leaves
-from maxmoe._torch.copies import copy_modules
+from maxmoe._torch import reshaped, tree_leaves
+from maxmoe._torch.copies import copy_modules, replace_tensors
 from maxmoe.costs.fake_rank import allocate, fake_rank
 from maxmoe.costs.measured import Measured, measuring
 from maxmoe.declaration import declaration_of
@@ -83,12 +83,16 @@ def measure_step(model: nn.Module, part: StagePart | None, options: StepOptions)
     total.add(found[""])
     for measured in of_block.values():
         total.add(measured)
-    # While a block runs, those before it hold what they have saved; while none does, all may.
+
+    def saved_before(name: str, blocks: Iterable[str]) -> int:
+        return sum(of_block[other].saved for other in blocks if int(other) < int(name))
+
+    # While a block runs, the blocks before it hold what they have saved: most if it is the last one of its kind. While
+    # none runs, all blocks may.
     last = {name: max(names, key=int) for names in kinds for name in names}
-    before = {name: sum(of_block[other].saved for other in of_block if int(other) < int(name)) for name in of_block}
-    in_run = {name: sum(of_block[other].saved for other in chosen if int(other) < int(name)) for name in chosen}
-    of_ends = found[""].peak + sum(each.saved for each in of_block.values()) - sum(of_block[n].saved for n in chosen)
-    total.peak = max([of_ends, *(of_block[name].peak - in_run[name] + before[last[name]] for name in chosen)])
+    not_run = sum(each.saved for each in of_block.values()) - sum(of_block[name].saved for name in chosen)
+    peaks = (of_block[name].peak + saved_before(last[name], of_block) - saved_before(name, chosen) for name in chosen)
+    total.peak = max([found[""].peak + not_run, *peaks])
     return total
 
 
@@ -134,7 +138,7 @@ def _measure_with(
     model: nn.Module, make_inputs: Inputs, options: StepOptions, blocks: Sequence[str]
 ) -> Mapping[str, Measured]:
     with warnings.catch_warnings(), _on_fake_rank(model, options) as (mesh, called):
-        warnings.simplefilter("ignore")  # of a real step, such as those of FSDP2
+        warnings.simplefilter("ignore")  # such as FSDP2's, which a real step repeats
         inputs = _checked_inputs(make_inputs(*options.tokens))
         positional, named = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
         with measuring(mesh, model) as recorder:
@@ -160,7 +164,7 @@ def measure_muon(model: nn.Module, options: StepOptions) -> Measured:
 
 @contextmanager
 def _on_fake_rank(model: nn.Module, options: StepOptions) -> Iterator[tuple[Mesh, nn.Module]]:
-    """Parallelize a model on the meta device in the context of a fake rank; yields the mesh, and what is to be called.
+    """Parallelize a model on the meta device in the context of a fake rank; yields the mesh, and the module to call.
 
     Without the checks of `maxmoe.parallelize`, whose plan has been made before, and which compare ranks.
     """
@@ -203,7 +207,7 @@ def _inputs(model: nn.Module, options: StepOptions) -> Iterator[Inputs]:
     """Yield functions that make arguments with which a model may be called, the most likely ones first."""
     like = options.hidden_states
     if like is not None:
-        # A stage gets hidden states that are no leaf, so that a block may modify them in place.
+        # Not a leaf, so that a block may modify the hidden states in place.
         empty = partial(torch.empty, like.shape, dtype=like.dtype, requires_grad=True)
         yield lambda *_: (reshaped(empty(), tuple(like.shape)),)
     elif options.inputs is not None:
@@ -240,17 +244,10 @@ def _checked_inputs(inputs: Arguments) -> Arguments:
 def _on_meta(module: nn.Module) -> nn.Module:
     """Copy a module in train mode; the copies of its tensors are on the meta device, and nothing observes it."""
     copied = copy_modules(module).train()
-    made: dict[int, Tensor] = {}
+    replace_tensors(copied, partial(torch.empty_like, device="meta"))
     for each in copied.modules():
         if isinstance(each, MoE):
             each.metrics_accumulator, each.training_watch = None, TrainingWatch()
-        for table in (parameter_table(each), buffer_table(each)):
-            for name, tensor in table.items():
-                if tensor is not None and id(tensor) not in made:
-                    new = torch.empty_like(tensor, device="meta")
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    made[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if is_parameter else new
-                table[name] = None if tensor is None else made[id(tensor)]
     return copied
 
 

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from maxmoe.costs.device import Device
-from maxmoe.costs.measured import Work
+from maxmoe.costs.measured import GATHER, REDUCTION, Work
 from maxmoe.costs.report import RankEstimate, Traffic
 from maxmoe.sharding.mesh import Mesh
 
-WEIGHTS = ("weights", "gradients of weights")  # purposes of the collectives that run beside products
+WEIGHTS = (GATHER, REDUCTION)  # purposes of the collectives that run beside products
 
 
 @dataclass(frozen=True)

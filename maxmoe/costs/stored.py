@@ -13,8 +13,8 @@ from maxmoe.parallel.plan.plan import Plan
 class StateDtypes:
     """Dtypes in which a rank stores gradients, master weights and moments.
 
-    By default those of mixed-precision training. An optimizer of torch that is given bfloat16 parameters keeps moments
-    of the same dtype, and no master weights::
+    The defaults are the dtypes of mixed-precision training. An optimizer of torch that is given bfloat16 parameters
+    keeps moments of the same dtype, and no master weights::
 
         StateDtypes(master=torch.bfloat16, moments=torch.bfloat16)
 

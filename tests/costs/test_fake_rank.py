@@ -2,12 +2,14 @@
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from maxmoe.costs import estimate
 from maxmoe.parallel import parallelize
+from maxmoe.ranks.named_collectives import CHECK_VARIABLE
 from maxmoe.sharding import Mesh
 from support.parallel_decoder import BATCH, LENGTH, decoder
 from support.run_ranks import run_ranks
@@ -34,9 +36,16 @@ def test_tensors_of_a_real_mesh_are_not_on_the_fake_one() -> None:
 
 
 def test_a_step_is_measured_again_after_the_process_groups_have_been_destroyed() -> None:
-    """torch then unregisters all groups, also those of fake worlds."""
+    """torch then unregisters all groups, also the groups of fake worlds."""
     step = {"batch_size": BATCH, "sequence_length": LENGTH}
     before = estimate(decoder(), Mesh.planned({"expert": 4}), "ep-as-dp", **step)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     dist.destroy_process_group()
     assert estimate(decoder(), Mesh.planned({"expert": 4}), "ep-as-dp", **step) == before
+
+
+def test_collectives_are_not_compared_with_ranks_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = {"batch_size": BATCH, "sequence_length": LENGTH}
+    expected = estimate(decoder(), Mesh.planned({"expert": 4}), "ep-as-dp", **step)
+    monkeypatch.setenv(CHECK_VARIABLE, "1")
+    assert estimate(decoder(), Mesh.planned({"expert": 4}), "ep-as-dp", **step) == expected

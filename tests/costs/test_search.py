@@ -201,7 +201,7 @@ def interrupting(real: Callable[..., Any], limit: int) -> Callable[..., Any]:
 
 
 def test_an_interrupted_search_has_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first step is that of one rank."""
+    """A search first measures a step on one rank."""
     monkeypatch.setenv("COLUMNS", "1000")
     for limit in (1, 3):
         monkeypatch.setattr(SEARCH, "estimate", interrupting(estimate, limit))

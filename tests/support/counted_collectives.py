@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dispatching.sent_bytes import group_of, kind_of, on_a_ring
+from dispatching.sent_bytes import kind_of, on_a_ring
+from maxmoe._torch import group_of_collective
 from maxmoe.sharding import Mesh
 
 
@@ -37,7 +38,7 @@ class CountedCollectives(TorchDispatchMode):
         kind = kind_of(func)
         if kind is not None:
             leaves = tree_leaves((args, result))
-            group = group_of(leaves)
+            group = group_of_collective(leaves)
             counted = self.counts[kind, self.axis_of[tuple(dist.get_process_group_ranks(group))]]
             counted[0] += 1
             counted[1] += _exchanged(args, group) if kind == "all-to-all" else on_a_ring(kind, leaves, group.size())
