@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -27,7 +27,7 @@ class OneOperator:
     A layer keeps it until its config, its runner or one of the two modules is replaced.
     """
 
-    def __init__(self, config: MoEConfig, runner: ExpertRunner, router: Any, experts: Any) -> None:
+    def __init__(self, config: MoEConfig, runner: ExpertRunner, router: Router, experts: Experts) -> None:
         self._parts = config, runner, router, experts
         self.has_others = config.num_shared_experts > 0 or config.has_zero_computation_outputs
         self._fits_layer = (
@@ -43,10 +43,6 @@ class OneOperator:
             # and makes one plan for experts that are all in this process and get the tokens themselves.
             and runner == _runner_of_one_process(config.num_experts)
             and config.latent_size is None
-            and type(router) is Router
-            and type(experts) is Experts
-            # It has no argument for functions.
-            and type(experts.activation) is str
         )
         if not self._fits_layer:
             return
@@ -70,18 +66,15 @@ class OneOperator:
     @classmethod
     def of(cls, layer: MoE) -> OneOperator | None:
         """Return the operator of a layer whose modules would now run their own forward and nothing else."""
-        kept, children = layer.one_operator, child_table(layer)
+        children = child_table(layer)
         router, experts = children.get("router"), children.get("experts")
+        # The operator has no argument for an activation that is a function.
+        if type(router) is not Router or type(experts) is not Experts or type(experts.activation) is not str:
+            return None
+        kept = layer.one_operator
         if kept is None or kept._parts != (layer.config, layer.runner, router, experts):
             kept = layer.one_operator = cls(layer.config, layer.runner, router, experts)
-        can_run = (
-            kept._fits_layer
-            and type(router) is Router
-            and type(experts) is Experts
-            and type(experts.activation) is str
-            and _C.are_false(kept._others)
-        )
-        return kept if can_run else None
+        return kept if kept._fits_layer and _C.are_false(kept._others) else None
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Routing, Tensor] | None:
         """Return the outputs ``(..., D)`` for tokens x, their routing, and the number ``()`` of dropped slots.
