@@ -8,6 +8,7 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+from maxmoe.components import ExpertNorms, SiTU, ZeroComputation
 from maxmoe.config import MoEConfig
 
 if TYPE_CHECKING:
@@ -48,13 +49,16 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 __all__ = [
+    "ExpertNorms",
     "MoE",
     "MoEConfig",
     "MoEFeedForward",
     "MoEOutput",
     "MoEStats",
+    "SiTU",
     "StatsAccumulator",
     "StepStats",
+    "ZeroComputation",
     "__version__",
     "build_info",
     "empty_cache",

@@ -2,16 +2,14 @@
 
 import warnings
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, Literal, get_args, get_origin
 
 from maxmoe.checks.fields import check_bool, check_int, check_number, refuse_unknown_fields
+from maxmoe.components import PLAIN, Activation, ActivationRule, Component, ExpertNorms, RouterRule, ZeroComputation
 
 ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus", "identity"]
-GroupScore = Literal["top2", "max"]
-Selection = Literal["scores", "logits"]
-OtherGroups = Literal["excluded", "zero"]
 Normalization = Literal["none", "sum", "softmax"]
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swigluoai", "situ"]
 LimitTarget = Literal["input", "output"]
 WeightsTarget = Literal["output", "input"]
 RouterKind = Literal["learned", "random"]
@@ -19,10 +17,32 @@ LoadBalanceScope = Literal["sequence", "batch", "step"]
 CorrectionBiasRule = Literal["sign", "quantile"]
 Implementation = Literal["sparse", "dense"]
 
-NEED_GATE: tuple[Activation, ...] = ("swigluoai", "situ")  # activations that also apply a function to up
+# Fields of earlier versions: the value with no effect, and where another value is now.
+_MOVED: dict[str, tuple[object, str]] = {
+    "latent_in_norm": (False, "expert_norms=ExpertNorms(latent_in=True)"),
+    "latent_out_norm": (False, "expert_norms=ExpertNorms(latent_out=True)"),
+    "expert_norm": (False, "expert_norms=ExpertNorms(output=True)"),
+    "norm_eps": (1e-5, "expert_norms=ExpertNorms(eps=...)"),
+    "expert_norm_eps": (1e-8, "expert_norms=ExpertNorms(output_eps=...)"),
+    "num_zero_experts": (0, "zero_computation=ZeroComputation(zero=...)"),
+    "num_copy_experts": (0, "zero_computation=ZeroComputation(copy=...)"),
+    "num_constant_experts": (0, "zero_computation=ZeroComputation(constant=...)"),
+    "logit_scale": (1.0, "router=ScaledLogits(scale=...)"),
+    "router_scale": (False, "router=SharedExpertScores(scale=True)"),
+    "shared_expert_scores": (False, "router=SharedExpertScores()"),
+    "router_hidden_size": (None, "router=RouterMLP(hidden_size=...)"),
+    "router_takes_state": (False, "router=RouterMLP(takes_state=True)"),
+    "group_score": ("top2", "router=Selection(group_score='max')"),
+    "other_groups": ("excluded", "router=Selection(other_groups='zero')"),
+    "selection": ("scores", "router=Selection(by='logits')"),
+    "activation_limit_target": ("input", "activation=LimitedOutput(...)"),
+    "shared_activation_limit": ("same", "activation=LimitedOutput(shared_limit=...)"),
+    "gate_softcap": (None, "activation=SiTU(gate_softcap=...)"),
+    "up_softcap": (None, "activation=SiTU(up_softcap=...)"),
+}
 
 
-@refuse_unknown_fields
+@partial(refuse_unknown_fields, moved=_MOVED)
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
     """Sizes, routing, experts, losses and compute of a `maxmoe.MoE` layer.
@@ -35,52 +55,30 @@ class MoEConfig:
         latent_size: width of the rows that the routed experts read and write, between two projections that they share,
             as in Nemotron 3; None for hidden_size, without projections. Router, shared, copy and constant experts take
             the tokens themselves.
-        latent_in_norm: normalize the rows after the projection in, as in Muse Spark; see `maxmoe.nn.LatentNorm`.
-        latent_out_norm: normalize the sum over the experts before the projection out, as in Kimi K3.
-        num_zero_experts: further experts that the router selects from, whose output is zero. See
-            `maxmoe.nn.ZeroComputationExperts`.
-        num_copy_experts: further experts whose output is their input, as in LongCat-Flash and MoE++.
-        num_constant_experts: further experts whose output is a mixture of their input and a trained vector, as in
-            MoE++.
+        zero_computation: further experts that the router selects from and that compute no matrix product, as in
+            LongCat-Flash and MoE++; see `maxmoe.ZeroComputation`.
+        expert_norms: norms around the routed experts, as in Muse Spark and Kimi K3; see `maxmoe.ExpertNorms`.
         score_function: function of the logits that gives the scores; "identity" for the logits themselves.
         router_bias: add a trained bias to the logits.
-        logit_scale: factor of the logits.
-        router_scale: multiply the routing weights by a trained number.
-        router_hidden_size: R, width of a router with hidden layers, as in ZAYA, whose state of this width the layer
-            returns for the next layer; None for a linear router. See `maxmoe.nn.RouterMLP`.
-        router_takes_state: add the state of the layer before, the argument `router_state`, to the state of the router.
         score_correction_bias: add a bias to the scores for the selection only, updated after each optimizer step by
             `StatsAccumulator.update` or `MoE.update_correction_bias`.
         num_groups: number of groups of equal size that the experts form; 1 with zero, copy or constant experts.
         top_k_groups: number of groups with the best scores from which the experts of a token are selected.
-        group_score: score of a group: the sum of its two best scores, "top2", or its best score, "max".
-        other_groups: what becomes of the experts of all other groups: they are "excluded", or selected with a score of
-            "zero", bias included, if fewer than K experts of the best groups have a higher one, as in A.X-K2.
-        selection: whether experts are selected by their "scores" or by their "logits", as in Kolibri; the correction
-            bias is added to either.
         normalization: normalization of the K selected scores: "none", "sum" (divide by their sum) or "softmax". With
             top_k=1, "sum" and "softmax" make the weight constant, so that only auxiliary losses train the router; a
             warning is issued.
         routed_scaling_factor: factor of the routing weights.
         apply_weights_to: whether the routing weights scale the "output" or the "input" of the experts.
-        router: "learned", or "random" (uniform and balanced, for tests and benchmarks).
-        activation: activation function of routed and shared experts. See `maxmoe.ops.expert_ffn` for the formulas of
-            "swigluoai" and "situ", which take a gate.
+        router: "learned"; "random" (uniform and balanced, for tests and benchmarks); or the rule of a family, such as
+            `maxmoe.nn.Selection`.
+        activation: activation function of routed and shared experts, a name or a rule with numbers of its own, such as
+            `maxmoe.SiTU`. See `maxmoe.ops.expert_ffn` for the formula of "swigluoai", which takes a gate.
         gated: compute activation(gate) * up; otherwise activation(up).
-        activation_limit: limit to which the gate is clipped from above and up on both sides; None for no clipping.
-        activation_limit_target: clip the "input" of the activation function, the gate, as DeepSeek-V4 does, or its
-            "output", as Step-3.7 does.
-        shared_activation_limit: limit of the shared experts: the "same", another one, or None for no clipping.
-        gate_softcap: with activation "situ" only, which needs it: bound of the linear factor of the gate.
-        up_softcap: with activation "situ" only, which needs it: bound of up.
+        activation_limit: limit to which the gate is clipped from above and up on both sides, before the activation;
+            None for no clipping.
         expert_bias: add biases to the three projections of the routed experts.
-        expert_norm: normalize the output of each expert before it is weighted, as in Muse Spark; all share the norm.
-        norm_eps: epsilon of the latent norms, and of the norm of a router with hidden layers.
-        expert_norm_eps: epsilon of the norm of the outputs.
         num_shared_experts: n, for one dense expert of width n * F that computes all tokens.
         shared_expert_gate: scale the output of the shared expert by sigmoid(x . w), as Qwen2-MoE does.
-        shared_expert_scores: make n shared experts of width F, which further rows of the router score. Their weights
-            are normalized together with the weights of the selected experts, as in Inkling.
         load_balance_loss_weight: weight of the auxiliary balance loss, 0 for none.
         load_balance_scope: compute the balance loss per "sequence", over the whole "batch", or with the load of the
             optimizer "step" so far, which `maxmoe.StatsAccumulator` counts.
@@ -110,43 +108,25 @@ class MoEConfig:
     num_experts: int
     top_k: int
     latent_size: int | None = None
-    latent_in_norm: bool = False
-    latent_out_norm: bool = False
-    num_zero_experts: int = 0
-    num_copy_experts: int = 0
-    num_constant_experts: int = 0
+    zero_computation: ZeroComputation | None = None
+    expert_norms: ExpertNorms | None = None
 
     score_function: ScoreFunction = "softmax"
     router_bias: bool = False
-    logit_scale: float = 1.0
-    router_scale: bool = False
-    router_hidden_size: int | None = None
-    router_takes_state: bool = False
     score_correction_bias: bool = False
     num_groups: int = 1
     top_k_groups: int = 1
-    group_score: GroupScore = "top2"
-    other_groups: OtherGroups = "excluded"
-    selection: Selection = "scores"
     normalization: Normalization = "sum"
     routed_scaling_factor: float = 1.0
     apply_weights_to: WeightsTarget = "output"
-    router: RouterKind = "learned"
+    router: RouterKind | RouterRule = "learned"
 
-    activation: Activation = "silu"
+    activation: Activation | ActivationRule = "silu"
     gated: bool = True
     activation_limit: float | None = None
-    activation_limit_target: LimitTarget = "input"
-    shared_activation_limit: float | Literal["same"] | None = "same"
-    gate_softcap: float | None = None
-    up_softcap: float | None = None
     expert_bias: bool = False
-    expert_norm: bool = False
-    norm_eps: float = 1e-5
-    expert_norm_eps: float = 1e-8
     num_shared_experts: int = 0
     shared_expert_gate: bool = False
-    shared_expert_scores: bool = False
 
     load_balance_loss_weight: float = 0.0
     load_balance_scope: LoadBalanceScope = "sequence"
@@ -159,13 +139,14 @@ class MoEConfig:
     buffer_factor: float | None = None
 
     def __post_init__(self) -> None:
-        self._check_sizes()
         self._check_choices()
+        self._check_sizes()
         self._check_groups()
         self._check_activation()
-        self._check_experts()
         self._check_limits()
         self._check_balancing()
+        for part in self._components():
+            part.check(self)
         self._warn_of_constant_weights()
 
     @property
@@ -179,70 +160,94 @@ class MoEConfig:
 
         Expert ids are in this order.
         """
-        return self.num_experts + self.num_zero_experts + self.num_copy_experts + self.num_constant_experts
+        return self.num_experts + (0 if self.zero_computation is None else self.zero_computation.count)
 
     @property
-    def scores_other_groups(self) -> bool:
-        """Whether experts outside of the best groups are selected as well, with a score of zero."""
-        return self.other_groups == "zero" and self.top_k_groups < self.num_groups
+    def router_rule(self) -> RouterRule:
+        """Rule of the router; one that changes nothing unless `router` has another one."""
+        return self.router if isinstance(self.router, RouterRule) else PLAIN
 
     @property
     def activation_arguments(self) -> dict[str, Any]:
         """Arguments of `maxmoe.ops.expert_ffn` for the activation, in the order of its signature."""
-        return self._activation_arguments(self.activation_limit)
+        return self._activation_arguments(of_shared=False)
 
     @property
     def shared_activation_arguments(self) -> dict[str, Any]:
         """As `activation_arguments`, for the shared experts."""
-        limit = self.shared_activation_limit
-        return self._activation_arguments(self.activation_limit if limit == "same" else limit)
+        return self._activation_arguments(of_shared=True)
 
-    def _activation_arguments(self, limit: float | None) -> dict[str, Any]:
-        return {
-            "activation": self.activation,
-            "limit": limit,
-            "limit_target": "input" if limit is None else self.activation_limit_target,
-            "gate_softcap": self.gate_softcap,
-            "up_softcap": self.up_softcap,
-        }
+    def _activation_arguments(self, *, of_shared: bool) -> dict[str, Any]:
+        given: dict[str, Any] = {"activation": self.activation, "limit": self.activation_limit}
+        if isinstance(self.activation, ActivationRule):
+            given = self.activation.arguments(self, of_shared=of_shared)
+        defaults = {"activation": "", "limit": None, "limit_target": "input", "gate_softcap": None, "up_softcap": None}
+        return defaults | given
 
     @property
     def has_zero_computation_outputs(self) -> bool:
         """Whether there are experts that compute no matrix product and whose output is not zero."""
-        return self.num_copy_experts + self.num_constant_experts > 0
+        return self.zero_computation is not None and self.zero_computation.has_outputs
 
     def num_balanced_rows(self, num_slots: int) -> int:
         """Return how many of `num_slots` slots the experts compute if every selectable expert gets equally many."""
         return num_slots * self.num_experts // self.num_selectable_experts
 
-    def _check_sizes(self) -> None:
-        for name in ("hidden_size", "intermediate_size", "num_experts", "top_k", "num_groups", "top_k_groups"):
-            check_int(name, getattr(self, name), at_least=1)
-        for name in ("num_zero_experts", "num_copy_experts", "num_constant_experts", "num_shared_experts"):
-            check_int(name, getattr(self, name), at_least=0)
-        for name in ("latent_size", "router_hidden_size"):
-            if getattr(self, name) is not None:
-                check_int(name, getattr(self, name), at_least=1)
-        if self.top_k > self.num_selectable_experts:
-            raise ValueError(f"top_k ({self.top_k}) must not exceed {self._selectable}")
+    def require(self, reason: str, **wanted: object) -> None:
+        """Raise a ValueError unless fields have the wanted values, which `reason` needs."""
+        for name, value in wanted.items():
+            if (got := getattr(self, name)) != value:
+                raise ValueError(f"{reason} needs {name}={value!r}, got {got!r}")
+
+    def _components(self) -> list[Component]:
+        """Return the components of the config; components of a saved config, which are dicts, are made first."""
+        kinds: dict[str, type[Component]] = {
+            "zero_computation": ZeroComputation,
+            "expert_norms": ExpertNorms,
+            "router": RouterRule,
+            "activation": ActivationRule,
+        }
+        found = []
+        for name, kind in kinds.items():
+            value = getattr(self, name)
+            if isinstance(value, str) or (value is None and not issubclass(kind, RouterRule | ActivationRule)):
+                continue
+            found.append(kind.of(name, value))
+            object.__setattr__(self, name, found[-1])
+        return found
 
     def _check_choices(self) -> None:
+        self._components()
         for each in fields(self):
             value, choices = getattr(self, each.name), get_args(each.type)
             if each.type is bool:
                 check_bool(each.name, value)
-            elif get_origin(each.type) is Literal and (not isinstance(value, str) or value not in choices):
+                continue
+            if each.name in ("router", "activation"):  # a name or a component
+                if not isinstance(value, str):
+                    continue
+                choices = get_args(choices[0])
+            elif get_origin(each.type) is not Literal:
+                continue
+            if not isinstance(value, str) or value not in choices:
                 raise ValueError(f"{each.name} must be one of {choices}, got {value!r}")
+
+    def _check_sizes(self) -> None:
+        for name in ("hidden_size", "intermediate_size", "num_experts", "top_k", "num_groups", "top_k_groups"):
+            check_int(name, getattr(self, name), at_least=1)
+        check_int("num_shared_experts", self.num_shared_experts, at_least=0)
+        if self.latent_size is not None:
+            check_int("latent_size", self.latent_size, at_least=1)
+        if self.top_k > self.num_selectable_experts:
+            raise ValueError(f"top_k ({self.top_k}) must not exceed {self._selectable}")
 
     @property
     def _selectable(self) -> str:
-        """The number of experts that the router selects from, for messages, with the fields that add up to it."""
-        names = ("num_experts", "num_zero_experts", "num_copy_experts", "num_constant_experts")
-        return " + ".join(f"{name} ({getattr(self, name)})" for name in names if getattr(self, name))
+        """The number of experts that the router selects from, for messages, with what adds up to it."""
+        others = "" if self.zero_computation is None else f" + {self.zero_computation}"
+        return f"num_experts ({self.num_experts}){others}"
 
     def _check_groups(self) -> None:
-        if self.num_groups > 1 and self.num_selectable_experts > self.num_experts:
-            raise ValueError(f"num_groups ({self.num_groups}) must be 1 with {self._selectable}")
         if self.num_experts % self.num_groups:
             raise ValueError(f"num_groups ({self.num_groups}) must divide num_experts ({self.num_experts})")
         if self.top_k_groups > self.num_groups:
@@ -255,53 +260,18 @@ class MoEConfig:
             )
 
     def _check_activation(self) -> None:
-        if self.activation in NEED_GATE:
-            self._require(f"activation={self.activation!r}", gated=True)
-        for name, no_limit in (("activation_limit", None), ("shared_activation_limit", "same")):
-            limit = getattr(self, name)
-            if limit is None or (isinstance(limit, str) and limit == no_limit):
-                continue
-            check_number(name, limit, above=0)
-            self._require(f"{name} ({limit})", gated=True)
-            if self.activation == "situ":  # which has softcaps
-                self._require("activation='situ'", **{name: no_limit})
-        if self.shared_activation_limit != "same" and self.num_shared_experts == 0:
-            raise ValueError(
-                f"shared_activation_limit ({self.shared_activation_limit}) needs num_shared_experts >= 1, got 0"
-            )
-        for name in ("gate_softcap", "up_softcap"):
-            softcap = getattr(self, name)
-            if softcap is not None:
-                check_number(name, softcap, above=0)
-            if (softcap is not None) != (self.activation == "situ"):
-                needed = "a number" if self.activation == "situ" else "None"
-                raise ValueError(f"{name} must be {needed} with activation {self.activation!r}, got {softcap}")
-
-    def _check_experts(self) -> None:
-        for name in ("latent_in_norm", "latent_out_norm"):
-            if getattr(self, name) and self.latent_size is None:
-                raise ValueError(f"{name}=True needs a latent_size, got None")
-        if self.router_takes_state and self.router_hidden_size is None:
-            raise ValueError("router_takes_state=True needs a router_hidden_size, got None")
-        for name in ("shared_expert_gate", "shared_expert_scores"):
-            if getattr(self, name) and self.num_shared_experts == 0:
-                raise ValueError(f"{name}=True needs num_shared_experts >= 1, got 0")
-        if self.expert_norm:
-            self._require("expert_norm=True", apply_weights_to="output")
-        if self.num_constant_experts:
-            self._require(f"num_constant_experts ({self.num_constant_experts})", apply_weights_to="output")
-        if self.shared_expert_scores:
-            self._require(
-                "shared_expert_scores=True",
-                score_function="sigmoid",
-                normalization="sum",
-                apply_weights_to="output",
-                shared_expert_gate=False,
-            )
+        if self.activation == "situ":
+            raise ValueError("activation 'situ' must have softcaps: give maxmoe.SiTU(gate_softcap=..., up_softcap=...)")
+        if self.activation == "swigluoai":
+            self.require("activation='swigluoai'", gated=True)
+        if self.activation_limit is not None:
+            check_number("activation_limit", self.activation_limit, above=0)
+            self.require(f"activation_limit ({self.activation_limit})", gated=True)
+        if self.shared_expert_gate and self.num_shared_experts == 0:
+            raise ValueError("shared_expert_gate=True needs num_shared_experts >= 1, got 0")
 
     def _check_limits(self) -> None:
-        for name in ("logit_scale", "routed_scaling_factor", "norm_eps", "expert_norm_eps"):
-            check_number(name, getattr(self, name), above=0)
+        check_number("routed_scaling_factor", self.routed_scaling_factor, above=0)
         for name in ("load_balance_loss_weight", "router_z_loss_weight", "correction_bias_update_rate"):
             check_number(name, getattr(self, name), at_least=0)
         for name, implementation in (("capacity_factor", "dense"), ("buffer_factor", "sparse")):
@@ -311,16 +281,18 @@ class MoEConfig:
             check_number(name, value, above=0)
             if value > self.num_selectable_experts:
                 raise ValueError(f"{name} ({value}) must not exceed {self._selectable}, which leaves out no slot")
-            self._require(f"{name} ({value})", implementation=implementation)
+            self.require(f"{name} ({value})", implementation=implementation)
 
     def _check_balancing(self) -> None:
         if self.correction_bias_update_rate:
             rate = f"correction_bias_update_rate ({self.correction_bias_update_rate})"
-            self._require(rate, score_correction_bias=True)
+            self.require(rate, score_correction_bias=True)
         if self.correction_bias_rule != "quantile":
             return
         rule = "correction_bias_rule='quantile'"
-        self._require(rule, score_correction_bias=True, num_groups=1, selection="scores")
+        self.require(rule, score_correction_bias=True, num_groups=1)
+        if not self.router_rule.selects_by_scores:
+            raise ValueError(f"{rule} needs a router that selects by scores, got router={self.router}")
         if self.score_function not in ("sigmoid", "softmax"):
             raise ValueError(
                 f"{rule} needs scores in [0, 1], score_function='sigmoid' or 'softmax', got {self.score_function!r}"
@@ -332,16 +304,10 @@ class MoEConfig:
         if self.correction_bias_update_rate > 1:
             raise ValueError(f"{rule} needs correction_bias_update_rate <= 1, got {self.correction_bias_update_rate}")
 
-    def _require(self, reason: str, **wanted: object) -> None:
-        """Raise unless fields have the wanted values, which `reason` needs."""
-        for name, value in wanted.items():
-            if (got := getattr(self, name)) != value:
-                raise ValueError(f"{reason} needs {name}={value!r}, got {got!r}")
-
     def _warn_of_constant_weights(self) -> None:
         # No warning with one expert, for which there is nothing to route, or with the random router.
-        is_constant = self.normalization != "none" and not self.shared_expert_scores
-        if self.top_k == 1 < self.num_selectable_experts and is_constant and self.router == "learned":
+        is_constant = self.normalization != "none" and not self.router_rule.scores_shared_experts
+        if self.top_k == 1 < self.num_selectable_experts and is_constant and self.router != "random":
             warnings.warn(
                 f"top_k=1 with normalization={self.normalization!r} makes every routing weight constant, so that the "
                 "router gets no gradient from the output of the layer: set normalization='none'",

@@ -4,22 +4,32 @@ import difflib
 import functools
 import inspect
 import math
-from collections.abc import Iterable
-from typing import TypeVar
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
 
 FLOAT32_MAX = 2.0**128 - 2.0**104
 
 Config = TypeVar("Config")
 
 
-def refuse_unknown_fields(cls: type[Config]) -> type[Config]:
-    """Decorate a dataclass so that an unknown keyword raises a TypeError with the most similar fields."""
+def refuse_unknown_fields(cls: type[Config], moved: Mapping[str, tuple[object, str]] | None = None) -> type[Config]:
+    """Decorate a dataclass so that an unknown keyword raises a TypeError with the most similar fields.
+
+    `moved` has fields of earlier versions: their value without effect, which is left out, so that saved configs are
+    read, and how another value is given now, for the message of a ValueError.
+    """
     initialize, names = cls.__init__, inspect.signature(cls).parameters
+    earlier = moved or {}
 
     @functools.wraps(initialize)
     def checked(self: Config, *args: object, **values: object) -> None:
-        for name in values:
-            if name not in names:
+        for name in [*values]:
+            if name in earlier:
+                (without_effect, now), value = earlier[name], values.pop(name)
+                if value != without_effect:
+                    raise ValueError(f"{cls.__name__} has no field {name!r} ({value!r}) any more: give {now}")
+            elif name not in names:
                 raise TypeError(f"{cls.__name__} has no field {name!r}{nearest(name, names)}")
         initialize(self, *args, **values)
 
@@ -48,6 +58,15 @@ def check_bool(name: str, value: object) -> None:
     """Raise unless `value` is a bool."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, got {value!r}")
+
+
+def check_choices(config: Any, *names: str) -> None:
+    """Raise unless each of the fields has one of the values of its Literal."""
+    types = typing.get_type_hints(type(config))
+    for name in names:
+        value, choices = getattr(config, name), typing.get_args(types[name])
+        if not isinstance(value, str) or value not in choices:
+            raise ValueError(f"{name} must be one of {choices}, got {value!r}")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

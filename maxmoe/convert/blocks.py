@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from maxmoe.checks.whole_tensors import check_whole
 from maxmoe.config import MoEConfig
-from maxmoe.presets.configs import attribute_at, converted, family_of
 from maxmoe.presets.family import Family
 from maxmoe.presets.layouts import Held, check_tensors
 from maxmoe.quantization import QuantizedStack, on_meta, put_stack, state_with_stacks
@@ -33,12 +32,16 @@ _OTHER_FIELDS = (*TRAINING_FIELDS, "router", "implementation", "capacity_factor"
 def config_of_block(block: nn.Module) -> MoEConfig:
     """Return the config of the layer that computes the same as a sparse block of a transformers model."""
     family = family_of_block(block)
-    of_layer = {name: field.convert(attribute_at(block, field.of_block)) for name, field in family.layer_fields.items()}
-    return converted(_source(block), of_layer)
+    from maxmoe.presets.configs import converted
+
+    source = _source(block)
+    return converted(source, {name: field.of_block(source, block) for name, field in family.layer_fields.items()})
 
 
 def family_of_block(block: nn.Module) -> Family:
     """Return the family of a sparse block of a transformers model."""
+    from maxmoe.presets.configs import family_of
+
     return family_of(_source(block))
 
 
@@ -57,7 +60,8 @@ def check_block(config: MoEConfig, block: nn.Module) -> None:
     """Raise unless a layer with this config and a block compute the same function of the same weights."""
     wanted = config_of_block(block)
     family_of_block(block).check_convertible()
-    for name in (field.name for field in dataclasses.fields(MoEConfig) if field.name not in _OTHER_FIELDS):
+    compared = (field.name for field in dataclasses.fields(MoEConfig) if field.name not in _OTHER_FIELDS)
+    for name in (*compared, "router_rule"):
         if getattr(config, name) != getattr(wanted, name):
             raise ValueError(
                 f"{name} of the layer must be {getattr(wanted, name)!r} as in the block's config, "

@@ -278,7 +278,7 @@ def _check_layer(path: str, layer: MoE) -> None:
     """Raise unless a layer has a `Router` and `Experts` of this library, in one process, without adapters."""
     check_whole("surgery", layer.state_dict(), prefix=f"{path}.")
     for name, module, kind in (("router", layer.router, Router), ("experts", layer.experts, Experts)):
-        if type(module) is not kind:
+        if not isinstance(module, kind) or type(module).forward is not kind.forward:
             raise ValueError(
                 f"{path}.{name} must be a maxmoe.nn.{kind.__name__}, got {type(module).__name__}: adapters must be "
                 "merged or removed before, and surgery knows no other router"

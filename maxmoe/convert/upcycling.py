@@ -119,11 +119,13 @@ def _num_slices(config: MoEConfig, width: int, biases: Collection[str]) -> int:
     for name, wanted, reason in (
         ("apply_weights_to", "output", "the output of an expert is not linear in its input"),
         ("latent_size", None, "the experts must read whole tokens, as the dense block does"),
-        ("expert_norm", False, "it normalizes the output of each expert"),
-        ("shared_expert_scores", False, "the weights of the shared experts must be known"),
     ):
         if (got := getattr(config, name)) != wanted:
             raise ValueError(f"from_dense needs {name}={wanted!r}, got {got!r}: {reason}")
+    if config.expert_norms is not None and config.expert_norms.output:
+        raise ValueError(f"from_dense needs experts without a norm of their outputs, got {config.expert_norms}")
+    if config.router_rule.scores_shared_experts:
+        raise ValueError(f"from_dense needs shared experts without weights of the router, got router={config.router}")
     if config.num_selectable_experts > config.num_experts:
         raise ValueError(
             "from_dense needs a config without zero, copy and constant experts, which do not compute the dense block, "

@@ -120,8 +120,8 @@ class DecoderConfig:
                 raise ValueError(
                     f"{name}.hidden_size ({config.hidden_size}) must equal hidden_size ({self.hidden_size})"
                 )
-            if config.router_hidden_size is not None:
+            if config.router_rule.state_size is not None:
                 raise ValueError(
-                    f"{name}.router_hidden_size must be None, because the blocks pass no state of a router on, got "
-                    f"{config.router_hidden_size}"
+                    f"{name}.router must have no state, because the blocks pass no state of a router on, got "
+                    f"{config.router}"
                 )

@@ -17,9 +17,9 @@ from maxmoe.nn.random_numbers import rand_of_tokens
 from maxmoe.nn.replay import record_routing, replay_routing
 from maxmoe.nn.rms_norm import LatentNorm
 from maxmoe.nn.router import Router, balanced_bias, required_bias_histogram
-from maxmoe.nn.router_mlp import RouterMLP
 from maxmoe.nn.routing import Routing, TopK
 from maxmoe.nn.routing_record import RoutingRecord
+from maxmoe.nn.selection import Selection
 from maxmoe.ranks.token_group import LocalTokens, TokenGroup, TokenGroupAttribute, same_tokens_everywhere
 from maxmoe.recompute.named_parts import Checkpointed, check_recompute, recompute_of, set_recompute
 from maxmoe.recompute.selective import keep_routing
@@ -47,9 +47,9 @@ __all__ = [
     "MoEOutput",
     "ResidualStream",
     "Router",
-    "RouterMLP",
     "Routing",
     "RoutingRecord",
+    "Selection",
     "SharedExperts",
     "StatefulMoEOutput",
     "TensorParallelRegion",

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from maxmoe._torch.autograd import hides_gradient
 from maxmoe.adapters import adapted_module
+from maxmoe.components import ActivationRule, RouterRule
 from maxmoe.config import MoEConfig
 from maxmoe.nn.losses import BalanceLoss
 from maxmoe.nn.module_path import module_path
@@ -30,16 +31,17 @@ def check_replaced_parts(
     if router is not None and not is_custom_router(router):
         _check_router_config(config, router)
     elif router is not None:
-        for name in ("router_bias", "router_scale", "score_correction_bias", "shared_expert_scores"):
+        for name in ("router_bias", "score_correction_bias"):
             if getattr(config, name):
                 raise ValueError(f"{name} must be False with a custom router, got True")
-        if config.router_hidden_size is not None:
-            raise ValueError(f"router_hidden_size must be None with a custom router, got {config.router_hidden_size}")
+        if isinstance(config.router, RouterRule):
+            raise ValueError(f"router of the config must be a name with a custom router, got {config.router}")
     if activation is not None and not callable(activation):
         raise TypeError(f"activation must be a function of gate and up, got {activation!r}: set names in the config")
-    for name in ("activation_limit", "shared_activation_limit", "gate_softcap", "up_softcap"):
-        if activation is not None and getattr(config, name) not in (None, "same"):
-            raise ValueError(f"{name} must be None with a custom activation, got {getattr(config, name)}")
+    if activation is not None and config.activation_limit is not None:
+        raise ValueError(f"activation_limit must be None with a custom activation, got {config.activation_limit}")
+    if activation is not None and isinstance(config.activation, ActivationRule):
+        raise ValueError(f"activation of the config must be a name with a custom activation, got {config.activation}")
     if balance_loss is None:
         return
     if not callable(balance_loss):
@@ -109,3 +111,25 @@ def check_mask(token_mask: Tensor, x: Tensor) -> None:
             f"token_mask must be bool of shape {tuple(x.shape[:-1])}, "
             f"got {token_mask.dtype} of shape {tuple(token_mask.shape)}"
         )
+
+
+def checked_state(rule: RouterRule, state: Tensor | None, x: Tensor, token_mask: Tensor | None) -> Tensor:
+    """Return the state of the layer before, for tokens x ``(..., S, D)``, as ``(T, R)``, with zeros for padding.
+
+    `token_mask` is ``(T,)``. Raises if a layer has a state that it does not take, or lacks one that fits.
+    """
+    if state is None:
+        raise ValueError(
+            "router_state must be given to a layer whose router takes a state, got None: pass the router_state that "
+            "the layer before has returned"
+        )
+    if not rule.takes_state:
+        raise ValueError(f"router_state must be None for a router that takes no state, got shape {tuple(state.shape)}")
+    expected = (*x.shape[:-1], rule.state_size)
+    if state.shape != expected or not state.is_floating_point():
+        raise ValueError(
+            f"router_state must be floating of shape {tuple(expected)}, the last dim the size of the state, got "
+            f"{state.dtype} of shape {tuple(state.shape)}"
+        )
+    state = state.reshape(-1, state.shape[-1])
+    return state if token_mask is None else state.masked_fill(~token_mask.unsqueeze(1), 0.0)

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from maxmoe.adapters import factors_of
-from maxmoe.config import Activation, MoEConfig
+from maxmoe.components import Activation, ExpertNorms
+from maxmoe.config import MoEConfig
 from maxmoe.declaration import Declaration
 from maxmoe.nn.rms_norm import LatentNorm
 from maxmoe.ops import ActivationFunction, Projection, RaggedPlan, expert_ffn, ragged_sort, ragged_unsort
@@ -82,6 +83,9 @@ class Experts(nn.Module):
     Args:
         activation: function that replaces the activation of the config; see `maxmoe.ops.expert_ffn`.
         **options: device and dtype of the parameters.
+
+    Attributes:
+        is_plain: whether `maxmoe.ops.expert_ffn` with a named activation is all that the experts compute.
     """
 
     gate_proj: Tensor | None
@@ -99,8 +103,8 @@ class Experts(nn.Module):
     def __init__(self, config: MoEConfig, *, activation: ActivationFunction | None = None, **options: Any) -> None:
         super().__init__()
         self.config = config
-        self.activation: Activation | ActivationFunction = config.activation if activation is None else activation
-        self.activation_arguments = activation_arguments(config.activation_arguments, self.activation)
+        self.activation_arguments = activation_arguments(config.activation_arguments, activation)
+        self.activation: Activation | ActivationFunction = self.activation_arguments["activation"]
         num_experts, row_size, width = config.num_experts, config.row_size, config.intermediate_size
 
         def parameter(exists: bool, *shape: int) -> nn.Parameter | None:
@@ -113,8 +117,10 @@ class Experts(nn.Module):
         self.register_parameter("gate_bias", parameter(gated and biased, num_experts, width))
         self.register_parameter("up_bias", parameter(biased, num_experts, width))
         self.register_parameter("down_bias", parameter(biased, num_experts, row_size))
-        eps = config.expert_norm_eps
-        self.norm = LatentNorm(row_size, eps, scales_input=True, **options) if config.expert_norm else None
+        norms = config.expert_norms or ExpertNorms()
+        self.norm = LatentNorm(row_size, norms.output_eps, scales_input=True, **options) if norms.output else None
+        # The operator has no argument for a function, and none for a norm.
+        self.is_plain = type(self) is Experts and not callable(self.activation) and self.norm is None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -239,11 +245,11 @@ class Experts(nn.Module):
             input_dims={"gate_proj": "embed_moe", "up_proj": "embed_moe", "down_proj": "mlp_moe"},
             fsdp_unit=True,
             # The norm needs the whole output of an expert.
-            tensor_parallel_dims={} if self.config.expert_norm else {"mlp_moe": self.config.intermediate_size},
+            tensor_parallel_dims={} if self.norm is not None else {"mlp_moe": self.config.intermediate_size},
             added_to_output=("down_bias",),
         )
 
 
-def activation_arguments(of_config: dict[str, Any], activation: Activation | ActivationFunction) -> dict[str, Any]:
+def activation_arguments(of_config: dict[str, Any], activation: ActivationFunction | None) -> dict[str, Any]:
     """Return the arguments of `expert_ffn` for the activation of the config, or for a function in its place."""
-    return {"activation": activation} if callable(activation) else of_config
+    return of_config if activation is None else {"activation": activation}

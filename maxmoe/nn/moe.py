@@ -18,7 +18,14 @@ from maxmoe.convert.upcycling import Projection, Scaling, upcycled
 from maxmoe.declaration import Declaration
 from maxmoe.expert_load.metrics_accumulator import MetricsAccumulator
 from maxmoe.expert_load.stats import MoEStats
-from maxmoe.nn.checks import check_mask, check_parts_are_known, check_replaced_parts, check_tokens, needs_gradient
+from maxmoe.nn.checks import (
+    check_mask,
+    check_parts_are_known,
+    check_replaced_parts,
+    check_tokens,
+    checked_state,
+    needs_gradient,
+)
 from maxmoe.nn.dispatcher import ExpertRunner, LayerInputs, sum_of
 from maxmoe.nn.experts import Experts
 from maxmoe.nn.local_dispatcher import local_dispatcher
@@ -28,7 +35,6 @@ from maxmoe.nn.parts import LatentProjection, SharedExperts, ZeroComputationExpe
 from maxmoe.nn.replay import given_experts, observe
 from maxmoe.nn.routed_experts import OneOperator
 from maxmoe.nn.router import Router, is_custom_router
-from maxmoe.nn.router_mlp import checked_state
 from maxmoe.nn.routing import Routing, checked_routing
 from maxmoe.nn.training_watch import TrainingWatch
 from maxmoe.ops import ActivationFunction
@@ -91,7 +97,7 @@ class MoE(nn.Module):
         check_replaced_parts(config, router, activation, balance_loss)
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         self.config = config
-        self.router: nn.Module = Router(config, **options) if router is None else router
+        self.router: nn.Module = config.router_rule.make(config, **options) if router is None else router
         self.experts = Experts(config, activation=activation, **options)
         has_shared = config.num_shared_experts > 0
         self.shared_experts = SharedExperts(config, activation=activation, **options) if has_shared else None
@@ -209,10 +215,10 @@ class MoE(nn.Module):
         Args:
             x: ``(..., S, D)``, floating, sequences of S tokens; ``(T, D)`` is one sequence.
             token_mask: ``(..., S)``, bool, False for padding; None for no padding.
-            router_state: ``(..., S, R)``, floating, with `router_takes_state`: what the layer before has returned.
+            router_state: ``(..., S, R)``, floating, what the layer before has returned, for a router that takes it.
 
         Returns:
-            Hidden states, auxiliary loss and routing statistics; with `router_hidden_size`, also the state.
+            Hidden states, auxiliary loss and routing statistics; also the state of a router that has one.
 
         Raises:
             ValueError: if the last dim of x is not `hidden_size`, x does not have the dtype of the parameters, the mask
@@ -246,8 +252,8 @@ class MoE(nn.Module):
             check_mask(token_mask, x)
             # Zeroed before the first product, so that NaN in padding reaches neither outputs nor gradients.
             tokens = tokens.masked_fill(~token_mask.reshape(-1, 1), 0.0)
-        if router_state is not None or self.config.router_takes_state:
-            router_state = checked_state(self.config, router_state, x, mask)
+        if router_state is not None or self.config.router_rule.takes_state:
+            router_state = checked_state(self.config.router_rule, router_state, x, mask)
         region = self.runner.region
         # One tensor per part of the layer, because the gradients of the parts are reduced differently.
         inputs = region.enter(tokens)

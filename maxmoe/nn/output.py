@@ -24,7 +24,7 @@ class MoEOutput(NamedTuple):
 
 
 class StatefulMoEOutput(NamedTuple):
-    """Output of a `MoE` layer with `router_hidden_size`, whose router has a state for the next layer.
+    """Output of a `MoE` layer whose router has a state for the next layer, as in ZAYA.
 
     Attributes:
         hidden_states: as in `MoEOutput`.

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from maxmoe.config import Activation, MoEConfig
+from maxmoe.components import Activation, ExpertNorms, ZeroComputation
+from maxmoe.config import MoEConfig
 from maxmoe.declaration import Declaration
 from maxmoe.nn.experts import activation_arguments
 from maxmoe.nn.rms_norm import LatentNorm
@@ -19,9 +20,9 @@ class SharedExperts(nn.Module):
 
     With `shared_expert_gate`, its output is scaled by sigmoid(x . output_gate).
 
-    With `shared_expert_scores`, n experts of width F, `gate_proj` and `up_proj` [n, D, F], `down_proj` [n, F, D], whose
-    outputs the router weighs. On a mesh, they are not split along F, because each rank would have a partial gradient of
-    the weights.
+    With a router that scores shared experts, n experts of width F, `gate_proj` and `up_proj` [n, D, F], `down_proj`
+    [n, F, D], whose outputs the router weighs. On a mesh, they are not split along F, because each rank would have a
+    partial gradient of the weights.
 
     out[t] = sum_j weights[t, j] * expert_j(x[t])
 
@@ -41,11 +42,12 @@ class SharedExperts(nn.Module):
     def __init__(self, config: MoEConfig, *, activation: ActivationFunction | None = None, **options: Any) -> None:
         super().__init__()
         self.config = config
-        self.activation: Activation | ActivationFunction = config.activation if activation is None else activation
-        self.activation_arguments = activation_arguments(config.shared_activation_arguments, self.activation)
+        self.activation_arguments = activation_arguments(config.shared_activation_arguments, activation)
+        self.activation: Activation | ActivationFunction = self.activation_arguments["activation"]
+        self._are_scored = config.router_rule.scores_shared_experts
         hidden_size, width = config.hidden_size, config.intermediate_size
         stack: tuple[int, ...] = (config.num_shared_experts,)
-        if not config.shared_expert_scores:
+        if not self._are_scored:
             stack, width = (), config.num_shared_experts * width
 
         def parameter(exists: bool, *shape: int) -> nn.Parameter | None:
@@ -65,10 +67,10 @@ class SharedExperts(nn.Module):
     def forward(self, x: Tensor, token_mask: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
         """Compute the outputs ``(T, D)`` of tokens x ``(T, D)``, zero where `token_mask` ``(T,)`` is False.
 
-        With `shared_expert_scores`, `weights` ``(T, n)`` multiply the outputs of the experts; None for ones.
+        `weights` ``(T, n)`` multiply the outputs of experts that the router scores; None for ones.
         """
         count, gate, up, down = self.config.num_shared_experts, self.gate_proj, self.up_proj, self.down_proj
-        if not self.config.shared_expert_scores:
+        if not self._are_scored:
             count, up, down = 1, up.unsqueeze(0), down.unsqueeze(0)
             gate = None if gate is None else gate.unsqueeze(0)
         if self.output_gate is not None:
@@ -88,7 +90,7 @@ class SharedExperts(nn.Module):
     def declaration(self) -> Declaration:
         """Declare logical names, matrix layouts and tensor-parallel dims."""
         config = self.config
-        stack: tuple[str | None, ...] = (None,) if config.shared_expert_scores else ()
+        stack: tuple[str | None, ...] = (None,) if self._are_scored else ()
         return Declaration(
             logical_names={
                 "gate_proj": (*stack, "embed", "mlp"),
@@ -141,7 +143,8 @@ class ZeroComputationExperts(nn.Module):
     def __init__(self, config: MoEConfig, **options: Any) -> None:
         super().__init__()
         self.config = config
-        count, hidden_size = config.num_constant_experts, config.hidden_size
+        self.kinds, hidden_size = config.zero_computation or ZeroComputation(), config.hidden_size
+        count = self.kinds.constant
 
         def parameter(*shape: int) -> nn.Parameter | None:
             return nn.Parameter(torch.empty(shape, **options)) if count else None
@@ -162,14 +165,14 @@ class ZeroComputationExperts(nn.Module):
 
         Ids of other experts are skipped. The result has the given dtype, or the dtype of x.
         """
-        first_copy = self.config.num_experts + self.config.num_zero_experts
-        first_constant = first_copy + self.config.num_copy_experts
+        first_copy = self.config.num_experts + self.kinds.zero
+        first_constant = first_copy + self.kinds.copy
         is_copy = (top_k.experts >= first_copy) & (top_k.experts < first_constant)
         # One factor of x per token; the product promotes a narrow x without saving a wide copy.
         factors = top_k.weights.masked_fill(~is_copy, 0.0).sum(1, keepdim=True)
         if self.vectors is None or self.mixing is None:
             return (x * factors).to(dtype or x.dtype)
-        num_tokens, count = x.shape[0], self.config.num_constant_experts
+        num_tokens, count = x.shape[0], self.kinds.constant
         # A token selects an expert once at most, so that each element is written once, other than by zeros.
         index = (top_k.experts - first_constant).clamp_min(0)
         of_constants = top_k.weights.masked_fill(top_k.experts < first_constant, 0.0)
@@ -189,8 +192,8 @@ class ZeroComputationExperts(nn.Module):
 class LatentProjection(nn.Module):
     """Linear map between tokens and the rows of latent experts: x @ weight. All routed experts share it.
 
-    With `latent_in_norm`, the projection "in" returns norm(x @ weight), with `latent_out_norm` the projection "out"
-    norm(x) @ weight.
+    With `ExpertNorms.latent_in`, the projection "in" returns norm(x @ weight), with `ExpertNorms.latent_out` the
+    projection "out" norm(x) @ weight.
 
     The projection "in", before the experts, has a `weight` [D, L], the projection "out", after their weighted sum,
     [L, D]. What is sent to experts on other ranks has L elements per row.
@@ -212,8 +215,9 @@ class LatentProjection(nn.Module):
         if direction == "out":
             sizes, self._names = sizes[::-1], self._names[::-1]
         self.weight = nn.Parameter(torch.empty(sizes, **options))
-        has_norm = config.latent_in_norm if direction == "in" else config.latent_out_norm
-        self.norm = LatentNorm(config.row_size, config.norm_eps, **options) if has_norm else None
+        norms = config.expert_norms or ExpertNorms()
+        has_norm = norms.latent_in if direction == "in" else norms.latent_out
+        self.norm = LatentNorm(config.row_size, norms.eps, **options) if has_norm else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -30,20 +30,9 @@ class OneOperator:
     def __init__(self, config: MoEConfig, runner: ExpertRunner, router: Router, experts: Experts) -> None:
         self._parts = config, runner, router, experts
         self.has_others = config.num_shared_experts > 0 or config.has_zero_computation_outputs
-        self._fits_layer = (
-            # The operator routes all tokens by their scores,
-            config.router == "learned"
-            and config.selection == "scores"
-            and not config.scores_other_groups
-            and not config.router_scale
-            and config.router_hidden_size is None
-            and config.logit_scale == 1
-            and not config.expert_norm
-            and not config.shared_expert_scores
-            # and makes one plan for experts that are all in this process and get the tokens themselves.
-            and runner == _runner_of_one_process(config.num_experts)
-            and config.latent_size is None
-        )
+        # The operator makes one plan for experts that are all in this process and get the tokens themselves.
+        in_process = runner == _runner_of_one_process(config.num_experts) and config.latent_size is None
+        self._fits_layer = in_process and router.is_plain and experts.is_plain
         if not self._fits_layer:
             return
         # Quantized matrices are modules.
@@ -57,7 +46,7 @@ class OneOperator:
             config.score_function,
             config.num_groups,
             config.top_k_groups,
-            config.group_score,
+            router.rule.group_score,
             config.normalization,
             config.routed_scaling_factor,
             *experts.activation_arguments.values(),
@@ -68,8 +57,7 @@ class OneOperator:
         """Return the operator of a layer whose modules would now run their own forward and nothing else."""
         children = child_table(layer)
         router, experts = children.get("router"), children.get("experts")
-        # The operator has no argument for an activation that is a function.
-        if type(router) is not Router or type(experts) is not Experts or type(experts.activation) is not str:
+        if type(router) is not Router or type(experts) is not Experts:
             return None
         kept = layer.one_operator
         if kept is None or kept._parts != (layer.config, layer.runner, router, experts):

@@ -1,7 +1,6 @@
 """Router of a layer: linear, then the best experts of each token; the rules that balance their load."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from maxmoe.declaration import Declaration
 from maxmoe.expert_load.stats_accumulator import NUM_BINS
 from maxmoe.nn.module_path import module_path
 from maxmoe.nn.random_numbers import rand_of_tokens
-from maxmoe.nn.router_mlp import RouterMLP
 from maxmoe.nn.routing import Routing, completed
 from maxmoe.ops import linear, route
 from maxmoe.ranks.token_group import LocalTokens, TokenGroupAttribute
@@ -23,45 +21,43 @@ from maxmoe.ranks.token_group import LocalTokens, TokenGroupAttribute
 class Router(ConvertedModule):
     """Linear map to logits, then `maxmoe.ops.route`, both in float32 or wider for any dtype of the input.
 
-    logits = logit_scale * (x @ weight^T + bias)
+    logits = x @ weight^T + bias
 
-    With `router_hidden_size`, the map takes the hidden rows of a `RouterMLP` instead of x.
+    Families with another rule have a subclass, which their `maxmoe.components.RouterRule` makes.
 
     Args:
+        input_size: width of the rows that the linear map takes; None for `hidden_size`.
         **options: device and dtype of the parameters; `score_correction_bias` is float32 or wider.
+
+    Attributes:
+        is_plain: whether the linear map and `maxmoe.ops.route` are all that the router computes.
     """
 
     weight: Tensor
     bias: Tensor | None
-    scale: Tensor | None
     score_correction_bias: Tensor | None
 
     token_group = TokenGroupAttribute()  # for the random router
 
-    def __init__(self, config: MoEConfig, **options: Any) -> None:
+    def __init__(self, config: MoEConfig, *, input_size: int | None = None, **options: Any) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.rule = config, config.router_rule
+        self.is_plain = type(self) is Router and self.rule.is_plain(config) and config.router != "random"
         self.token_group = LocalTokens()
         num_experts = config.num_selectable_experts
-        num_rows = num_experts + (config.num_shared_experts if config.shared_expert_scores else 0)
-        has_mlp, size = config.router_hidden_size is not None, config.router_hidden_size or config.hidden_size
-        self.weight = nn.Parameter(torch.empty(num_rows, size, **options))
-        for name, size in (("bias", num_rows if config.router_bias else 0), ("scale", int(config.router_scale))):
-            self.register_parameter(name, nn.Parameter(torch.empty(size, **options)) if size else None)
+        num_rows = num_experts + (config.num_shared_experts if self.rule.scores_shared_experts else 0)
+        self.weight = nn.Parameter(torch.empty(num_rows, input_size or config.hidden_size, **options))
+        bias = nn.Parameter(torch.empty(num_rows, **options)) if config.router_bias else None
+        self.register_parameter("bias", bias)
         wide = torch.promote_types(self.weight.dtype, torch.float32)
         correction_bias = self.weight.new_empty(num_experts, dtype=wide) if config.score_correction_bias else None
         self.register_buffer("score_correction_bias", correction_bias)
-        self.mlp = RouterMLP(config, **options) if has_mlp else None
         self.register_load_state_dict_post_hook(_widen_correction_bias)  # type: ignore[no-untyped-call]
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialize biases to 0, the scale to 1, and the weight so that variance 1 gives logits of variance 1."""
+        """Initialize biases to 0, and the weight so that variance 1 gives logits of variance 1."""
         nn.init.normal_(self.weight, std=self.weight.shape[1] ** -0.5)
-        if self.mlp is not None:
-            self.mlp.reset_parameters()
-        if self.scale is not None:
-            nn.init.ones_(self.scale)
         for bias in (self.bias, self.score_correction_bias):
             if bias is not None:
                 nn.init.zeros_(bias)
@@ -80,47 +76,39 @@ class Router(ConvertedModule):
             token_mask: ``(T,)``, bool, False for padding, which is not routed.
             experts: ``(T, K)``, int64, experts to route to, whose scores give the weights; -2 for no expert, -1 in all
                 slots of a token to choose its experts here. None to choose the experts with the best scores.
-            state: ``(T, R)``, floating, state of the router of the layer before, with `router_takes_state`.
+            state: ``(T, R)``, floating, state of the router of the layer before, for a router that takes one.
 
         Returns:
-            Logits, probabilities, weights and expert ids; with `router_hidden_size`, the state of this layer.
+            Logits, probabilities, weights and expert ids; the state of this layer if the router has one.
 
         Raises:
             ValueError: for NaN scores, with the path of the router in the model.
         """
-        config = self.config
-        rows = x.flatten(0, -2)
-        if config.router_hidden_size is not None:
-            state, rows = self.mlp(rows, state)  # type: ignore[misc]
-        logits = linear(rows, self.weight, self.bias)
-        if config.logit_scale != 1:
-            logits = logits * config.logit_scale
-        if config.router == "random":
+        rows, state = self.hidden_rows(x.flatten(0, -2), state)
+        logits = self.rule.logits(linear(rows, self.weight, self.bias))
+        if self.config.router == "random":
             # The values are noise, but the gradient flows to the logits: a balanced load with the cost of training.
             sequences = logits.view(x.shape[:-2].numel(), x.shape[-2], logits.shape[1])
             noise = torch.special.ndtri(rand_of_tokens(sequences, self.token_group)).view_as(logits)
             logits = logits + (noise - logits).detach()
         try:
-            routing = select_experts(config, logits, self.score_correction_bias, token_mask, experts)
+            routing = select_experts(self.config, logits, self.score_correction_bias, token_mask, experts)
         except ValueError as error:
             raise ValueError(f"{module_path(self)}: {error}") from error
-        if state is not None:
-            routing = routing._replace(state=state)
-        if not config.router_scale:
-            return routing
-        assert self.scale is not None
-        return routing.scaled(self.scale)
+        return self.scaled(routing if state is None else routing._replace(state=state))
+
+    def hidden_rows(self, x: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the input of the linear map and the state of this layer, given tokens ``(T, D)`` and a state."""
+        return x, None
+
+    def scaled(self, routing: Routing) -> Routing:
+        """Multiply the routing weights by trained numbers, in a router that has some."""
+        return routing
 
     @property
     def declaration(self) -> Declaration:
         """Declare logical names."""
-        return Declaration(
-            logical_names={
-                "weight": (None, "embed_router" if self.mlp is None else None),
-                "bias": (None,),
-                "scale": (None,),
-            },
-        )
+        return Declaration(logical_names={"weight": (None, "embed_router"), "bias": (None,)})
 
     def before_conversion(self) -> Callable[[], None]:
         """Keep the correction bias in float32 or wider, because its small updates would be rounded away in 16 bits."""
@@ -200,17 +188,17 @@ class Router(ConvertedModule):
 def select_experts(
     config: MoEConfig, logits: Tensor, correction_bias: Tensor | None, token_mask: Tensor | None, experts: Tensor | None
 ) -> Routing:
-    """Route tokens by their logits ``(T, E)``, with `shared_expert_scores` ``(T, E + n)``; else as `Router.forward`."""
+    """Route tokens by their logits ``(T, E)``, with scored shared experts ``(T, E + n)``; else as `Router.forward`."""
     if experts is not None:
         fixed = logits.detach()
         experts = completed(experts, lambda: select_experts(config, fixed, correction_bias, None, None).experts)
-    is_unpadded, of_shared = experts is None, None
-    normalization, scale = config.normalization, config.routed_scaling_factor
-    if config.shared_expert_scores:  # normalized below, with the scores of the shared experts
+    is_unpadded, rule = experts is None, config.router_rule
+    normalization, scale, of_shared = config.normalization, config.routed_scaling_factor, None
+    if rule.scores_shared_experts:  # normalized below, with the scores of the shared experts
         logits, of_shared = logits.tensor_split((config.num_selectable_experts,), 1)
         normalization, scale = "none", 1.0
-    if experts is None and (config.selection == "logits" or config.scores_other_groups):
-        experts = _selected_by_other_rules(config, logits.detach(), correction_bias)
+    if experts is None:
+        experts = rule.select(config, logits.detach(), correction_bias)
     weights, selected, probabilities = route(
         logits,
         config.top_k,
@@ -218,39 +206,16 @@ def select_experts(
         correction_bias=correction_bias,
         num_groups=config.num_groups,
         top_k_groups=config.top_k_groups,
-        group_score=config.group_score,
+        group_score=rule.group_score,
         normalization=normalization,
         scale=scale,
         experts=experts,
     )
     routing = Routing(logits, probabilities, weights, selected, is_unpadded=is_unpadded)
     if of_shared is not None:
-        joint = torch.cat([weights, of_shared.sigmoid()], 1)
-        joint = joint * (config.routed_scaling_factor / (joint.sum(1, keepdim=True) + 1e-20))
-        weights, shared_weights = joint.tensor_split((config.top_k,), 1)
+        weights, shared_weights = rule.weigh(config, weights, of_shared)
         routing = routing._replace(weights=weights, shared_weights=shared_weights)
     return routing if token_mask is None else routing.without_padding(token_mask)
-
-
-def _selected_by_other_rules(config: MoEConfig, logits: Tensor, correction_bias: Tensor | None) -> Tensor:
-    """Select experts ``(T, K)`` by a rule that `maxmoe.ops.route` does not have, made of the rules that it has."""
-    by_logits = config.selection == "logits"
-    in_groups = partial(
-        route,
-        logits,
-        score_function="identity" if by_logits else config.score_function,
-        correction_bias=correction_bias,
-        num_groups=config.num_groups,
-        top_k_groups=config.top_k_groups,
-        group_score=config.group_score,
-        normalization="none",
-    )
-    if not config.scores_other_groups:
-        return in_groups(config.top_k)[1]
-    scores, members, _ = in_groups(config.num_experts // config.num_groups * config.top_k_groups)
-    if correction_bias is not None:
-        scores = scores + correction_bias[members]
-    return route(scores.new_zeros(logits.shape).scatter(1, members, scores), config.top_k, score_function="identity")[1]
 
 
 def _widen_correction_bias(router: Router, _keys: object) -> None:

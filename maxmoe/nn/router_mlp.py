@@ -1,43 +1,119 @@
-"""Hidden layers of a router, and its state, which goes from layer to layer."""
+"""Router with hidden layers and a state, which goes from layer to layer, as in ZAYA."""
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from maxmoe.checks.fields import check_bool, check_int, check_number
+from maxmoe.components import RouterRule, component
 from maxmoe.config import MoEConfig
 from maxmoe.declaration import Declaration
 from maxmoe.nn.rms_norm import rms_norm
+from maxmoe.nn.router import Router
 from maxmoe.ops import linear
+from maxmoe.reference.layer import reference_rms_norm
+from maxmoe.reference.routing import wide
 
 
-class RouterMLP(nn.Module):
+@component
+class RouterMLP(RouterRule):
+    """Router with hidden layers, whose state a layer returns for the next layer; see `HiddenLayers`.
+
+    Args:
+        hidden_size: R, width of the hidden layers and of the state.
+        takes_state: add the state of the layer before, the argument `router_state`, to the state of the router.
+        norm_eps: epsilon of the norm of the state.
+
+    Source: ZAYA1 in transformers.
+    """
+
+    hidden_size: int
+    takes_state: bool = False
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        check_int("hidden_size of the router", self.hidden_size, at_least=1)
+        check_bool("takes_state", self.takes_state)
+        check_number("norm_eps", self.norm_eps, above=0)
+
+    @property
+    def state_size(self) -> int:
+        """R, width of the state."""
+        return self.hidden_size
+
+    def make(self, config: MoEConfig, **options: Any) -> Router:
+        """Create the router."""
+        return RouterWithMLP(config, self, **options)
+
+    def reference_state(self, tokens: Tensor, parameters: Mapping[str, Tensor], previous: Tensor | None) -> Tensor:
+        """Return the state ``(T, R)``, given the state of the layer before."""
+        state = wide(tokens) @ wide(parameters["router.mlp.down_weight"]).T + wide(parameters["router.mlp.down_bias"])
+        if not self.takes_state or previous is None:
+            return state
+        return state + wide(parameters["router.mlp.state_scale"]) * wide(previous)
+
+    def reference_rows(self, tokens: Tensor, parameters: Mapping[str, Tensor], previous: Tensor | None) -> Tensor:
+        """Return the hidden rows ``(T, R)``."""
+        state = self.reference_state(tokens, parameters, previous)
+        rows = reference_rms_norm(state, self.norm_eps) * wide(parameters["router.mlp.norm_weight"])
+        for name in ("router.mlp.fc1", "router.mlp.fc2"):
+            rows = rows @ wide(parameters[f"{name}_weight"]).T + wide(parameters[f"{name}_bias"])
+            rows = rows * (1 + torch.erf(rows / math.sqrt(2))) / 2
+        return rows
+
+
+class RouterWithMLP(Router):
+    """`Router` whose linear map takes the hidden rows of `HiddenLayers` instead of the tokens."""
+
+    def __init__(self, config: MoEConfig, rule: RouterMLP, **options: Any) -> None:
+        super().__init__(config, input_size=rule.hidden_size, **options)
+        self.mlp = HiddenLayers(config.hidden_size, rule, **options)
+
+    def reset_parameters(self) -> None:
+        """Initialize the hidden layers too."""
+        super().reset_parameters()
+        if "mlp" in self._modules:  # not when the constructor of `Router` calls this
+            self.mlp.reset_parameters()
+
+    def hidden_rows(self, x: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the hidden rows, and the state of this layer."""
+        state, rows = self.mlp(x, state)
+        return rows, state
+
+    @property
+    def declaration(self) -> Declaration:
+        """Declare logical names; no dim of the last map is the size of the tokens."""
+        return Declaration(logical_names={**super().declaration.logical_names, "weight": (None, None)})
+
+
+class HiddenLayers(nn.Module):
     """Map from tokens to the state of a router, and from the state to the input of its last map, in float32 or wider.
 
     state = x @ down_weight^T + down_bias + state_scale * previous
     hidden = gelu(gelu(norm(state) @ fc1_weight^T + fc1_bias) @ fc2_weight^T + fc2_bias)
 
-    The norm is an RMS norm with a weight. With `router_takes_state`, `previous` is the state of the layer before.
+    The norm is an RMS norm with a weight. If the router takes a state, `previous` is the state of the layer before.
 
     Args:
-        config: config of the layer; R is its router_hidden_size.
+        size_of_tokens: D, width of the tokens.
+        rule: sizes of the hidden layers.
         **options: device and dtype of the parameters.
-
-    Source: ZAYA1 in transformers.
     """
 
     state_scale: Tensor | None
 
-    def __init__(self, config: MoEConfig, **options: Any) -> None:
+    def __init__(self, size_of_tokens: int, rule: RouterMLP, **options: Any) -> None:
         super().__init__()
-        assert config.router_hidden_size is not None
-        self.config, size = config, config.router_hidden_size
+        self.norm_eps, size = rule.norm_eps, rule.hidden_size
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, **options))
 
-        self.down_weight, self.down_bias = parameter(size, config.hidden_size), parameter(size)
-        self.register_parameter("state_scale", parameter(size) if config.router_takes_state else None)
+        self.down_weight, self.down_bias = parameter(size, size_of_tokens), parameter(size)
+        self.register_parameter("state_scale", parameter(size) if rule.takes_state else None)
         self.norm_weight = parameter(size)
         self.fc1_weight, self.fc1_bias = parameter(size, size), parameter(size)
         self.fc2_weight, self.fc2_bias = parameter(size, size), parameter(size)
@@ -58,7 +134,7 @@ class RouterMLP(nn.Module):
 
         Args:
             x: ``(T, D)``, floating, tokens.
-            previous: ``(T, R)``, floating, state of the layer before; None without `router_takes_state`.
+            previous: ``(T, R)``, floating, state of the layer before; None for a router that takes none.
 
         Returns:
             State and hidden rows, float32 or wider. A row is bitwise independent of the other rows.
@@ -66,7 +142,7 @@ class RouterMLP(nn.Module):
         state = linear(x, self.down_weight, self.down_bias)
         if previous is not None and self.state_scale is not None:
             state = state + previous.to(state.dtype) * self.state_scale
-        hidden = rms_norm(state, self.norm_weight.to(state.dtype), self.config.norm_eps)
+        hidden = rms_norm(state, self.norm_weight.to(state.dtype), self.norm_eps)
         hidden = _gelu(linear(hidden, self.fc1_weight, self.fc1_bias))
         return state, _gelu(linear(hidden, self.fc2_weight, self.fc2_bias))
 
@@ -84,25 +160,3 @@ def _gelu(x: Tensor) -> Tensor:
     """Compute GELU such that the bits of an element do not depend on its position; in float32, torch's do."""
     probability: Tensor = torch.special.ndtr(x)
     return x * probability
-
-
-def checked_state(config: MoEConfig, state: Tensor | None, x: Tensor, token_mask: Tensor | None) -> Tensor:
-    """Return the state of the layer before, for tokens x ``(..., S, D)``, as ``(T, R)``, with zeros for padding.
-
-    `token_mask` is ``(T,)``. Raises if a layer has a state that it does not take, or lacks one that fits.
-    """
-    if state is None:
-        raise ValueError(
-            "router_state must be given to a layer with router_takes_state=True, got None: pass the router_state that "
-            "the layer before has returned"
-        )
-    if not config.router_takes_state:
-        raise ValueError(f"router_state must be None with router_takes_state=False, got shape {tuple(state.shape)}")
-    expected = (*x.shape[:-1], config.router_hidden_size)
-    if state.shape != expected or not state.is_floating_point():
-        raise ValueError(
-            f"router_state must be floating of shape {tuple(expected)}, the last dim router_hidden_size, got "
-            f"{state.dtype} of shape {tuple(state.shape)}"
-        )
-    state = state.reshape(-1, state.shape[-1])
-    return state if token_mask is None else state.masked_fill(~token_mask.unsqueeze(1), 0.0)

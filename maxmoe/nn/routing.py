@@ -43,7 +43,7 @@ class Routing(NamedTuple):
         is_unpadded: whether all slots are known to be routed, so that their number is known without reading `experts`.
         token_losses: ``(T,)``, float32 or wider, loss of each token, 0 for padding, whose mean is added to the
             auxiliary loss; None for no such loss.
-        shared_weights: ``(T, n)``, float32 or wider, weights of the shared experts with `shared_expert_scores`; None
+        shared_weights: ``(T, n)``, float32 or wider, weights of shared experts that the router scores; None
             for shared experts without weights.
         state: ``(T, R)``, float32 or wider, state of the router for the next layer; None for a router without one.
         tokens_per_expert: ``(E,)``, int64, slots of each expert, of this process; None if they are not counted yet.

@@ -1,6 +1,6 @@
 """Conversion of the configs of transformers to `MoEConfig`."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from maxmoe.checks.fields import check_bool, check_int, check_number
@@ -53,8 +53,8 @@ def _of_layer(config: Any, name: str, field: LayerField, layer: int | None) -> A
     if layer is not None:
         if layer not in range(num_layers):
             raise ValueError(f"layer must be in [0, num_hidden_layers ({num_layers})), got {layer}")
-        return field.convert(field.of_config(config, layer))
-    first, *others = (field.convert(field.of_config(config, index)) for index in range(num_layers))
+        return field.of_config(config, layer)
+    first, *others = (field.of_config(config, index) for index in range(num_layers))
     for index, value in enumerate(others, 1):
         if value != first:
             raise ValueError(
@@ -79,7 +79,9 @@ def converted(config: Any, of_layer: Mapping[str, Any]) -> MoEConfig:
         return family.preset(**fields, **of_layer)
     except ValueError as error:
         renamed = [
-            f"{ours} is its {theirs}" for ours, theirs in family.fields.items() if ours in str(error) and ours != theirs
+            f"{ours} is its {theirs}"
+            for ours, theirs in family.fields.items()
+            if isinstance(theirs, str) and ours in str(error) and ours != theirs
         ]
         raise ValueError("; ".join([f"{config.model_type} config: {error}", *renamed])) from error
 
@@ -88,8 +90,10 @@ def _text_config(config: Any) -> Any:
     return getattr(config, "text_config", None) or config
 
 
-def _read(config: Any, attribute: str, top_k: str | None) -> Any:
+def _read(config: Any, attribute: str | Callable[[Any], Any], top_k: Any) -> Any:
     """Return an attribute of a transformers config, converted for `MoEConfig`; `top_k` names the attribute with K."""
+    if callable(attribute):
+        return attribute(config)
     if attribute in ("n_group", "topk_group"):
         has_none = config.model_type == "axk2" and getattr(config, attribute, None) is None
         if has_none or getattr(config, "topk_method", None) == "greedy":

@@ -1,7 +1,9 @@
 """Table of the names of fields and weights of each family in transformers."""
 
 from dataclasses import replace
+from typing import Any
 
+from maxmoe.components import ZeroComputation
 from maxmoe.presets import published, published_2026
 from maxmoe.presets.families_2026 import FAMILIES_2026
 from maxmoe.presets.family import Family
@@ -26,11 +28,11 @@ _NEMOTRON_H_FIELDS = DEEPSEEK_V3_FIELDS | {
     "num_shared_experts": "moe_shared_expert_intermediate_size",
     "latent_size": "moe_latent_size",
 }
-_LONGCAT_FLASH_FIELDS = {
+_LONGCAT_FLASH_FIELDS: dict[str, Any] = {
     "hidden_size": "hidden_size",
     "intermediate_size": "expert_ffn_hidden_size",
     "num_experts": "n_routed_experts",
-    "num_copy_experts": "zero_expert_num",
+    "zero_computation": lambda config: ZeroComputation(copy=config.zero_expert_num),
     "top_k": "moe_topk",
     "routed_scaling_factor": "routed_scaling_factor",
 }

@@ -1,5 +1,11 @@
 """Names of fields and weights of the families of 2026; see `maxmoe/presets/families.py`."""
 
+from typing import Any
+
+from maxmoe.components import ExpertNorms
+from maxmoe.nn.limited_output import LimitedOutput
+from maxmoe.nn.router_mlp import RouterMLP
+from maxmoe.nn.scaled_logits import ScaledLogits
 from maxmoe.presets import published_2026
 from maxmoe.presets.family import Family, LayerField, in_list, limit
 from maxmoe.presets.layouts import PROJECTIONS, Entry, Layout, linears, router, shared, stacked, within
@@ -16,16 +22,35 @@ from maxmoe.presets.shared_names import (
     without,
 )
 
+
+def _limits_of_config(config: Any, layer: int) -> LimitedOutput:
+    limits = (in_list(name)(config, layer) for name in ("swiglu_limits", "swiglu_limits_shared"))
+    return _limits(*limits)
+
+
+def _limits_of_block(_config: Any, block: Any) -> LimitedOutput:
+    return _limits(block.experts.limit, block.shared_experts.limit)
+
+
+def _limits(routed: Any, shared: Any) -> LimitedOutput:
+    return LimitedOutput(limit=limit(routed), shared_limit=limit(shared))
+
+
+def _router_mlp(config: Any, takes_state: bool) -> RouterMLP:
+    return RouterMLP(hidden_size=config.router_hidden_size, takes_state=takes_state, norm_eps=config.rms_norm_eps)
+
+
 _KOLIBRI1_FIELDS = without("load_balance_loss_weight", QWEN2_FIELDS)
 _BEAM_FIELDS = without("num_shared_experts", DEEPSEEK_V3_FIELDS) | {"num_experts": "num_experts"}
-_MUSE_SPARK_FIELDS = FIELDS | {
+_MUSE_SPARK_FIELDS: dict[str, Any] = FIELDS | {
     "intermediate_size": "moe_intermediate_size",
     "num_experts": "num_local_experts",
     "latent_size": "moe_hidden_size",
-    "logit_scale": "output_multiplier",
+    "router": lambda config: ScaledLogits(scale=config.output_multiplier),
     "routed_scaling_factor": "routed_scaling_factor",
-    "norm_eps": "rms_norm_eps",
-    "expert_norm_eps": "post_norm_eps",
+    "expert_norms": lambda config: ExpertNorms(
+        latent_in=True, output=True, eps=config.rms_norm_eps, output_eps=config.post_norm_eps
+    ),
 }
 _INKLING_FIELDS = FIELDS | {
     "intermediate_size": "moe_intermediate_size",
@@ -42,8 +67,6 @@ _STEP3P7_FIELDS = without("activation", FIELDS) | {
 _ZAYA_FIELDS = FIELDS | {
     "intermediate_size": "moe_intermediate_size",
     "num_experts": "num_experts",
-    "router_hidden_size": "router_hidden_size",
-    "norm_eps": "rms_norm_eps",
 }
 
 _MUSE_SPARK = Layout(
@@ -97,10 +120,7 @@ _MISTRAL_LARGE4 = Family(
 _STEP3P7 = Family(
     preset=published_2026.step3p7,
     fields=_STEP3P7_FIELDS,
-    layer_fields={
-        "activation_limit": LayerField(in_list("swiglu_limits"), "experts.limit", limit),
-        "shared_activation_limit": LayerField(in_list("swiglu_limits_shared"), "shared_experts.limit", limit),
-    },
+    layer_fields={"activation": LayerField(_limits_of_config, _limits_of_block)},
     block=Layout("mlp", GATE_BIASED + stacked() + SHARED),
     checkpoint=Layout(
         "", router("moe.gate", "moe.router_bias") + linears("moe", "experts", PROJECTIONS) + shared("share_expert")
@@ -155,7 +175,12 @@ FAMILIES_2026: dict[str, Family] = {
     "zaya": Family(
         preset=published_2026.zaya,
         fields=_ZAYA_FIELDS,
-        layer_fields={"router_takes_state": LayerField(lambda _config, layer: layer > 0, "gate.use_eda", bool)},
+        layer_fields={
+            "router": LayerField(
+                lambda config, layer: _router_mlp(config, layer > 0),
+                lambda config, block: _router_mlp(config, bool(block.gate.use_eda)),
+            )
+        },
         block=_ZAYA,
         checkpoint=_ZAYA,
         has_state=True,

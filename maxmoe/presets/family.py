@@ -15,13 +15,11 @@ class LayerField(NamedTuple):
 
     Attributes:
         of_config: function of the transformers config and the index of a layer that returns the value.
-        of_block: path of the attribute of the sparse block of the layer that has the value.
-        convert: function of either value that returns the value of the field.
+        of_block: function of the transformers config and the sparse block of the layer that returns the value.
     """
 
     of_config: Callable[[Any, int], Any]
-    of_block: str
-    convert: Callable[[Any], Any]
+    of_block: Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +28,7 @@ class Family:
 
     Args:
         preset: preset with the values of all fields that the transformers config does not have.
-        fields: attribute of the transformers config for each field of `MoEConfig`.
+        fields: attribute of the transformers config for each field of `MoEConfig`, or a function of the config.
         layer_fields: where each field of `MoEConfig` is that differs between layers.
         required: supported values of attributes of the transformers config; the attribute may be absent.
         block: layout of the weights of the sparse block in memory.
@@ -46,7 +44,7 @@ class Family:
     """
 
     preset: Callable[..., MoEConfig]
-    fields: Mapping[str, str]
+    fields: Mapping[str, str | Callable[[Any], Any]]
     layer_fields: Mapping[str, LayerField] = field(default_factory=dict)
     required: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     block: Layout

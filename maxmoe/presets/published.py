@@ -10,7 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from maxmoe.components import ZeroComputation
 from maxmoe.config import MoEConfig
+from maxmoe.nn.selection import Selection
 
 Preset: TypeAlias = Callable[..., MoEConfig]
 _LATENT = "plain attention with the same number of heads, of size 128, instead of latent attention"
@@ -155,7 +157,7 @@ def deepseek_v2(**overrides: Any) -> MoEConfig:
         sizes=(5120, 1536, 160, 6),
         num_groups=8,
         top_k_groups=3,
-        group_score="max",
+        router=Selection(group_score="max"),
         normalization="none",
         routed_scaling_factor=16.0,
         num_shared_experts=2,
@@ -229,7 +231,7 @@ def longcat_flash(**overrides: Any) -> MoEConfig:
     return _config(
         overrides,
         sizes=(6144, 2048, 512, 12),
-        num_copy_experts=256,
+        zero_computation=ZeroComputation(copy=256),
         score_correction_bias=True,
         normalization="none",
         routed_scaling_factor=6.0,

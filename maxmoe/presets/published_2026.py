@@ -2,7 +2,13 @@
 
 from typing import Any
 
+from maxmoe.components import ExpertNorms, ZeroComputation
 from maxmoe.config import MoEConfig
+from maxmoe.nn.limited_output import LimitedOutput
+from maxmoe.nn.router_mlp import RouterMLP
+from maxmoe.nn.scaled_logits import ScaledLogits
+from maxmoe.nn.selection import Selection
+from maxmoe.nn.shared_expert_scores import SharedExpertScores
 from maxmoe.presets.published import _config, _layer_of, deepseek_v3
 
 
@@ -23,7 +29,7 @@ def kolibri1(**overrides: Any) -> MoEConfig:
         sizes=(2560, 512, 384, 6),
         score_function="sigmoid",
         score_correction_bias=True,
-        selection="logits",
+        router=Selection(by="logits"),
         normalization="none",
         num_shared_experts=1,
     )
@@ -40,7 +46,7 @@ def axk2(**overrides: Any) -> MoEConfig:
         sizes=(2048, 512, 128, 8),
         num_groups=1,
         top_k_groups=1,
-        other_groups="zero",
+        router=Selection(other_groups="zero"),
     )
 
 
@@ -49,7 +55,7 @@ def mistral_large4(**overrides: Any) -> MoEConfig:
 
     Source: Mistral AI 2026, MistralLarge4TextConfig of transformers 5.24; the loss weights are not published.
     """
-    return _config(overrides, sizes=(6144, 6144, 128, 4), other_groups="zero", num_shared_experts=1)
+    return _config(overrides, sizes=(6144, 6144, 128, 4), router=Selection(other_groups="zero"), num_shared_experts=1)
 
 
 @_layer_of(
@@ -79,9 +85,8 @@ def inkling(**overrides: Any) -> MoEConfig:
         score_function="sigmoid",
         score_correction_bias=True,
         routed_scaling_factor=8.0,
-        router_scale=True,
+        router=SharedExpertScores(),
         num_shared_experts=2,
-        shared_expert_scores=True,
     )
 
 
@@ -94,11 +99,10 @@ def muse_spark(**overrides: Any) -> MoEConfig:
         overrides,
         sizes=(8192, 4096, 256, 8),
         latent_size=4096,
-        latent_in_norm=True,
         score_function="sigmoid",
         score_correction_bias=True,
-        logit_scale=0.1767766952966369,
-        expert_norm=True,
+        router=ScaledLogits(scale=0.1767766952966369),
+        expert_norms=ExpertNorms(latent_in=True, output=True),
     )
 
 
@@ -113,7 +117,7 @@ def muse_spark(**overrides: Any) -> MoEConfig:
 def step3p7(**overrides: Any) -> MoEConfig:
     """Step-3.7-Flash: sigmoid scores, a correction bias, and a shared expert; the weights are multiplied by 3.
 
-    Its last two layers have ``activation_limit=7.0`` and ``shared_activation_limit=16.0``.
+    Its last two layers have ``LimitedOutput(limit=7.0, shared_limit=16.0)``.
 
     Source: StepFun 2026, Step3p7TextConfig of transformers 5.24; the factor is the one of Step-3.5-Flash. The update
     rate of the bias is not published.
@@ -125,15 +129,14 @@ def step3p7(**overrides: Any) -> MoEConfig:
         score_correction_bias=True,
         routed_scaling_factor=3.0,
         num_shared_experts=1,
-        activation_limit_target="output",
-        shared_activation_limit=None,
+        activation=LimitedOutput(),
     )
 
 
 def zaya(**overrides: Any) -> MoEConfig:
     """ZAYA1-8B: one of 16 experts or none, chosen by a router with hidden layers and a state from the layer before.
 
-    The zero expert skips the layer. The first layer takes no state: ``router_takes_state=False``. Layers are called
+    The zero expert skips the layer. The first layer takes no state: ``RouterMLP(takes_state=False)``. Layers are called
     with the state that the layer before returns.
 
     Source: Zyphra 2026, ZayaConfig of transformers 5.24, where the correction bias of the zero expert begins with -1;
@@ -142,9 +145,8 @@ def zaya(**overrides: Any) -> MoEConfig:
     return _config(
         overrides,
         sizes=(2048, 2048, 16, 1),
-        num_zero_experts=1,
+        zero_computation=ZeroComputation(zero=1),
         score_correction_bias=True,
-        router_hidden_size=256,
-        router_takes_state=True,
+        router=RouterMLP(hidden_size=256, takes_state=True),
         normalization="none",
     )

@@ -8,7 +8,7 @@ pair with index t * K + k. Sums and routing are computed in float32, or in float
 the dtype of the input once, at the end.
 """
 
-from maxmoe.reference.layer import apply_capacity, load_balance_loss, moe, router_state, router_z_loss
+from maxmoe.reference.layer import apply_capacity, load_balance_loss, moe, router_z_loss
 from maxmoe.reference.operators import (
     LowRankFactors,
     Projection,
@@ -50,7 +50,6 @@ __all__ = [
     "ragged_sort",
     "ragged_unsort",
     "route",
-    "router_state",
     "router_z_loss",
     "tgmm",
 ]

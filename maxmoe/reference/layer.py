@@ -1,12 +1,13 @@
 """Specification of `maxmoe.MoE`, as a function of config and state dict."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from maxmoe.components import ExpertNorms, ZeroComputation
 from maxmoe.config import LoadBalanceScope, MoEConfig, ScoreFunction
 from maxmoe.reference.operators import (
     Projection,
@@ -17,7 +18,7 @@ from maxmoe.reference.operators import (
     ragged_sort,
     ragged_unsort,
 )
-from maxmoe.reference.routing import route, scores, select_experts, stack, wide
+from maxmoe.reference.routing import route, scores, stack, wide
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj", "gate_bias", "up_bias", "down_bias")
 
@@ -63,68 +64,28 @@ def apply_capacity(experts: Tensor, num_experts: int, capacity_factor: float) ->
     return torch.tensor(slots, dtype=torch.int64).reshape(experts.shape)
 
 
-def router_state(
-    tokens: Tensor, config: MoEConfig, parameters: dict[str, Tensor], previous: Tensor | None = None
-) -> Tensor:
-    """Return the state [T, R] of a router with hidden layers, given the state [T, R] of the layer before."""
-    state = wide(tokens) @ wide(parameters["router.mlp.down_weight"]).T + wide(parameters["router.mlp.down_bias"])
-    if not config.router_takes_state or previous is None:
-        return state
-    return state + wide(parameters["router.mlp.state_scale"]) * wide(previous)
-
-
-def router_logits(
-    tokens: Tensor, config: MoEConfig, parameters: dict[str, Tensor], previous: Tensor | None = None
-) -> Tensor:
-    """Return logits [T, E] of tokens [T, D], float32 or wider."""
-    rows = wide(tokens)
-    if config.router_hidden_size is not None:
-        state = router_state(tokens, config, parameters, previous)
-        rows = rms_norm(state, config.norm_eps) * wide(parameters["router.mlp.norm_weight"])
-        for name in ("router.mlp.fc1", "router.mlp.fc2"):
-            rows = rows @ wide(parameters[f"{name}_weight"]).T + wide(parameters[f"{name}_bias"])
-            rows = rows * (1 + torch.erf(rows / math.sqrt(2))) / 2
-    logits = rows @ wide(parameters["router.weight"]).T
-    logits = logits + wide(parameters["router.bias"]) if config.router_bias else logits
-    return config.logit_scale * logits
-
-
-def rms_norm(rows: Tensor, eps: float) -> Tensor:
+def reference_rms_norm(rows: Tensor, eps: float) -> Tensor:
     """Return row / sqrt(mean(row^2) + eps) for each row."""
     return stack([row / torch.sqrt(wide(row).square().mean() + eps) for row in rows], rows, rows.shape[1])
 
 
-def selected_experts(logits: Tensor, config: MoEConfig, correction_bias: Tensor | None) -> Tensor:
-    """Return the experts [T, K] of tokens with logits [T, E]."""
-    score = wide(logits) if config.selection == "logits" else scores(logits, config.score_function)
-    biased = score if correction_bias is None else score + correction_bias
-    rule = (config.top_k, config.num_groups, config.top_k_groups, config.group_score, config.other_groups)
-    chosen = [torch.tensor(select_experts(token, *rule)) for token in biased.tolist()]
-    return stack(chosen, torch.empty(0, dtype=torch.int64), config.top_k)
-
-
 def routing(
-    tokens: Tensor, config: MoEConfig, parameters: dict[str, Tensor], previous: Tensor | None = None
+    tokens: Tensor, config: MoEConfig, parameters: Mapping[str, Tensor], previous: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return logits [T, E], weights and experts [T, K], and weights [T, n] of shared experts that the router scores."""
-    logits = router_logits(tokens, config, parameters, previous)
+    rule, bias = config.router_rule, parameters.get("router.bias")
+    logits = wide(rule.reference_rows(tokens, parameters, previous)) @ wide(parameters["router.weight"]).T
+    logits = rule.reference_logits(logits if bias is None else logits + wide(bias))
     logits, of_shared = logits[:, : config.num_selectable_experts], logits[:, config.num_selectable_experts :]
     weights, experts, _ = route(
         logits,
         config.top_k,
         score_function=config.score_function,
-        normalization="none" if config.shared_expert_scores else config.normalization,
+        normalization="none" if rule.scores_shared_experts else config.normalization,
         scale=config.routed_scaling_factor,
-        experts=selected_experts(logits, config, parameters.get("router.score_correction_bias")),
+        experts=rule.reference_select(config, logits, parameters.get("router.score_correction_bias")),
     )
-    shared_weights = None
-    if config.shared_expert_scores:
-        scores_of_shared = config.routed_scaling_factor * torch.sigmoid(of_shared)
-        total = (weights.sum(1, keepdim=True) + scores_of_shared.sum(1, keepdim=True)) / config.routed_scaling_factor
-        weights, shared_weights = weights / total, scores_of_shared / total
-    if config.router_scale:
-        weights = weights * wide(parameters["router.scale"])
-        shared_weights = None if shared_weights is None else shared_weights * wide(parameters["router.scale"])
+    weights, shared_weights = rule.reference_weights(config, weights, of_shared, parameters)
     return logits, weights, experts, shared_weights
 
 
@@ -142,15 +103,15 @@ def routed_experts(
     def experts(x: Tensor, weights: Tensor | None, plan: RaggedPlan) -> Tensor:
         return expert_ffn(x, weights, plan, *projections, **config.activation_arguments)
 
-    scales_input = config.apply_weights_to == "input"
-    if not scales_input and not config.expert_norm:
+    scales_input, norms = config.apply_weights_to == "input", config.expert_norms or ExpertNorms()
+    if not scales_input and not norms.output:
         return experts(tokens, weights, plan)
     rows = ragged_sort(tokens, plan, weights if scales_input else None)
     itself = torch.arange(len(rows))
     in_place = plan._replace(slots=itself, rows=itself, top_k=1)
     rows = experts(rows, None, in_place)
-    if config.expert_norm:
-        rows = rms_norm(rows * (1 + parameters["experts.norm.weight"]), config.expert_norm_eps)
+    if norms.output:
+        rows = reference_rms_norm(rows * (1 + parameters["experts.norm.weight"]), norms.output_eps)
     return ragged_unsort(rows, plan, None if scales_input else weights)
 
 
@@ -161,8 +122,9 @@ def zero_computation_experts(
 
     zero(x) = 0, copy(x) = x, constant_j(x) = a x + b vectors[j] with (a, b) = softmax(mixing[j] @ x).
     """
-    first_copy = config.num_experts + config.num_zero_experts
-    first_constant = first_copy + config.num_copy_experts
+    kinds = config.zero_computation or ZeroComputation()
+    first_copy = config.num_experts + kinds.zero
+    first_constant = first_copy + kinds.copy
     rows = []
     for t, token in enumerate(tokens):
         row = wide(torch.zeros_like(token))
@@ -259,12 +221,14 @@ def moe(
     max_rows = None if config.buffer_factor is None else int(num_rows * config.buffer_factor)
     plan = ragged_plan(kept, config.num_selectable_experts, num_local_experts=config.num_experts, max_rows=max_rows)
 
-    rows = tokens if config.latent_size is None else project(tokens, parameters["latent_in.weight"])
-    if config.latent_in_norm:
-        rows = rms_norm(rows, config.norm_eps) * (1 + parameters["latent_in.norm.weight"])
+    rows, norms = tokens, config.expert_norms or ExpertNorms()
+    if config.latent_size is not None:
+        rows = project(tokens, parameters["latent_in.weight"])
+    if norms.latent_in:
+        rows = reference_rms_norm(rows, norms.eps) * (1 + parameters["latent_in.norm.weight"])
     outputs = routed_experts(rows, weights, plan, config, parameters)
-    if config.latent_out_norm:
-        outputs = rms_norm(outputs, config.norm_eps) * (1 + parameters["latent_out.norm.weight"])
+    if norms.latent_out:
+        outputs = reference_rms_norm(outputs, norms.eps) * (1 + parameters["latent_out.norm.weight"])
     if config.latent_size is not None:
         outputs = project(outputs, parameters["latent_out.weight"])
     if config.has_zero_computation_outputs:

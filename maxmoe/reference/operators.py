@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from maxmoe.config import Activation, LimitTarget
+from maxmoe.components import Activation
+from maxmoe.config import LimitTarget
 from maxmoe.reference.routing import stack, wide
 
 

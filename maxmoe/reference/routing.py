@@ -5,7 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from maxmoe.config import GroupScore, Normalization, OtherGroups, ScoreFunction
+from maxmoe.components import GroupScore
+from maxmoe.config import MoEConfig, Normalization, ScoreFunction
 
 
 def wide(tensor: Tensor) -> Tensor:
@@ -42,7 +43,8 @@ def select_experts(
     num_groups: int,
     top_k_groups: int,
     group_score: GroupScore,
-    other_groups: OtherGroups = "excluded",
+    *,
+    others_are_zero: bool = False,
 ) -> list[int]:
     """Return the best experts of one token in its best groups; experts of other groups are excluded, or score zero."""
     size = len(biased) // num_groups
@@ -51,10 +53,27 @@ def select_experts(
     group_scores = [sum(biased[expert] for expert in best(biased, group, count)) for group in members]
     groups = best(group_scores, list(range(num_groups)), top_k_groups)
     allowed = [expert for group in groups for expert in members[group]]
-    if other_groups == "excluded":
+    if not others_are_zero:
         return best(biased, allowed, top_k)
     everyone = range(len(biased))
     return best([biased[expert] if expert in allowed else 0.0 for expert in everyone], list(everyone), top_k)
+
+
+def selected_by_scores(
+    config: MoEConfig,
+    logits: Tensor,
+    correction_bias: Tensor | None,
+    group_score: GroupScore,
+    *,
+    others: Tensor | None = None,
+    others_are_zero: bool = False,
+) -> Tensor:
+    """Return the experts [T, K] of tokens with logits [T, E], by `others` [T, E] instead of scores if given."""
+    score = scores(logits, config.score_function) if others is None else others
+    biased = score if correction_bias is None else score + correction_bias
+    rule = (config.top_k, config.num_groups, config.top_k_groups, group_score)
+    chosen = [torch.tensor(select_experts(token, *rule, others_are_zero=others_are_zero)) for token in biased.tolist()]
+    return stack(chosen, torch.empty(0, dtype=torch.int64), config.top_k)
 
 
 def normalize(selected: Tensor, normalization: Normalization) -> Tensor:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import maxmoe
-from maxmoe import MoE, MoEFeedForward
+from maxmoe import MoE, MoEFeedForward, ZeroComputation
 from maxmoe.convert.surgery import duplicate_experts, merge_experts, prune_experts
-from maxmoe.nn import load_balance_loss
+from maxmoe.nn import Selection, load_balance_loss
 from support.moe_layers import DEEPSEEK, EVERYTHING, GPT_OSS, LLAMA4, assert_meets_specification, make, tokens
 
 SCORES = {
@@ -21,11 +21,11 @@ SCORES = {
     "sigmoid_sum": {"score_function": "sigmoid", **EVERYTHING},
     "gpt_oss": GPT_OSS,
     "dense": {"implementation": "dense", "load_balance_loss_weight": 0.1},
-    "groups": {**DEEPSEEK, "group_score": "max", "router_z_loss_weight": 0.0},
+    "groups": {**DEEPSEEK, "router": Selection(group_score="max"), "router_z_loss_weight": 0.0},
     "latent": {"latent_size": 4, "score_function": "sigmoid"},
     "balance": {"load_balance_loss_weight": 0.1, "score_function": "sqrtsoftplus"},
 }
-BESIDE = {"num_zero_experts": 1, "num_copy_experts": 2, "num_constant_experts": 1}
+BESIDE = {"zero_computation": ZeroComputation(zero=1, copy=2, constant=1)}
 each_score = pytest.mark.parametrize("options", SCORES.values(), ids=SCORES)
 
 
@@ -129,7 +129,7 @@ def test_experts_that_compute_nothing_stay(normalization: str) -> None:
     x, rows = tokens(layer, 3), layer.router.weight[16:].clone()
     before, counts = layer(x).hidden_states, layer(x).stats.tokens_per_expert
     prune_experts(layer, (counts[:16] == 0).nonzero().flatten())
-    assert close(layer(x).hidden_states, before) and layer.config.num_copy_experts == 2
+    assert close(layer(x).hidden_states, before) and layer.config.zero_computation.copy == 2
     duplicate_experts(layer, [0])
     merge_experts(layer, [[0, 1], [2, 3]])
     assert torch.equal(layer.router.weight[layer.config.num_experts :], rows)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from maxmoe import MoE, MoEConfig, MoEFeedForward
+from maxmoe import MoE, MoEConfig, MoEFeedForward, ZeroComputation
 
 SIZES: dict[str, Any] = {"hidden_size": 24, "intermediate_size": 32, "num_experts": 8, "top_k": 2}
 WIDTH = 32
@@ -225,7 +225,11 @@ ERRORS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         "score_function='identity' with normalization='none'",
     ),
     ({"latent_size": 8}, {}, "from_dense needs latent_size=None, got 8"),
-    ({"num_zero_experts": 1, "num_copy_experts": 2}, {}, "from_dense needs a config without zero, copy and constant"),
+    (
+        {"zero_computation": ZeroComputation(zero=1, copy=2)},
+        {},
+        "from_dense needs a config without zero, copy and constant",
+    ),
     ({"gated": False}, {}, "gate_proj must be None with gated=False, got Linear"),
     ({}, {"gate_proj": None}, "gate_proj must be given with gated=True, got None"),
     ({}, {"up_proj": linear(16, 32)}, "up_proj must have shape (32, 24), which is (out, in) as in torch.nn.Linear"),

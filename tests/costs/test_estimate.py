@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import maxmoe
-from maxmoe import MoEConfig
+from maxmoe import MoEConfig, ZeroComputation
 from maxmoe.costs import Estimate, estimate
 from maxmoe.models import DecoderConfig, DecoderOutput
 from maxmoe.optim import Muon, parameter_groups
@@ -69,7 +69,7 @@ def test_a_step_is_what_torch_runs_and_autograd_saves(layout: MeshRules, dispatc
 
 
 # Half of the slots select zero-computation experts, whose rows are not sent.
-NOTHING = replace(MOE, num_zero_experts=2, num_copy_experts=4, num_constant_experts=2, shared_expert_gate=False)
+NOTHING = replace(MOE, zero_computation=ZeroComputation(zero=2, copy=4, constant=2), shared_expert_gate=False)
 NO_SHARED: dict[str, Any] = {"num_shared_experts": 0, "shared_expert_gate": False}
 PARTS = ("attention", "dispatch", "experts", "feed_forward", "norms", "shared_experts")
 VARIANTS: dict[str, DecoderConfig] = {

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from maxmoe import MoE
+from maxmoe import MoE, ZeroComputation
 from maxmoe.costs import estimate, explain
 from maxmoe.costs.explain import Explanation
 from maxmoe.models import Decoder
@@ -68,7 +68,7 @@ def test_strategy_reason_and_axes(
     ],
 )
 def test_rows_of_copy_experts_are_not_counted(num_copies: int, dispatch: str, reason: str) -> None:
-    moe = replace(MOE, top_k=4, num_copy_experts=num_copies)
+    moe = replace(MOE, top_k=4, zero_computation=ZeroComputation(copy=num_copies))
     size = 2 if dispatch == "ring_of_experts" else 3
     model = Decoder(replace(CONFIG, moe=replace(moe, num_experts=size * 4)), device="meta")
     for plan in explain(model, Mesh.planned({"expert": size}), "ep-as-dp").dispatch.values():

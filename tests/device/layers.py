@@ -18,6 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 import maxmoe
 from device.cases import Cases, Values, main, within
+from maxmoe import ExpertNorms, SiTU, ZeroComputation
+from maxmoe.nn import Selection
+from maxmoe.nn.limited_output import LimitedOutput
+from maxmoe.nn.shared_expert_scores import SharedExpertScores
 from maxmoe.quantization import FORMATS
 
 Forward = Callable[..., Any]
@@ -27,7 +31,7 @@ BIASED: dict[str, Any] = {"score_function": "sigmoid", "score_correction_bias": 
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
     "sigmoid, groups, correction bias": {**BIASED, "num_groups": 4, "top_k_groups": 2, "routed_scaling_factor": 2.5},
-    "groups by their largest score": {"num_groups": 2, "top_k_groups": 1, "group_score": "max"},
+    "groups by their largest score": {"num_groups": 2, "top_k_groups": 1, "router": Selection(group_score="max")},
     "sqrtsoftplus": {"score_function": "sqrtsoftplus"},
     "softmax of the chosen": {"score_function": "identity", "normalization": "softmax"},
     "no normalization": {"normalization": "none"},
@@ -38,24 +42,24 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "relu": {"activation": "relu"},
     "relu2, ungated": {"activation": "relu2", "gated": False},
     "limit": {"activation_limit": 0.5},
-    "limit of the output": {"activation_limit": 0.5, "activation_limit_target": "output"},
-    "situ": {"activation": "situ", "gate_softcap": 4.0, "up_softcap": 25.0},
+    "limit of the output": {"activation": LimitedOutput(limit=0.5)},
+    "situ": {"activation": SiTU(gate_softcap=4.0, up_softcap=25.0)},
     "expert bias": {"expert_bias": True},
     "weights applied to the input": {"apply_weights_to": "input"},
     "shared experts": {"num_shared_experts": 2, "shared_expert_gate": True},
     "latent": {"latent_size": 24},
-    "latent, norms": {"latent_size": 24, "latent_in_norm": True, "latent_out_norm": True, "expert_norm": True},
-    "by logits, other groups at zero, scored shared experts": {
+    "latent, norms": {
+        "latent_size": 24,
+        "expert_norms": ExpertNorms(latent_in=True, latent_out=True, output=True),
+    },
+    "by logits, other groups at zero": {
         **BIASED,
         "num_groups": 4,
         "top_k_groups": 2,
-        "selection": "logits",
-        "other_groups": "zero",
-        "router_scale": True,
-        "num_shared_experts": 2,
-        "shared_expert_scores": True,
+        "router": Selection(by="logits", other_groups="zero"),
     },
-    "zero, copy and constant experts": {"num_zero_experts": 1, "num_copy_experts": 2, "num_constant_experts": 2},
+    "scored shared experts": {**BIASED, "num_shared_experts": 2, "router": SharedExpertScores()},
+    "zero, copy and constant experts": {"zero_computation": ZeroComputation(zero=1, copy=2, constant=2)},
     "dense": {"implementation": "dense"},
     "dense, capacity": {"implementation": "dense", "capacity_factor": 1.0},
     "buffer": {"buffer_factor": 0.8},

@@ -85,7 +85,9 @@ def draw_mesh(random: Random, rules: LogicalRules) -> dict[str, int]:
 def draw_config(random: Random, num_parts: int, needs_sparse: bool) -> MoEConfig:
     """Draw until the experts are divisible, and no division by nearly zero amplifies rounding."""
     while True:
-        config = replace(fuzz_layers.draw_config(random), router="learned", router_takes_state=False)
+        config = fuzz_layers.draw_config(random)
+        if config.router == "random" or config.router_rule.takes_state:
+            config = replace(config, router="learned")
         if config.num_experts % num_parts or (config.score_function, config.normalization) == ("identity", "sum"):
             continue
         return replace(config, implementation="sparse", capacity_factor=None) if needs_sparse else config

@@ -10,6 +10,7 @@ is compared.
 
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any, get_args
@@ -24,7 +25,12 @@ from torch import Tensor  # noqa: E402
 
 import maxmoe  # noqa: E402
 from fuzz import loop  # noqa: E402
-from maxmoe import MoE, MoEConfig, config, ops, reference  # noqa: E402
+from maxmoe import ExpertNorms, MoE, MoEConfig, ZeroComputation, config, ops, reference  # noqa: E402
+from maxmoe.nn import Selection  # noqa: E402
+from maxmoe.nn.limited_output import LimitedOutput  # noqa: E402
+from maxmoe.nn.router_mlp import RouterMLP  # noqa: E402
+from maxmoe.nn.scaled_logits import ScaledLogits  # noqa: E402
+from maxmoe.nn.shared_expert_scores import SharedExpertScores  # noqa: E402
 from support import activations  # noqa: E402
 from support.moe_layers import differentiate  # noqa: E402
 from support.operator_calls import Result, cotangents_of, floating, strided  # noqa: E402
@@ -45,15 +51,15 @@ def draw_config(random: Random) -> MoEConfig:
     num_experts = num_groups * random.choice([1, 2, 3, 5, 8])
     top_k_groups = random.randint(1, num_groups)
     weights_to = random.choice(get_args(config.WeightsTarget))
-    kinds = draw_zero_computation_experts(random, weights_to) if num_groups == 1 else {}
-    reachable = num_experts // num_groups * top_k_groups + sum(kinds.values())
+    kinds = draw_zero_computation_experts(random, weights_to) if num_groups == 1 else None
+    reachable = num_experts // num_groups * top_k_groups + (kinds.count if kinds else 0)
     correction = random.random() < 0.4
     num_shared_experts = sometimes(random.randint(1, 3), 0)
     score_function = random.choice(get_args(config.ScoreFunction))
     top_k = random.randint(1, min(reachable, random.choice([1, 2, 4, 40])))
     normalization = random.choice(get_args(config.Normalization))
     can_be_scored = (score_function, normalization, weights_to) == ("sigmoid", "sum", "output")
-    scored = num_shared_experts > 0 and can_be_scored and random.random() < 0.7
+    scored = num_shared_experts > 0 and can_be_scored and random.random() < 0.5
     has_quantiles = correction and num_groups == 1 and score_function in ("sigmoid", "softmax") and top_k < reachable
     rule = random.choice(get_args(config.CorrectionBiasRule)) if has_quantiles else "sign"
     return MoEConfig(
@@ -62,27 +68,20 @@ def draw_config(random: Random) -> MoEConfig:
         num_experts=num_experts,
         top_k=top_k,
         **draw_latent_experts(random, weights_to),
-        **kinds,
+        zero_computation=kinds,
         score_function=score_function,
         router_bias=random.random() < 0.4,
-        logit_scale=sometimes(0.3, 1.0, 0.2),
-        router_scale=random.random() < 0.2,
-        **draw_router_state(random),
         score_correction_bias=correction,
         num_groups=num_groups,
         top_k_groups=top_k_groups,
-        group_score=random.choice(get_args(config.GroupScore)),
-        other_groups=sometimes("zero", "excluded", 0.3),
-        selection=sometimes("logits", "scores", 0.3) if rule == "sign" else "scores",
         normalization=normalization,
         routed_scaling_factor=random.choice([1.0, 1, 0.25, 2.5]),
         apply_weights_to=weights_to,
-        router=sometimes("random", "learned", 0.15),
+        router=draw_router(random, rule, is_scored=scored),
         **draw_activation(random, num_shared_experts),
         expert_bias=random.random() < 0.4,
         num_shared_experts=num_shared_experts,
         shared_expert_gate=num_shared_experts > 0 and not scored and random.random() < 0.5,
-        shared_expert_scores=scored,
         **draw_losses(random),
         correction_bias_rule=rule,
         correction_bias_update_rate=sometimes(1e-3, 0.0) if correction else 0.0,
@@ -90,20 +89,35 @@ def draw_config(random: Random) -> MoEConfig:
     )
 
 
-def draw_router_state(random: Random) -> dict[str, Any]:
-    """Draw the width of a router with hidden layers: often none."""
-    size = random.choice(WIDTHS) if random.random() < 0.2 else None
-    return {"router_hidden_size": size, "router_takes_state": size is not None and random.random() < 0.6}
+def draw_router(random: Random, rule: str, *, is_scored: bool) -> Any:
+    """Draw a router, often the plain one."""
+    if is_scored:
+        return SharedExpertScores(scale=random.random() < 0.5)
+    match random.choice(["learned"] * 5 + ["random", "scaled", "mlp", "selection", "selection"]):
+        case "scaled":
+            return ScaledLogits(scale=0.3)
+        case "mlp":
+            return RouterMLP(
+                hidden_size=random.choice(WIDTHS),
+                takes_state=random.random() < 0.6,
+                norm_eps=random.choice([1e-5, 0.1]),
+            )
+        case "selection":
+            return Selection(
+                by=random.choice(["scores", "logits"]) if rule == "sign" else "scores",
+                group_score=random.choice(["top2", "max"]),
+                other_groups=random.choice(["excluded", "zero"]),
+            )
+        case name:
+            return name
 
 
 def draw_activation(random: Random, num_shared_experts: int) -> dict[str, Any]:
     gated = random.random() < 0.75
-    arguments = random.choice([*activations.EACH, *activations.LIMITED] if gated else activations.PLAIN)
-    shared: dict[str, Any] = {}
-    if num_shared_experts and random.random() < 0.3:
-        can_be_limited = gated and arguments["activation"] != "situ"
-        shared["shared_activation_limit"] = random.choice([None, 0.6]) if can_be_limited else None
-    return {**activations.fields(arguments), **shared, "gated": gated}
+    fields = activations.fields(random.choice(activations.OF_CONFIGS if gated else activations.PLAIN))
+    if num_shared_experts and isinstance(fields["activation"], LimitedOutput):
+        fields["activation"] = replace(fields["activation"], shared_limit=random.choice([None, 0.6]))
+    return {**fields, "gated": gated}
 
 
 def draw_implementation(random: Random, num_experts: int) -> dict[str, Any]:
@@ -120,11 +134,13 @@ def draw_latent_experts(random: Random, weights_to: str) -> dict[str, Any]:
     is_latent = random.random() < 0.25
     return {
         "latent_size": random.choice(WIDTHS) if is_latent else None,
-        "latent_in_norm": is_latent and random.random() < 0.3,
-        "latent_out_norm": is_latent and random.random() < 0.3,
-        "norm_eps": random.choice([1e-5, 0.1]),
-        "expert_norm": weights_to == "output" and random.random() < 0.2,
-        "expert_norm_eps": random.choice([1e-8, 0.1]),
+        "expert_norms": ExpertNorms(
+            latent_in=is_latent and random.random() < 0.3,
+            latent_out=is_latent and random.random() < 0.3,
+            output=weights_to == "output" and random.random() < 0.2,
+            eps=random.choice([1e-5, 0.1]),
+            output_eps=random.choice([1e-8, 0.1]),
+        ),
     }
 
 
@@ -136,10 +152,10 @@ def draw_losses(random: Random) -> dict[str, Any]:
     }
 
 
-def draw_zero_computation_experts(random: Random, weights_to: str) -> dict[str, int]:
+def draw_zero_computation_experts(random: Random, weights_to: str) -> ZeroComputation:
     """Draw how many experts compute no product: often none."""
-    names = ["num_zero_experts", "num_copy_experts", *(["num_constant_experts"] if weights_to == "output" else [])]
-    return {name: random.choice([0, 1, 3, 8]) if random.random() < 0.5 else 0 for name in names}
+    names = ["zero", "copy", *(["constant"] if weights_to == "output" else [])]
+    return ZeroComputation(**{name: random.choice([0, 1, 3, 8]) if random.random() < 0.5 else 0 for name in names})
 
 
 def draw_layer(random: Random, dtype: torch.dtype) -> MoE:
@@ -187,9 +203,9 @@ def draw_mask(random: Random, x: Tensor) -> Tensor | None:
 def leaves_of(layer: MoE, x: Tensor) -> dict[str, Tensor]:
     """Tokens, and if the layer takes one, a state of the router before: the same random values at every call."""
     leaves = {"x": x.detach()}
-    if layer.config.router_takes_state:
+    if layer.config.router_rule.takes_state:
         generator = torch.Generator().manual_seed(1)
-        shape = (*x.shape[:-1], layer.config.router_hidden_size)
+        shape = (*x.shape[:-1], layer.config.router_rule.state_size)
         leaves["router_state"] = torch.randn(shape, generator=generator, dtype=torch.float64).to(x.dtype)
     return leaves
 
@@ -211,9 +227,14 @@ def cotangents(outputs: tuple[Tensor, ...]) -> list[Tensor]:
 
 def run_reference(layer: MoE, x: Tensor, mask: Tensor | None, got: Result, noise: float = 0.0, seed: int = 0) -> Result:
     """Run the specification in float64; with noise, on arguments that are rounded otherwise."""
-    limits = {name: getattr(layer.config, name) for name in ("activation_limit", "shared_activation_limit")}
-    limits = {name: limit if limit in (None, "same") else limit * (1 + noise) for name, limit in limits.items()}
-    settings = MoEConfig(**{**vars(layer.config), "router": "learned", **limits})
+    given = {"router": layer.config.router_rule if layer.config.router != "random" else "learned"}
+    limit, activation = layer.config.activation_limit, layer.config.activation
+    if isinstance(activation, LimitedOutput):
+        limits = {name: value for name, value in vars(activation).items() if name.endswith("limit") and value}
+        given["activation"] = replace(activation, **{name: value * (1 + noise) for name, value in limits.items()})
+    elif limit is not None:
+        given["activation_limit"] = limit * (1 + noise)
+    settings = MoEConfig(**{**vars(layer.config), **given})
     state, generator = {**leaves_of(layer, x), **layer.state_dict()}, torch.Generator().manual_seed(seed)
     # The router is computed in float32 at least, from the values as they are.
     fine = min(abs(noise), 16 * torch.finfo(torch.float32).eps)
@@ -226,8 +247,7 @@ def run_reference(layer: MoE, x: Tensor, mask: Tensor | None, got: Result, noise
     hidden_states, aux_loss, load, dropped = reference.moe(state["x"], settings, state, mask, before)
     is_token = torch.ones(x.shape[:-1], dtype=torch.bool) if mask is None else mask
     previous = None if before is None else before[is_token]
-    logits = reference.layer.router_logits(state["x"][is_token], settings, state, previous)
-    logits = logits[:, : settings.num_selectable_experts]
+    logits, *_ = reference.layer.routing(state["x"][is_token], settings, state, previous)
     scores = reference.routing.scores(
         logits, "softmax" if settings.score_function == "identity" else settings.score_function
     )

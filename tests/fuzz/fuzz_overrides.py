@@ -32,6 +32,7 @@ from fuzz import loop  # noqa: E402
 from fuzz.fuzz_dispatch import AXES  # noqa: E402
 from maxmoe.costs import explain  # noqa: E402
 from maxmoe.models import DecoderConfig  # noqa: E402
+from maxmoe.nn import Selection  # noqa: E402
 from maxmoe.parallel import parallelize, parameter_shardings, token_sharding  # noqa: E402
 from maxmoe.sharding import LogicalRules, Mesh  # noqa: E402
 from maxmoe.sharding.rules import PRESETS as FOLDER  # noqa: E402
@@ -51,7 +52,10 @@ from support.run_ranks import run_ranks  # noqa: E402
 PRESETS = tuple(path.stem for path in sorted(FOLDER.glob("*.yaml")))
 TABLES = 10  # per case
 DISPATCHES = ("auto", "auto", "ring_of_experts", "ragged_all_to_all", "gather_weights")
-LAYERS = {**FAMILIES, "biases": replace(FAMILIES["deepseek_v3"], expert_bias=True, group_score="max", **LOSSES)}
+LAYERS = {
+    **FAMILIES,
+    "biases": replace(FAMILIES["deepseek_v3"], expert_bias=True, router=Selection(group_score="max"), **LOSSES),
+}
 DECODERS: dict[str, DecoderConfig] = {
     "decoder": parallel_decoder.CONFIG,
     "recomputed decoder": replace(parallel_decoder.CONFIG, recompute=("blocks",), tie_embeddings=True),

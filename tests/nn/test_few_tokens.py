@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import maxmoe
 from maxmoe import MoE, MoEFeedForward
+from maxmoe.nn import Selection
 from maxmoe.quantization import put_stack, quantize
 from support.moe_layers import Options, each_family, make, tokens
 from support.shapes import each_dtype
@@ -88,7 +89,7 @@ def test_whatever_observes_or_replaces_a_part_is_called() -> None:
 
 @pytest.mark.parametrize(("num_groups", "top_k_groups"), [(1, 1), (3, 3), (3, 1)])
 def test_one_operator_where_the_best_groups_have_all_experts(num_groups: int, top_k_groups: int) -> None:
-    layer = make(num_groups=num_groups, top_k_groups=top_k_groups, other_groups="zero", top_k=2)
+    layer = make(num_groups=num_groups, top_k_groups=top_k_groups, router=Selection(other_groups="zero"), top_k=2)
     names = called_operators(lambda: layer(tokens(layer)))
     assert ("maxmoe::routed_experts" in names) == (top_k_groups == num_groups)
 

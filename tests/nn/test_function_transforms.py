@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import maxmoe
-from maxmoe import MoE, MoEFeedForward, StatsAccumulator
+from maxmoe import MoE, MoEFeedForward, StatsAccumulator, ZeroComputation
 from support.operator_checks import ignore_warnings_of_transforms
 
 BATCHES = torch.randn(2, 3, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -97,7 +97,11 @@ def assert_runs_without_gradients(layer: nn.Module, transformed: Any, plain: Any
     layer.requires_grad_()
 
 
-@pytest.mark.parametrize("options", [{}, {"num_zero_experts": 1}, {"num_copy_experts": 1}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"zero_computation": ZeroComputation(zero=1)}, {"zero_computation": ZeroComputation(copy=1)}],
+    ids=str,
+)
 def test_examples_with_different_numbers_of_rows(options: dict[str, Any]) -> None:
     """Padding, and experts without rows: an error that says so; the dense implementation has no rows to count."""
     mask = torch.rand(BATCHES.shape[:-1], generator=torch.Generator().manual_seed(2)) < 0.6

@@ -9,9 +9,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import maxmoe
-from maxmoe import MoE, MoEConfig
+from maxmoe import ExpertNorms, MoE, MoEConfig
 from maxmoe.convert.surgery import duplicate_experts, prune_experts
 from maxmoe.nn import LatentNorm
+from maxmoe.nn.scaled_logits import ScaledLogits
 from support.moe_layers import SIZES, Options, assert_meets_specification, each_compute, make, outcome, tokens
 from support.operator_calls import assert_near, assert_same
 from support.operator_checks import compile_whole
@@ -20,17 +21,16 @@ LOSSES: Options = {"load_balance_loss_weight": 0.3, "router_z_loss_weight": 0.2}
 MUSE_SPARK: Options = {
     **LOSSES,
     "latent_size": 4,
-    "latent_in_norm": True,
-    "expert_norm": True,
-    "logit_scale": 0.25,
+    "expert_norms": ExpertNorms(latent_in=True, output=True),
+    "router": ScaledLogits(scale=0.25),
     "score_function": "sigmoid",
     "score_correction_bias": True,
 }
-KIMI_K3: Options = {**LOSSES, "latent_size": 4, "latent_out_norm": True, "num_shared_experts": 1}
+KIMI_K3: Options = {**LOSSES, "latent_size": 4, "expert_norms": ExpertNorms(latent_out=True), "num_shared_experts": 1}
 VARIANTS: dict[str, Options] = {
     "muse_spark": MUSE_SPARK,
     "kimi_k3": KIMI_K3,
-    "not latent": {**LOSSES, "expert_norm": True, "expert_bias": True},
+    "not latent": {**LOSSES, "expert_norms": ExpertNorms(output=True), "expert_bias": True},
 }
 
 
@@ -115,19 +115,20 @@ def test_initialization_and_surgery() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"latent_in_norm": True}, "latent_in_norm=True needs a latent_size, got None"),
-        ({"latent_out_norm": True}, "latent_out_norm=True needs a latent_size, got None"),
-        ({"expert_norm": True, "apply_weights_to": "input"}, "expert_norm=True needs apply_weights_to='output'"),
-        ({"logit_scale": 0.0}, "logit_scale must be a finite float > 0, got 0.0"),
-        ({"expert_norm_eps": -1.0}, "expert_norm_eps must be a finite float > 0, got -1.0"),
+        ({"latent_in": True}, r"ExpertNorms\(latent_in=True.* needs a latent_size, got None"),
+        ({"latent_out": True}, "latent_out=True.* needs a latent_size, got None"),
+        ({"output": True}, "output=True.* needs apply_weights_to='output', got 'input'"),
+        ({"output_eps": -1.0}, "output_eps must be a finite float > 0, got -1.0"),
     ],
 )
 def test_mistakes_in_the_config(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        MoEConfig(**SIZES, **options)
+        MoEConfig(**SIZES, apply_weights_to="input", expert_norms=ExpertNorms(**options))
+    with pytest.raises(ValueError, match=r"scale must be a finite float > 0, got 0\.0"):
+        ScaledLogits(scale=0.0)
 
 
 def test_dense_blocks_do_not_become_experts_with_a_norm() -> None:
-    config = MoEConfig(**SIZES, expert_norm=True)
-    with pytest.raises(ValueError, match="from_dense needs expert_norm=False, got True"):
+    config = MoEConfig(**SIZES, expert_norms=ExpertNorms(output=True))
+    with pytest.raises(ValueError, match="from_dense needs experts without a norm of their outputs, got ExpertNorms"):
         MoE.from_dense(config, torch.ones(5, 7), torch.ones(5, 7), torch.ones(7, 5))

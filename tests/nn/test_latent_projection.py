@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import maxmoe
-from maxmoe import MoE, MoEConfig
+from maxmoe import MoE, MoEConfig, ZeroComputation
 from maxmoe.nn import LatentProjection
 from support.moe_layers import (
     COMPUTE,
@@ -24,7 +24,7 @@ from support.operator_calls import assert_same, saved_for_backward
 from support.operator_checks import compile_whole
 
 LOSSES: Options = {"load_balance_loss_weight": 0.3, "router_z_loss_weight": 0.2}
-BESIDE: Options = {**EVERYTHING, **LOSSES, "num_copy_experts": 2, "num_constant_experts": 1}
+BESIDE: Options = {**EVERYTHING, **LOSSES, "zero_computation": ZeroComputation(copy=2, constant=1)}
 
 
 @pytest.mark.sampled(11)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from maxmoe import MoE, MoEOutput
 from maxmoe.config import Normalization, ScoreFunction
+from maxmoe.nn import Selection
 from support import activations
 from support.moe_layers import (
     COMPUTE,
@@ -43,7 +44,7 @@ OPTIONS: list[list[Options]] = [
     [{}, {"score_correction_bias": True}],
     [{}, {"router_bias": True}],
     [{}, {"num_groups": 3, "top_k_groups": 2}, {"num_groups": 2}, {"num_groups": 6, "top_k_groups": 4}],
-    [{}, {"group_score": "max"}],
+    [{}, {"router": Selection(group_score="max")}],
     [{}, {"routed_scaling_factor": 2.5}],
     [{}, {"apply_weights_to": "input"}],
     [

@@ -8,9 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import maxmoe
-from maxmoe import MoE, MoEConfig, ops, reference
+from maxmoe import MoE, MoEConfig, SiTU, ops, reference
 from maxmoe.nn import load_balance_loss
-from support.activations import SITU
 
 E, D, F = 6, 8, 10
 
@@ -129,7 +128,12 @@ def test_a_balance_loss_is_a_scalar(result: Any, message: str) -> None:
         ({"score_correction_bias": True}, {"router": nn.Identity()}, ValueError, "score_correction_bias must be False"),
         ({}, {"activation": "silu"}, TypeError, "activation must be a function of gate and up, got 'silu'"),
         ({"activation_limit": 7.0}, {"activation": min}, ValueError, "activation_limit must be None .*, got 7.0"),
-        (SITU, {"activation": min}, ValueError, "gate_softcap must be None .*, got 1.5"),
+        (
+            {"activation": SiTU(gate_softcap=1.5, up_softcap=0.8)},
+            {"activation": min},
+            ValueError,
+            r"must be a name with a custom activation, got SiTU\(",
+        ),
         ({}, {"balance_loss": load_balance_loss}, ValueError, "needs load_balance_loss_weight > 0, got 0"),
         ({"load_balance_loss_weight": 0.1}, {"balance_loss": 0.1}, TypeError, "must be a function .*, got 0.1"),
         (

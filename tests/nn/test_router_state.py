@@ -10,22 +10,23 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import maxmoe
-from maxmoe import MoE, MoEConfig, MoEFeedForward, record_routing, reference, replay_routing
+from maxmoe import MoE, MoEConfig, MoEFeedForward, ZeroComputation, record_routing, reference, replay_routing
 from maxmoe.models import DecoderConfig
+from maxmoe.nn.router_mlp import RouterMLP
 from support.moe_layers import SIZES, Options, assert_meets_specification, differentiate, each_compute, make, tokens
 from support.operator_calls import Result, assert_same, cotangents_of
 from support.operator_checks import compile_whole
 
 LOSSES: Options = {"load_balance_loss_weight": 0.3, "router_z_loss_weight": 0.2}
 FIRST: Options = {
-    "router_hidden_size": 4,
+    "router": RouterMLP(hidden_size=4),
     "top_k": 1,
     "normalization": "none",
-    "num_zero_experts": 1,
+    "zero_computation": ZeroComputation(zero=1),
     "score_correction_bias": True,
     **LOSSES,
 }
-NEXT: Options = {**FIRST, "router_takes_state": True}
+NEXT: Options = {**FIRST, "router": RouterMLP(hidden_size=4, takes_state=True)}
 
 
 class Model(nn.Module):
@@ -65,9 +66,9 @@ def specification(model: Model, x: Tensor, got: Result, token_mask: Tensor | Non
         for path in ("first", "second")
     )
     out, loss, *_ = reference.moe(x, model.first.config, first, token_mask)
-    before = reference.router_state(x, model.first.config, first)
+    before = model.first.router.rule.reference_state(x, first, None)
     after, next_loss, *_ = reference.moe(x + out, model.second.config, second, token_mask, before)
-    last = reference.router_state(x + out, model.second.config, second, before)
+    last = model.second.router.rule.reference_state(x + out, second, before)
     hidden_states = x + out + after
     if token_mask is not None:
         hidden_states, last = hidden_states[token_mask], last[token_mask]
@@ -127,7 +128,7 @@ def test_as_a_feed_forward_block() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_narrow_dtypes_and_bits(dtype: torch.dtype) -> None:
-    layer = make(dtype, **{**NEXT, "hidden_size": 16, "router_hidden_size": 12})
+    layer = make(dtype, **{**NEXT, "hidden_size": 16, "router": RouterMLP(hidden_size=12, takes_state=True)})
     x, state = tokens(layer, 40), torch.randn(40, 12)
     got = layer(x, None, state)
     expected = layer.double()(x.double(), None, state.double())
@@ -149,10 +150,14 @@ def test_initialization() -> None:
 
 
 WRONG: dict[str, tuple[Options, Any, str]] = {
-    "missing": (NEXT, None, "router_state must be given to a layer with router_takes_state=True, got None"),
-    "superfluous": (FIRST, torch.zeros(2, 5, 4), "must be None with router_takes_state=False, got shape (2, 5, 4)"),
-    "linear router": ({}, torch.zeros(2, 5, 4), "must be None with router_takes_state=False"),
-    "shape": (NEXT, torch.zeros(2, 4, 4), "of shape (2, 5, 4), the last dim router_hidden_size, got torch.float32 of"),
+    "missing": (NEXT, None, "router_state must be given to a layer whose router takes a state, got None"),
+    "superfluous": (FIRST, torch.zeros(2, 5, 4), "must be None for a router that takes no state, got shape (2, 5, 4)"),
+    "linear router": ({}, torch.zeros(2, 5, 4), "must be None for a router that takes no state"),
+    "shape": (
+        NEXT,
+        torch.zeros(2, 4, 4),
+        "of shape (2, 5, 4), the last dim the size of the state, got torch.float32 of",
+    ),
     "dtype": (NEXT, torch.zeros(2, 5, 4).long(), "must be floating of shape (2, 5, 4)"),
 }
 
@@ -165,10 +170,8 @@ def test_wrong_states(options: Options, state: Any, message: str) -> None:
 
 
 def test_contradictions_are_refused() -> None:
-    with pytest.raises(ValueError, match="router_takes_state=True needs a router_hidden_size, got None"):
-        MoEConfig(**SIZES, router_takes_state=True)
-    config = MoEConfig(**SIZES, router_hidden_size=4)
-    with pytest.raises(ValueError, match="router_hidden_size must be None with a custom router, got 4"):
+    config = MoEConfig(**SIZES, router=RouterMLP(hidden_size=4))
+    with pytest.raises(ValueError, match=r"must be a name with a custom router, got RouterMLP\(hidden_size=4"):
         MoE(config, router=nn.Linear(7, 6))
-    with pytest.raises(ValueError, match=r"moe\.router_hidden_size must be None, because the blocks pass no state"):
+    with pytest.raises(ValueError, match=r"moe\.router must have no state, because the blocks pass no state"):
         DecoderConfig(vocab_size=8, hidden_size=7, num_layers=1, num_heads=1, head_dim=2, moe=config)

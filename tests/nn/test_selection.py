@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from maxmoe import MoE, record_routing, replay_routing
+from maxmoe.nn import Selection
 from support.moe_layers import COMPUTE, Options, assert_meets_specification, make, outcome, specification, tokens
 from support.operator_calls import assert_same
 from support.operator_checks import compile_whole
@@ -15,11 +16,11 @@ LOSSES: Options = {"load_balance_loss_weight": 0.3, "router_z_loss_weight": 0.2}
 GROUPS: Options = {"num_groups": 3, "top_k_groups": 2, "top_k": 4}
 BASE: Options = {"score_function": "sigmoid", "score_correction_bias": True, **LOSSES}
 RULES: dict[str, Options] = {
-    "logits": {**BASE, "selection": "logits"},
-    "logits in groups": {**BASE, **GROUPS, "selection": "logits"},
-    "zero": {**BASE, **GROUPS, "other_groups": "zero"},
-    "zero by the best": {**LOSSES, **GROUPS, "other_groups": "zero", "group_score": "max"},
-    "zero by logits": {**BASE, **GROUPS, "other_groups": "zero", "selection": "logits"},
+    "logits": {**BASE, "router": Selection(by="logits")},
+    "logits in groups": {**BASE, **GROUPS, "router": Selection(by="logits")},
+    "zero": {**BASE, **GROUPS, "router": Selection(other_groups="zero")},
+    "zero by the best": {**LOSSES, **GROUPS, "router": Selection(group_score="max", other_groups="zero")},
+    "zero by logits": {**BASE, **GROUPS, "router": Selection(by="logits", other_groups="zero")},
 }
 each_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 
@@ -46,7 +47,7 @@ def test_by_hand() -> None:
     bias = torch.tensor([0.0, 0.0, 1.0, 0.0, 0.0, 0.0], dtype=torch.float64)
     chosen = {}
     for other_groups in ("excluded", "zero"):
-        rule: Options = {**BASE, **GROUPS, "selection": "logits", "other_groups": other_groups}
+        rule: Options = {**BASE, **GROUPS, "router": Selection(by="logits", other_groups=other_groups)}
         layer = make(**rule, hidden_size=6)
         layer.router.score_correction_bias.copy_(bias)
         layer.router.weight.data.copy_(torch.eye(6, dtype=torch.float64))

@@ -9,20 +9,30 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import maxmoe
-from maxmoe import MoE, MoEConfig, record_routing, replay_routing
+from maxmoe import MoE, MoEConfig, ZeroComputation, record_routing, replay_routing
 from maxmoe.convert.surgery import duplicate_experts, prune_experts
+from maxmoe.nn.shared_expert_scores import SharedExpertScores
 from support.moe_layers import SIZES, Options, assert_meets_specification, each_compute, make, outcome, tokens
 from support.operator_calls import assert_same
 from support.operator_checks import compile_whole
 
 LOSSES: Options = {"load_balance_loss_weight": 0.3, "router_z_loss_weight": 0.2}
-SCORED: Options = {"score_function": "sigmoid", "num_shared_experts": 2, "shared_expert_scores": True, **LOSSES}
-INKLING: Options = {**SCORED, "router_scale": True, "score_correction_bias": True, "routed_scaling_factor": 2.5}
+SCORED: Options = {
+    "score_function": "sigmoid",
+    "num_shared_experts": 2,
+    "router": SharedExpertScores(scale=False),
+    **LOSSES,
+}
+INKLING: Options = {
+    **SCORED,
+    "router": SharedExpertScores(),
+    "score_correction_bias": True,
+    "routed_scaling_factor": 2.5,
+}
 VARIANTS: dict[str, Options] = {
     "inkling": INKLING,
-    "biased": {**SCORED, "router_bias": True, "num_copy_experts": 2, "num_constant_experts": 1},
+    "biased": {**SCORED, "router_bias": True, "zero_computation": ZeroComputation(copy=2, constant=1)},
     "latent, no gate": {**SCORED, "latent_size": 4, "gated": False, "activation": "relu2"},
-    "scale alone": {"router_scale": True, "num_shared_experts": 1, **LOSSES},
 }
 
 
@@ -43,7 +53,7 @@ def test_the_weights_of_a_token_have_the_sum_of_the_scale() -> None:
 
 def test_recomputed_compiled_and_replayed() -> None:
     """Beside experts of all kinds without a computation."""
-    layer = make(**INKLING, num_zero_experts=1, num_copy_experts=2, num_constant_experts=1)
+    layer = make(**INKLING, zero_computation=ZeroComputation(zero=1, copy=2, constant=1))
     x = tokens(layer, 3, 8)
     expected = outcome(layer, x)
     kept = partial(checkpoint, layer, use_reentrant=False, context_fn=maxmoe.keep_routing)
@@ -110,7 +120,7 @@ def test_surgery_keeps_the_rows_of_shared_experts_and_the_scale() -> None:
     ],
 )
 def test_contradictions_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^shared_expert_scores=True needs {message}$"):
+    with pytest.raises(ValueError, match=rf"^SharedExpertScores\(scale=False\) needs {message}$"):
         MoEConfig(**{**SIZES, **SCORED, **options})
 
 
@@ -123,5 +133,5 @@ def test_one_expert_beside_shared_ones_has_a_weight_that_is_trained() -> None:
 
 
 def test_a_custom_router_is_refused() -> None:
-    with pytest.raises(ValueError, match="shared_expert_scores must be False with a custom router, got True"):
+    with pytest.raises(ValueError, match=r"must be a name with a custom router, got SharedExpertScores\(scale=False\)"):
         MoE(MoEConfig(**SIZES, **SCORED), router=torch.nn.Linear(7, 6))

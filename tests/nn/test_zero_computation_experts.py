@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import maxmoe
-from maxmoe import MoE, MoEConfig
+from maxmoe import MoE, MoEConfig, ZeroComputation
 from maxmoe.nn import RoutingRecord, TopK, ZeroComputationExperts
 from maxmoe.ops import RaggedPlan
 from support.moe_layers import (
@@ -26,9 +26,12 @@ from support.moe_layers import (
 from support.operator_calls import assert_same, saved_for_backward
 from support.operator_checks import compile_whole
 
-COUNTS = ("num_zero_experts", "num_copy_experts", "num_constant_experts")
-KINDS = [dict(zip(COUNTS, counts, strict=True)) for counts in product((0, 2), (0, 3), (0, 2)) if any(counts)]
-each_kind = pytest.mark.parametrize("kinds", KINDS, ids=lambda kinds: "-".join(map(str, kinds.values())))
+KINDS = [
+    ZeroComputation(zero=zero, copy=copy, constant=constant)
+    for zero, copy, constant in product((0, 2), (0, 3), (0, 2))
+    if zero + copy + constant
+]
+each_kind = pytest.mark.parametrize("kinds", KINDS, ids=str)
 
 
 def replayed(layer: MoE, x: Tensor, experts: Tensor) -> maxmoe.MoEOutput:
@@ -50,23 +53,23 @@ def planned_rows(layer: MoE) -> list[RaggedPlan]:
 @pytest.mark.sampled(13)
 @each_kind
 @each_compute
-def test_meets_the_specification(path: str, kinds: Options, compute: Options) -> None:
+def test_meets_the_specification(path: str, kinds: ZeroComputation, compute: Options) -> None:
     options = {"score_function": "sigmoid", "score_correction_bias": True, "num_shared_experts": 1}
     losses = {"load_balance_loss_weight": 0.3, "router_z_loss_weight": 0.2}
-    layer = make(**options, **losses, **kinds, **compute)
+    layer = make(**options, **losses, zero_computation=kinds, **compute)
     assert_meets_specification(layer)
 
 
 @each_compute
 def test_weights_on_the_input_of_copies(compute: Options) -> None:
     """copy(w x) = w copy(x)."""
-    layer = make(num_copy_experts=4, apply_weights_to="input", **compute)
+    layer = make(zero_computation=ZeroComputation(copy=4), apply_weights_to="input", **compute)
     assert_meets_specification(layer, tokens(layer, 2, 9))
 
 
 def test_by_hand() -> None:
-    kinds = {"num_zero_experts": 1, "num_copy_experts": 1, "num_constant_experts": 1}
-    layer = make(num_experts=2, top_k=1, normalization="none", **kinds)
+    kinds = ZeroComputation(zero=1, copy=1, constant=1)
+    layer = make(num_experts=2, top_k=1, normalization="none", zero_computation=kinds)
     assert layer.zero_computation_experts is not None
     vectors, mixing = layer.zero_computation_experts.vectors, layer.zero_computation_experts.mixing
     assert vectors is not None and mixing is not None
@@ -81,12 +84,12 @@ def test_by_hand() -> None:
 
 
 def test_more_experts_per_token_than_compute() -> None:
-    layer = make(num_experts=2, num_zero_experts=2, num_copy_experts=2, top_k=5)
+    layer = make(num_experts=2, zero_computation=ZeroComputation(zero=2, copy=2), top_k=5)
     assert_meets_specification(layer, tokens(layer, 2, 6))
 
 
 def test_a_token_may_have_no_expert_that_computes() -> None:
-    layer = make(num_copy_experts=4, top_k=2, normalization="sum")
+    layer = make(zero_computation=ZeroComputation(copy=4), top_k=2, normalization="sum")
     x = tokens(layer, 7).requires_grad_()
     plans = planned_rows(layer)
     output = replayed(layer, x, torch.tensor([[6, 9]]).expand(7, 2))
@@ -122,8 +125,8 @@ def test_bits_of_a_token_are_those_of_the_token_alone() -> None:
 
 
 @each_kind
-def test_rows_are_the_slots_of_experts_that_compute(path: str, kinds: Options) -> None:
-    layer = make(**kinds)
+def test_rows_are_the_slots_of_experts_that_compute(path: str, kinds: ZeroComputation) -> None:
+    layer = make(zero_computation=kinds)
     plans = planned_rows(layer)
     stats = layer(tokens(layer, 4, 25)).stats
     used = plans[0].rows[plans[0].rows >= 0]
@@ -132,13 +135,13 @@ def test_rows_are_the_slots_of_experts_that_compute(path: str, kinds: Options) -
 
 
 def test_zero_experts_add_no_operator_and_no_parameter() -> None:
-    plain, layer = make(), make(num_zero_experts=3)
+    plain, layer = make(), make(zero_computation=ZeroComputation(zero=3))
     assert layer.zero_computation_experts is None and layer.state_dict().keys() == plain.state_dict().keys()
 
 
 def test_saves_a_factor_per_token_for_copies() -> None:
     """The only saved tensor besides x, which the layer saves anyway."""
-    module = make(torch.bfloat16, num_copy_experts=3, top_k=2).zero_computation_experts
+    module = make(torch.bfloat16, zero_computation=ZeroComputation(copy=3), top_k=2).zero_computation_experts
     assert module is not None
     x = torch.randn(30, 7, dtype=torch.bfloat16, requires_grad=True)
     weights = torch.rand(30, 2, requires_grad=True)
@@ -195,7 +198,7 @@ def test_quantized_experts_beside_them() -> None:
 
 def test_the_correction_bias_balances_all_experts() -> None:
     torch.manual_seed(0)
-    layer = make(num_copy_experts=6, score_correction_bias=True, correction_bias_update_rate=0.02)
+    layer = make(zero_computation=ZeroComputation(copy=6), score_correction_bias=True, correction_bias_update_rate=0.02)
     assert layer.router.score_correction_bias is not None
     layer.router.score_correction_bias[6:] = 2.0  # only copies are selected
     x = tokens(layer, 500)
@@ -208,7 +211,9 @@ def test_the_correction_bias_balances_all_experts() -> None:
 
 
 def test_statistics_count_all_experts() -> None:
-    model = torch.nn.Sequential(maxmoe.MoEFeedForward(MoEConfig(**SIZES, num_zero_experts=2, num_copy_experts=1)))
+    model = torch.nn.Sequential(
+        maxmoe.MoEFeedForward(MoEConfig(**SIZES, zero_computation=ZeroComputation(zero=2, copy=1)))
+    )
     accumulator = maxmoe.StatsAccumulator(model)
     model(torch.randn(2, 8, 7)).sum().backward()
     counts = accumulator.update().layers["0"].tokens_per_expert
@@ -216,7 +221,9 @@ def test_statistics_count_all_experts() -> None:
 
 
 def test_state_dict_and_initialization() -> None:
-    layer = MoE(MoEConfig(**SIZES, num_copy_experts=1, num_constant_experts=40), device="meta").to_empty(device="cpu")
+    layer = MoE(MoEConfig(**SIZES, zero_computation=ZeroComputation(copy=1, constant=40)), device="meta").to_empty(
+        device="cpu"
+    )
     layer.reset_parameters()
     shapes = {name: tuple(value.shape) for name, value in layer.state_dict().items()}
     assert shapes["zero_computation_experts.vectors"] == (40, 7)
@@ -231,29 +238,21 @@ def test_state_dict_and_initialization() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("counts", "options", "message"),
     [
-        ({"num_zero_experts": -1}, "num_zero_experts must be an int >= 0, got -1"),
-        ({"num_copy_experts": 1.0}, r"num_copy_experts must be an int >= 0, got 1\.0"),
-        ({"num_constant_experts": True}, "num_constant_experts must be an int >= 0, got True"),
+        ({"zero": -1}, {}, "zero must be an int >= 0, got -1"),
+        ({"copy": 1.0}, {}, r"copy must be an int >= 0, got 1\.0"),
+        ({"constant": True}, {}, "constant must be an int >= 0, got True"),
         (
-            {"top_k": 9, "num_zero_experts": 2},
-            r"top_k \(9\) must not exceed num_experts \(6\) \+ num_zero_experts \(2\)$",
+            {"zero": 2},
+            {"top_k": 9},
+            r"top_k \(9\) must not exceed num_experts \(6\) \+ ZeroComputation\(zero=2, copy=0, constant=0\)$",
         ),
-        (
-            {"num_groups": 2, "top_k_groups": 2, "num_copy_experts": 2},
-            r"num_groups \(2\) must be 1 with num_experts \(6\) \+ num_copy_experts \(2\)",
-        ),
-        (
-            {"num_constant_experts": 2, "apply_weights_to": "input"},
-            r"num_constant_experts \(2\) needs apply_weights_to='output', got 'input'",
-        ),
-        (
-            {"buffer_factor": 8.5, "num_copy_experts": 2},
-            r"buffer_factor \(8\.5\) must not exceed num_experts \(6\) \+ ",
-        ),
+        ({"copy": 2}, {"num_groups": 2, "top_k_groups": 2}, r"ZeroComputation\(.*\) needs num_groups=1, got 2"),
+        ({"constant": 2}, {"apply_weights_to": "input"}, r"constant=2\) needs apply_weights_to='output', got 'input'"),
+        ({"copy": 2}, {"buffer_factor": 8.5}, r"buffer_factor \(8\.5\) must not exceed num_experts \(6\) \+ "),
     ],
 )
-def test_mistakes_in_the_config(options: Options, message: str) -> None:
+def test_mistakes_in_the_config(counts: Options, options: Options, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        MoEConfig(**{**SIZES, **options})
+        MoEConfig(**{**SIZES, **options}, zero_computation=ZeroComputation(**counts))

@@ -13,8 +13,10 @@ import torch
 from torch import nn
 
 import maxmoe
+from maxmoe import ExpertNorms
 from maxmoe._torch import ConvertedModule
 from maxmoe.declaration import Absent
+from maxmoe.nn.router_mlp import RouterMLP
 from maxmoe.parallel.apply.interruptions import GuardedModule
 from maxmoe.pipelining.stage import Stage
 from maxmoe.pipelining.stage_modules import StagePart
@@ -68,8 +70,13 @@ def modules_of_the_package() -> set[type[nn.Module]]:
 def test_no_property_of_a_module_raises() -> None:
     quantized = make(**EVERYTHING, hidden_size=32, intermediate_size=32).requires_grad_(False)
     maxmoe.quantize_experts(quantized, "int4")
-    options: list[dict[str, Any]] = [{}, EVERYTHING, LONGCAT_FLASH, {"latent_size": 3, "latent_in_norm": True}]
-    layers = [make(**each) for each in [*options, {"router_hidden_size": 5}]]
+    options: list[dict[str, Any]] = [
+        {},
+        EVERYTHING,
+        LONGCAT_FLASH,
+        {"latent_size": 3, "expert_norms": ExpertNorms(latent_in=True)},
+    ]
+    layers = [make(**each) for each in [*options, {"router": RouterMLP(hidden_size=5)}]]
     stage = Stage(0, StagePart(("0",), True, True), small_decoder.make(), [], lambda *_: torch.zeros(()))
     modules = [*layers, maxmoe.MoEFeedForward(layers[0].config), quantized, stage]
     seen = set[type[nn.Module]]().union(*map(read_properties, modules))

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
+from maxmoe import ZeroComputation
 from maxmoe.parallel import ParameterSharding, parallelize, parameter_shardings
 from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.sharding import LogicalRules, Mesh
@@ -18,7 +19,9 @@ from support.parts import assert_same, part_by_definition
 from support.run_ranks import run_ranks
 from support.sampling import by_default
 
-LAYER = replace(MOE, expert_bias=False, shared_expert_gate=False, num_constant_experts=2, latent_size=4)
+LAYER = replace(
+    MOE, expert_bias=False, shared_expert_gate=False, zero_computation=ZeroComputation(constant=2), latent_size=4
+)
 SMALL = replace(CONFIG, num_layers=1, num_dense_layers=0, moe=LAYER)
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import maxmoe
-from maxmoe import MoE, MoEConfig, MoEFeedForward, MoEStats, parallelize
+from maxmoe import MoE, MoEConfig, MoEFeedForward, MoEStats, ZeroComputation, parallelize
 from maxmoe.nn import RoutingRecord
 from maxmoe.parallel import token_sharding
 from maxmoe.parallel.apply.input_gradients import InputGradientCheck
@@ -42,7 +42,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "correction_bias_rule": "quantile",
     },
     "shared and latent": {"num_shared_experts": 1, "latent_size": 4, **BALANCE},
-    "without products": {"num_zero_experts": 1, "num_copy_experts": 1, "num_constant_experts": 1, **BALANCE},
+    "without products": {"zero_computation": ZeroComputation(zero=1, copy=1, constant=1), **BALANCE},
     "buffer": {"buffer_factor": 0.75},
     "capacity": {"implementation": "dense", "capacity_factor": 1.0},
 }

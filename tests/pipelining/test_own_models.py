@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from maxmoe import MoEConfig, MoEFeedForward, StatsAccumulator, parallelize, record_routing
+from maxmoe import MoEConfig, MoEFeedForward, StatsAccumulator, ZeroComputation, parallelize, record_routing
 from maxmoe.costs import estimate
 from maxmoe.models import Decoder
+from maxmoe.nn.router_mlp import RouterMLP
 from maxmoe.parallel import Declaration, PipelineParts
 from maxmoe.pipelining import Pipeline, pipeline
 from maxmoe.pipelining.stage_modules import stage_module, stage_parts
@@ -77,8 +78,14 @@ class Stateful(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        sizes = {"hidden_size": 4, "intermediate_size": 3, "num_experts": 3, "num_zero_experts": 1, "top_k": 1}
-        config = MoEConfig(**sizes, normalization="none", router_hidden_size=2, router_takes_state=True)
+        sizes = {
+            "hidden_size": 4,
+            "intermediate_size": 3,
+            "num_experts": 3,
+            "zero_computation": ZeroComputation(zero=1),
+            "top_k": 1,
+        }
+        config = MoEConfig(**sizes, normalization="none", router=RouterMLP(hidden_size=2, takes_state=True))
         self.layer = MoEFeedForward(config)
 
     def forward(self, stream: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from maxmoe import StatsAccumulator
+from maxmoe import StatsAccumulator, ZeroComputation
 from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.optim import Muon, parameter_groups
 from maxmoe.parallel import clip_grad_norm_
@@ -38,7 +38,9 @@ def optimizers() -> dict[str, Callable[[nn.Module], torch.optim.Optimizer]]:
     }
 
 
-LATENT = replace(DEEPSEEK.moe, num_groups=1, top_k_groups=1, latent_size=6, num_copy_experts=3, num_constant_experts=2)
+LATENT = replace(
+    DEEPSEEK.moe, num_groups=1, top_k_groups=1, latent_size=6, zero_computation=ZeroComputation(copy=3, constant=2)
+)
 CONFIGS = {"deepseek_v3": TWO_BLOCKS, "latent, copy and constant experts": replace(TWO_BLOCKS, moe=LATENT)}
 
 

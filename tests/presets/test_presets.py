@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from maxmoe import MoE, MoEConfig, presets
+from maxmoe.nn.limited_output import LimitedOutput
+from maxmoe.nn.router_mlp import RouterMLP
 from support import golden_fixtures, small_models
 from support.published_configs import PUBLISHED
 
@@ -47,18 +49,17 @@ def test_every_field_can_be_set(name: str) -> None:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_config_of_transformers_is_the_preset_of_its_size(name: str) -> None:
     config = presets.from_transformers(small_models.config_of(name), layer=0)
-    sizes = ("hidden_size", "intermediate_size", "num_experts", "num_copy_experts", "top_k", "num_shared_experts")
+    sizes = ("hidden_size", "intermediate_size", "num_experts", "zero_computation", "top_k", "num_shared_experts")
     others = (
         "latent_size",
-        "logit_scale",
+        "router",
+        "expert_norms",
+        "activation",
         "num_groups",
         "top_k_groups",
         "routed_scaling_factor",
         "load_balance_loss_weight",
         "activation_limit",
-        "shared_activation_limit",
-        "router_hidden_size",
-        "router_takes_state",
     )
     values = {field: getattr(config, field) for field in sizes + others}
     assert config == getattr(presets, name)(**values)
@@ -74,12 +75,12 @@ def test_config_of_transformers_is_the_preset_of_its_size(name: str) -> None:
 
 def test_layers_of_a_model_that_differ() -> None:
     last = presets.from_transformers(public_config("step3p7"), layer=44)
-    assert last == presets.step3p7(activation_limit=7.0, shared_activation_limit=16.0)
-    assert presets.from_transformers(public_config("zaya"), layer=0) == presets.zaya(router_takes_state=False)
+    assert last == presets.step3p7(activation=LimitedOutput(limit=7.0, shared_limit=16.0))
+    assert presets.from_transformers(public_config("zaya"), layer=0) == presets.zaya(router=RouterMLP(hidden_size=256))
     with pytest.raises(ValueError, match=r"layer must be in \[0, num_hidden_layers \(40\)\), got 40"):
         presets.from_transformers(public_config("zaya"), layer=40)
     same = public_config("step3p7", swiglu_limits=[7.0] * 45, swiglu_limits_shared=None)
-    assert presets.from_transformers(same) == presets.step3p7(activation_limit=7.0)
+    assert presets.from_transformers(same) == presets.step3p7(activation=LimitedOutput(limit=7.0))
 
 
 def test_multimodal_config() -> None:
@@ -160,7 +161,10 @@ WRONG: dict[str, tuple[Any, tuple[str, ...]]] = {
     "score": (public_config("kimi_k2", scoring_func="softmax"), ("scoring_func", "kimi_k2", "'sigmoid'", "'softmax'")),
     "alpha": (public_config("gpt_oss", swiglu_alpha=1.5), ("swiglu_alpha", "1.702", "1.5")),
     "normalised": (public_config("deepseek_v2", norm_topk_prob=True), ("norm_topk_prob", "False", "True")),
-    "layers": (public_config("step3p7"), ("layer must be given", "step3p5", "None in layer 0", "7.0 in layer 43")),
+    "layers": (
+        public_config("step3p7"),
+        ("layer must be given", "step3p5", "limit=None, shared_limit=None) in layer 0", "limit=7.0, "),
+    ),
     "method": (
         public_config("deepseek_v2", topk_method="noaux_tc"),
         ("topk_method", "'greedy'", "'group_limited_greedy'", "'noaux_tc'"),

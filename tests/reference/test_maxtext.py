@@ -76,7 +76,7 @@ def test_route(module: Any, name: str) -> None:
         correction_bias=arrays.get("gate_bias"),
         num_groups=config.num_groups,
         top_k_groups=config.top_k_groups,
-        group_score=config.group_score,
+        group_score=config.router_rule.group_score,
         normalization=config.normalization,
         scale=config.routed_scaling_factor,
     )

@@ -13,6 +13,7 @@ import yaml
 
 import maxmoe
 from fuzz import steps_under_load
+from maxmoe.nn.router_mlp import RouterMLP
 from repository.check_packages import TORCH_REQUIREMENT, TORCHES, tracked
 from support.docs_module import docs_module
 
@@ -191,22 +192,18 @@ def test_the_state_dict_is_as_written() -> None:
         num_experts=4,
         top_k=2,
         router_bias=True,
-        router_scale=True,
-        router_hidden_size=8,
-        router_takes_state=True,
+        router=RouterMLP(hidden_size=8, takes_state=True),
         score_correction_bias=True,
         expert_bias=True,
         num_shared_experts=2,
         shared_expert_gate=True,
-        num_zero_experts=1,
-        num_copy_experts=3,
-        num_constant_experts=7,
+        zero_computation=maxmoe.ZeroComputation(zero=1, copy=3, constant=7),
         latent_size=5,
-        latent_in_norm=True,
-        latent_out_norm=True,
-        expert_norm=True,
+        expert_norms=maxmoe.ExpertNorms(latent_in=True, latent_out=True, output=True),
     )
-    assert {name: tuple(value.shape) for name, value in maxmoe.MoE(config).state_dict().items()} == written
+    shapes = {name: tuple(value.shape) for name, value in maxmoe.MoE(config).state_dict().items()}
+    scale = maxmoe.MoE(maxmoe.presets.inkling(hidden_size=6, intermediate_size=3)).state_dict()["router.scale"]
+    assert {**shapes, "router.scale": tuple(scale.shape)} == written
 
 
 def test_layout_names_what_exists() -> None:

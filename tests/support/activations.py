@@ -2,7 +2,8 @@
 
 from typing import Any, get_args
 
-from maxmoe.config import NEED_GATE, Activation
+from maxmoe.components import Activation, SiTU
+from maxmoe.nn.limited_output import LimitedOutput
 
 Arguments = dict[str, Any]
 
@@ -12,9 +13,11 @@ SITU: Arguments = {"activation": "situ", **NEEDED["situ"]}
 LIMITED_OUTPUT: Arguments = {"activation": "silu", "limit": 0.25, "limit_target": "output"}
 
 EACH: list[Arguments] = [{"activation": name, **NEEDED.get(name, {})} for name in get_args(Activation)]
-PLAIN: list[Arguments] = [arguments for arguments in EACH if arguments["activation"] not in NEED_GATE]
+PLAIN: list[Arguments] = [arguments for arguments in EACH if arguments["activation"] not in ("swigluoai", "situ")]
 LIMITED: list[Arguments] = [{**arguments, "limit": 0.75} for arguments in EACH if "gate_softcap" not in arguments]
 LIMITED += [LIMITED_OUTPUT, {"activation": "gelu", "limit": 0.3, "limit_target": "output"}]
+# The arguments that a `MoEConfig` can have.
+OF_CONFIGS = [*EACH, *LIMITED[:-1]]
 
 
 def name_of(arguments: Arguments) -> str:
@@ -24,5 +27,9 @@ def name_of(arguments: Arguments) -> str:
 
 def fields(arguments: Arguments) -> Arguments:
     """Return the arguments as fields of `MoEConfig`."""
-    renamed = {"limit": "activation_limit", "limit_target": "activation_limit_target"}
+    if arguments["activation"] == "situ":
+        return {"activation": SiTU(**NEEDED["situ"])}
+    if arguments.get("limit_target") == "output":
+        return {"activation": LimitedOutput(limit=arguments["limit"])}
+    renamed = {"limit": "activation_limit"}
     return {renamed.get(name, name): value for name, value in arguments.items()}

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import maxmoe
-from maxmoe import MoE, MoEConfig, MoEOutput, presets
+from maxmoe import ExpertNorms, MoE, MoEConfig, MoEOutput, ZeroComputation, presets
 from maxmoe.expert_load import MoEStats
-from maxmoe.nn import RoutingRecord
+from maxmoe.nn import RoutingRecord, Selection
 from maxmoe.parallel import ParameterSharding
 from support.parts import assert_same, part_by_definition
 
@@ -28,17 +28,22 @@ FAMILIES = {
         **SIZES,
         **LOSSES,
         top_k=4,
-        num_zero_experts=2,
-        num_copy_experts=5,
-        num_constant_experts=3,
+        zero_computation=ZeroComputation(zero=2, copy=5, constant=3),
         score_correction_bias=True,
         normalization="none",
         num_shared_experts=1,
     ),
-    "inkling": presets.inkling(
-        **SIZES, **LOSSES, top_k=3, num_groups=4, top_k_groups=2, other_groups="zero", selection="logits"
+    "inkling": presets.inkling(**SIZES, **LOSSES, top_k=3, num_groups=4, top_k_groups=2),
+    "muse_spark": presets.muse_spark(
+        **SIZES,
+        **LOSSES,
+        top_k=3,
+        latent_size=4,
+        expert_norms=ExpertNorms(latent_in=True, latent_out=True, output=True),
     ),
-    "muse_spark": presets.muse_spark(**SIZES, **LOSSES, top_k=3, latent_size=4, latent_out_norm=True),
+    "kolibri1": presets.kolibri1(
+        **SIZES, **LOSSES, top_k=3, num_groups=4, top_k_groups=2, router=Selection(by="logits", other_groups="zero")
+    ),
     "nemotron_h": MoEConfig(
         **SIZES,
         **LOSSES,

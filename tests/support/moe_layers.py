@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from maxmoe import MoE, MoEConfig, reference
+from maxmoe import MoE, MoEConfig, ZeroComputation, reference
 from support.operator_calls import Result, assert_same, cotangents_of, floating
 
 Options = dict[str, Any]
@@ -38,9 +38,7 @@ LLAMA4: Options = {
     "num_shared_experts": 1,
 }
 LONGCAT_FLASH: Options = {
-    "num_zero_experts": 1,
-    "num_copy_experts": 3,
-    "num_constant_experts": 2,
+    "zero_computation": ZeroComputation(zero=1, copy=3, constant=2),
     "score_correction_bias": True,
     "normalization": "none",
     "routed_scaling_factor": 6.0,

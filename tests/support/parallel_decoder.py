@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from maxmoe import MoEConfig
+from maxmoe import MoEConfig, ZeroComputation
 from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.models.decoder import DecoderOutput
 from maxmoe.sharding import LogicalRules, Mesh, PartitionSpec, logical_to_mesh_axes, resolve
@@ -111,7 +111,7 @@ VARIANTS = {
     ),
     "latent experts, and experts that compute nothing": replace(
         CONFIG,
-        moe=replace(MOE, latent_size=4, num_zero_experts=1, num_copy_experts=2, num_constant_experts=3, top_k=4),
+        moe=replace(MOE, latent_size=4, zero_computation=ZeroComputation(zero=1, copy=2, constant=3), top_k=4),
     ),
     "latent experts alone": replace(
         CONFIG, moe=replace(MOE, latent_size=4, num_shared_experts=0, shared_expert_gate=False)

@@ -12,7 +12,7 @@ from typing_extensions import Self
 from maxmoe.adapters import adapted_module
 from maxmoe.config import MoEConfig
 from maxmoe.convert.blocks import check_tensors_of, config_of_block, family_of_block
-from maxmoe.declaration import Declaration, FusedGate
+from maxmoe.declaration import Declaration, FusedGate, declaration_of
 from maxmoe.integrations.transformers._transformers import experts_implementation, is_experts
 from maxmoe.integrations.transformers.token_masks import mask_of_call
 from maxmoe.nn import Experts, MoE, MoEFeedForward, Router, Routing, ZeroComputationExperts, load_balance_loss
@@ -78,7 +78,7 @@ class TransformersMoE(MoEFeedForward):
         self.zero_computation_experts = ZeroComputationExperts(config, device="meta") if has_more else None
         self.set_up_training(load_balance_loss)
         # Updates the correction bias of the block. The tuple keeps it out of the state dict.
-        self._balance = (Router(config, device="meta"),) if config.score_correction_bias else ()
+        self._balance = (config.router_rule.make(config, device="meta"),) if config.score_correction_bias else ()
         if is_experts(self.experts):
             self.experts.recompute_names, self.experts.recompute = Experts.recompute_names, Experts.recompute
         else:
@@ -128,7 +128,7 @@ class TransformersMoE(MoEFeedForward):
             outputs = router(tokens, None if state is None else state.view(*leading_dims, -1))
         else:
             outputs = router(tokens, bias) if is_outside else router(tokens)
-        if self.config.shared_expert_scores:
+        if self.config.router_rule.scores_shared_experts:
             return self._routed_with_shared(outputs, token_mask, given)
         logits = router_logits(family, outputs)
         try:
@@ -256,7 +256,7 @@ def layer_of_block(block: nn.Module, **training: Any) -> TransformersMoE:
 
 def check_replayable(config: MoEConfig, block: str) -> None:
     """Raise if the router of a block returns too little to weigh the experts of a replay."""
-    if config.shared_expert_scores:
+    if config.router_rule.scores_shared_experts:
         raise ValueError(
             f"{block}: replay_routing needs the logits of the shared experts, which the router of this block does not "
             "return: replay in maxmoe.MoE, see MoE.from_transformers"
@@ -324,12 +324,14 @@ def _declare(block: nn.Module, router: nn.Module, config: MoEConfig, entries: Se
             tensor_parallel_dims={} if is_whole or not names else of_ours.tensor_parallel_dims,
             added_to_output=tuple(name for name in ("down_proj_bias",) if name in names),
         )
-    if config.expert_norm:  # the experts gather it, so that its gradient is summed over the ranks of all experts
+    if (
+        config.expert_norms is not None and config.expert_norms.output
+    ):  # the experts gather it, so that its gradient is summed over the ranks of all experts
         experts: Any = block.get_submodule("experts")
         experts.post_expert_norm.declaration = Declaration(logical_names={"weight": ("norm",)})
     keys = {entry.names[0]: entry.key.partition(".")[2] for entry in entries}
-    of_router, names = Router(config, device="meta"), {}
-    for prefix, part in (("router.", of_router), ("router.mlp.", of_router.mlp)):
-        declared = {} if part is None else part.declaration.logical_names
-        names |= {keys[prefix + name]: dims for name, dims in declared.items() if prefix + name in keys}
-    router.declaration = Declaration(logical_names=names, fsdp_unit=True)  # type: ignore[assignment]
+    of_router: dict[str, tuple[str | None, ...]] = {}
+    for path, part in config.router_rule.make(config, device="meta").named_modules(prefix="router"):
+        declared = declaration_of(part).logical_names
+        of_router |= {keys[f"{path}.{name}"]: dims for name, dims in declared.items() if f"{path}.{name}" in keys}
+    router.declaration = Declaration(logical_names=of_router, fsdp_unit=True)  # type: ignore[assignment]

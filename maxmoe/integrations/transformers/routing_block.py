@@ -104,7 +104,7 @@ class RoutingBlock:
         bias = correction_bias_of(block, self._keys) if self.config.score_correction_bias else None
         if given is None:
             selected = experts
-            if self.config.num_zero_experts:  # their tokens come with expert 0 and a weight of zero
+            if self.config.zero_computation is not None:  # their tokens come with expert 0 and a weight of zero
                 selected = select_experts(self.config, logits.detach(), bias, None, None).experts
             observe(self._hooks, selected, leading_dims)
             return experts, weights

@@ -1,0 +1,88 @@
+"""Shared experts that the router scores, and a trained factor of its weights, as in Inkling."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from maxmoe.checks.fields import check_bool
+from maxmoe.components import RouterRule, component
+from maxmoe.config import MoEConfig
+from maxmoe.declaration import Declaration
+from maxmoe.nn.router import Router
+from maxmoe.nn.routing import Routing
+from maxmoe.reference.routing import wide
+
+
+@component
+class SharedExpertScores(RouterRule):
+    """Router with a row for each of n shared experts, as in Inkling.
+
+    The weights are scores divided by the sum over the K selected and the n shared experts.
+
+    Args:
+        scale: multiply the weights of all experts by a trained number.
+
+    Source: Inkling in transformers.
+    """
+
+    scale: bool = True
+
+    scores_shared_experts: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_bool("scale", self.scale)
+
+    def check(self, config: MoEConfig) -> None:
+        """Raise without shared experts, and for fields that contradict a sum over sigmoids of all experts."""
+        if config.num_shared_experts == 0:
+            raise ValueError(f"{self} needs num_shared_experts >= 1, got 0")
+        fields = {"score_function": "sigmoid", "normalization": "sum", "apply_weights_to": "output"}
+        config.require(str(self), **fields, shared_expert_gate=False)
+
+    def make(self, config: MoEConfig, **options: Any) -> Router:
+        """Create the router, with its trained number if it has one."""
+        return ScaledRouter(config, **options) if self.scale else Router(config, **options)
+
+    def weigh(self, config: MoEConfig, weights: Tensor, of_shared: Tensor) -> tuple[Tensor, Tensor]:
+        """Divide the scores by their sum."""
+        joint = torch.cat([weights, of_shared.sigmoid()], 1)
+        joint = joint * (config.routed_scaling_factor / (joint.sum(1, keepdim=True) + 1e-20))
+        weights, shared_weights = joint.tensor_split((config.top_k,), 1)
+        return weights, shared_weights
+
+    def reference_weights(
+        self, config: MoEConfig, weights: Tensor, of_shared: Tensor, parameters: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Divide the scores by their sum, and multiply them by the trained number."""
+        scores_of_shared = config.routed_scaling_factor * torch.sigmoid(of_shared)
+        total = (weights.sum(1, keepdim=True) + scores_of_shared.sum(1, keepdim=True)) / config.routed_scaling_factor
+        scale = wide(parameters["router.scale"]) if self.scale else 1.0
+        return weights / total * scale, scores_of_shared / total * scale
+
+
+class ScaledRouter(Router):
+    """`Router` whose weights are multiplied by a trained `scale` ``(1,)``."""
+
+    scale: Tensor
+
+    def __init__(self, config: MoEConfig, **options: Any) -> None:
+        super().__init__(config, **options)
+        self.scale = nn.Parameter(torch.ones(1, **options))
+
+    def reset_parameters(self) -> None:
+        """Initialize the scale to 1, all others as `Router`."""
+        super().reset_parameters()
+        if "scale" in self._parameters:  # not when the constructor of `Router` calls this
+            nn.init.ones_(self.scale)
+
+    def scaled(self, routing: Routing) -> Routing:
+        """Multiply the weights of routed and shared experts."""
+        return routing.scaled(self.scale)
+
+    @property
+    def declaration(self) -> Declaration:
+        """Declare logical names."""
+        names = super().declaration.logical_names
+        return Declaration(logical_names={**names, "scale": (None,)})
