@@ -77,7 +77,8 @@ struct Traffic {
   int64_t stored = 0;
 };
 inline thread_local std::map<std::string, Traffic> traffic_of;  // by operator
-inline thread_local Traffic* traffic = nullptr;                 // of the running kernel
+inline thread_local Traffic outside_of_kernels;                 // of blocks that tests run by themselves
+inline thread_local Traffic* traffic = &outside_of_kernels;     // of the running kernel
 
 // From -1 to 1: the error of approximate functions as a part of the largest one of a device.
 inline thread_local double approximation_error = 0.0;
