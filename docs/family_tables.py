@@ -14,8 +14,8 @@ import transformers
 from torch import nn
 from transformers import PreTrainedConfig
 
+from maxmoe.families.family import families
 from maxmoe.integrations.transformers.gates import fused_gate
-from maxmoe.presets.families import FAMILIES
 
 # What `replace_moe_blocks` lacks for the families without a preset. With "a preset" alone, a `MoE` computes the block.
 _MISSING = {
@@ -70,7 +70,7 @@ def replaced_as(model: str) -> list[str]:
     """Return the model types of a folder whose blocks `replace_moe_blocks` replaces."""
     module = import_module(f"transformers.models.{model}.configuration_{model}")
     configs = (value for value in vars(module).values() if getattr(value, "__module__", None) == module.__name__)
-    return sorted({config.model_type for config in configs if getattr(config, "model_type", None) in FAMILIES})
+    return sorted({config.model_type for config in configs if getattr(config, "model_type", None) in families()})
 
 
 def missing(model: str) -> Iterator[str]:

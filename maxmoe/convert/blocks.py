@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from maxmoe.checks.whole_tensors import check_whole
 from maxmoe.config import MoEConfig
-from maxmoe.presets.configs import attribute_at, converted, family_of
-from maxmoe.presets.family import Family
-from maxmoe.presets.layouts import Held, check_tensors
+from maxmoe.families.configs import converted, family_of
+from maxmoe.families.family import Family, attribute_at
+from maxmoe.families.layouts import Held, check_tensors
 from maxmoe.quantization import QuantizedStack, on_meta, put_stack, state_with_stacks
 
 # Fields of MoEConfig that a transformers block leaves to the training loop.
