@@ -15,8 +15,8 @@ from maxmoe import MoEConfig, set_recompute
 from maxmoe.costs import Device, Link, estimate
 from maxmoe.costs.search import recompute_choices
 from maxmoe.costs.step_time import step_time
+from maxmoe.families.family import PublishedModel, published_models
 from maxmoe.models import Decoder, DecoderConfig
-from maxmoe.presets.published import PUBLISHED, PublishedModel
 from maxmoe.sharding import Mesh
 
 LENGTH = 4096
@@ -26,8 +26,13 @@ DEEPSEEK_V3 = (
 MEGATRON = "[Megatron Bridge](https://docs.nvidia.com/nemo/megatron-bridge/latest/performance-summary.html) 25.11"
 MAXTEXT = "[MaxText](https://maxtext.readthedocs.io/en/latest/reference/models/tiering.html), BF16"
 TORCHTITAN = "[torchtitan #1789](https://github.com/pytorch/torchtitan/issues/1789), BF16"
+PUBLISHED = published_models()
 DEEPSEEK_V3_16B = PublishedModel(
-    name="DeepSeek-V3 16B",
+    "DeepSeek-V3 16B",
+    layers=27,
+    heads=(16,),
+    vocab_size=102400,
+    dense=(1, 10944),
     layer=lambda: MoEConfig(
         hidden_size=2048,
         intermediate_size=1408,
@@ -36,14 +41,6 @@ DEEPSEEK_V3_16B = PublishedModel(
         num_shared_experts=2,
         score_function="sigmoid",
     ),
-    sizes={
-        "num_layers": 27,
-        "num_heads": 16,
-        "head_dim": 128,
-        "vocab_size": 102400,
-        "num_dense_layers": 1,
-        "intermediate_size": 10944,
-    },
 )
 
 # A node is a slice, whose chips are connected by a torus: an axis of the mesh has the two links of one of three dims.

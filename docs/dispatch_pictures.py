@@ -13,10 +13,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
+from maxmoe.families.family import published_models
 from maxmoe.ops import ragged_plan
 from maxmoe.parallel.dispatch.computed_rows import ComputedRows
 from maxmoe.parallel.dispatch.expert_moves import plan_moves
-from maxmoe.presets.published import PUBLISHED
 
 FOLDER = Path(__file__).parent
 NUM_RANKS, TOKENS, TOP_K, EXPERTS = 4, 3, 2, 8  # tokens and experts: of a rank, and of all
@@ -25,7 +25,7 @@ EVERYWHERE = "#d0d0d0"  # of tokens that all ranks have from the start
 ALL_RANKS = range(NUM_RANKS)
 
 GIB = 2**30
-LAYERS = {PUBLISHED[name].name: PUBLISHED[name].layer() for name in ("mixtral", "deepseek_v3")}
+LAYERS = {published_models()[name].name: published_models()[name].layer() for name in ("mixtral", "deepseek_v3")}
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ import transformers
 from torch import nn
 from transformers import PreTrainedConfig
 
+from maxmoe.families.family import families
 from maxmoe.integrations.transformers.gates import fused_gate
-from maxmoe.presets.families import FAMILIES
 
 # What `replace_moe_blocks` lacks for the families without a preset. With "a preset" alone, a `MoE` computes the block.
 _MISSING = {
@@ -70,7 +70,7 @@ def replaced_as(model: str) -> list[str]:
     """Return the model types of a folder whose blocks `replace_moe_blocks` replaces."""
     module = import_module(f"transformers.models.{model}.configuration_{model}")
     configs = (value for value in vars(module).values() if getattr(value, "__module__", None) == module.__name__)
-    return sorted({config.model_type for config in configs if getattr(config, "model_type", None) in FAMILIES})
+    return sorted({config.model_type for config in configs if getattr(config, "model_type", None) in families()})
 
 
 def missing(model: str) -> Iterator[str]:
@@ -152,6 +152,16 @@ def replacement_table() -> str:
     return "\n".join(lines + [f"| {text} | {', '.join(models)} |" for text, models in rows if models])
 
 
+def preset_table() -> str:
+    """Return a Markdown table of the presets: the flagship, and the model types that `from_transformers` takes."""
+    lines = ["| `maxmoe.presets` | flagship | `model_type` of transformers |", "|---|---|---|"]
+    for preset in sorted({family.preset for family in families().values()}, key=lambda preset: preset.__name__):
+        flagship = (preset.__doc__ or "").partition(":")[0]
+        model_types = (model_type for model_type, family in families().items() if family.preset is preset)
+        lines.append(f"| `{preset.__name__}` | {flagship} | {', '.join(model_types)} |")
+    return "\n".join(lines)
+
+
 def document() -> str:
     """Return the text of docs/families.md."""
     return f"""# Families of models in transformers
@@ -174,6 +184,12 @@ that are only in the second table ignore the setting, as they ignore every exper
 family, and a layer that computes what the block computes. This table has every model of transformers with experts.
 
 {replacement_table()}
+
+## Presets
+
+The [configs of their layers](api/maxmoe.presets.rst), with the numbers of the flagship of each family.
+
+{preset_table()}
 """
 
 

@@ -6,8 +6,8 @@ python docs/optimizer_tables.py   # prints the table
 import torch
 
 from maxmoe.costs import estimate
+from maxmoe.families.family import published_models
 from maxmoe.models import Decoder, DecoderConfig
-from maxmoe.presets.published import PUBLISHED
 from maxmoe.sharding import Mesh
 from maxmoe.text_table import readable_bytes
 
@@ -25,7 +25,7 @@ def traffic() -> str:
         "| rules | mesh | collectives of Muon | sent by Muon | sent in a step | state of Muon |",
         "|---|---|---:|---:|---:|---:|",
     ]
-    config = DecoderConfig.of_published(PUBLISHED["deepseek_v3"], max_sequence_length=LENGTH)
+    config = DecoderConfig.of_published(published_models()["deepseek_v3"], max_sequence_length=LENGTH)
     model = Decoder(config, device="meta", dtype=torch.bfloat16)
     for rules, sizes in LAYOUTS:
         mesh = Mesh.planned(sizes)

@@ -47,8 +47,9 @@ class Component:
             fields = dict(value)
             kind = fields.pop("kind", None)
             if kind not in _KINDS:
-                import maxmoe.presets  # noqa: F401  families register their components
+                from maxmoe.families.family import families
 
+                families()  # which register their components
             if kind not in _KINDS:
                 raise ValueError(f"{name} must have the kind of a component, got {kind!r}{nearest(str(kind), _KINDS)}")
             value = _KINDS[kind](**fields)

@@ -11,9 +11,9 @@ from torch import nn
 from maxmoe.checks.fields import nearest
 from maxmoe.cli.values import import_module, positive
 from maxmoe.costs import StateDtypes
+from maxmoe.families.family import published_models
 from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.nn import set_recompute
-from maxmoe.presets.published import PUBLISHED
 
 SIZES = ("num_layers", "num_dense_layers", "num_heads", "num_key_value_heads", "vocab_size", "intermediate_size")
 DTYPES = ("bfloat16", "float16", "float32")
@@ -22,7 +22,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 def add_model(add: Callable[..., Any]) -> None:
     """Add the options of the model."""
     add("model", nargs="?", help="a model of your own: module:function, importable from here, which returns it")
-    add("--preset", help=f"or a published model: {', '.join(PUBLISHED)}")
+    add("--preset", help=f"or a published model: {', '.join(published_models())}")
     add("--dtype", choices=DTYPES, help="dtype of the parameters; bfloat16 for published models, else as they are made")
     for size in SIZES:
         add(f"--{size.replace('_', '-')}", type=positive, help="of a published model: replaces the published value")
@@ -49,9 +49,9 @@ def chosen_model(
             set_recompute(model, recompute)
         count = sum(parameter.numel() for parameter in model.parameters())
         return f"{options.model}: a {type(model).__name__} of {count:,} parameters.", model
-    if options.preset not in PUBLISHED:
-        raise ValueError(f"there is no model {options.preset!r}{nearest(options.preset, PUBLISHED)}")
-    published = PUBLISHED[options.preset]
+    if options.preset not in published_models():
+        raise ValueError(f"there is no model {options.preset!r}{nearest(options.preset, published_models())}")
+    published = published_models()[options.preset]
     sizes = {"max_sequence_length": max_sequence_length, "recompute": recompute, **changes}
     config = DecoderConfig.of_published(published, **sizes)
     dense = f", {config.num_dense_layers} of them dense" if config.num_dense_layers else ""

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from maxmoe.checks.whole_tensors import check_whole
 from maxmoe.config import MoEConfig
-from maxmoe.presets.family import Family
-from maxmoe.presets.layouts import Held, check_tensors
+from maxmoe.families.configs import converted, family_of
+from maxmoe.families.family import Family
+from maxmoe.families.layouts import Held, check_tensors
 from maxmoe.quantization import QuantizedStack, on_meta, put_stack, state_with_stacks
 
 # Fields of MoEConfig that a transformers block leaves to the training loop.
@@ -31,17 +32,12 @@ _OTHER_FIELDS = (*TRAINING_FIELDS, "router", "implementation", "capacity_factor"
 
 def config_of_block(block: nn.Module) -> MoEConfig:
     """Return the config of the layer that computes the same as a sparse block of a transformers model."""
-    family = family_of_block(block)
-    from maxmoe.presets.configs import converted
-
-    source = _source(block)
-    return converted(source, {name: field.of_block(source, block) for name, field in family.layer_fields.items()})
+    source, fields = _source(block), family_of_block(block).layer_fields
+    return converted(source, {name: field.of_block(source, block) for name, field in fields.items()})
 
 
 def family_of_block(block: nn.Module) -> Family:
     """Return the family of a sparse block of a transformers model."""
-    from maxmoe.presets.configs import family_of
-
     return family_of(_source(block))
 
 

@@ -16,12 +16,11 @@ from safetensors import SafetensorError, safe_open
 
 from maxmoe.checks.whole_tensors import check_whole
 from maxmoe.convert.stored_weights import DTYPES, PUBLISHED, StoredWeight, check_weights, read_weights
+from maxmoe.families.family import Family, families
+from maxmoe.families.layouts import Layout
 from maxmoe.files import replacing
 from maxmoe.nn import MoE
 from maxmoe.nn.checks import check_parts_are_known
-from maxmoe.presets.families import FAMILIES
-from maxmoe.presets.family import Family
-from maxmoe.presets.layouts import Layout
 from maxmoe.quantization import QuantizedStack, state_with_stacks
 from maxmoe.text_table import listed
 
@@ -110,10 +109,10 @@ class _Tensor(NamedTuple):
 
 
 def _family(name: str) -> Family:
-    if name not in FAMILIES:
-        raise ValueError(f"family must be one of {', '.join(FAMILIES)}, got {name!r}")
-    FAMILIES[name].check_convertible()
-    return FAMILIES[name]
+    if name not in families():
+        raise ValueError(f"family must be one of {', '.join(families())}, got {name!r}")
+    families()[name].check_convertible()
+    return families()[name]
 
 
 def _check_state(what: str, block: str, layer: MoE, *, may_be_quantized: bool = False) -> None:
@@ -157,7 +156,7 @@ def _layout_of(keys: Sequence[str], family: Family, where: str) -> Layout:
     for layout in (family.checkpoint, family.block):
         if has(layout):
             return layout
-    others = [name for name, other in FAMILIES.items() if has(other.checkpoint) or has(other.block)]
+    others = [name for name, other in families().items() if has(other.checkpoint) or has(other.block)]
     found = f"the names belong to {', '.join(others)}" if others else f"got {listed(sorted(keys))}"
     wanted = next(entry.key for entry in family.checkpoint.entries if entry.is_of_experts)
     raise ValueError(f"{where} must have {family.checkpoint.prefix}{wanted}; {found}")

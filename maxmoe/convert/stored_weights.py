@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from maxmoe.presets.layouts import Held, Layout, check_tensors
+from maxmoe.families.layouts import Held, Layout, check_tensors
 from maxmoe.quantization import FORMATS, QuantizedStack, on_meta, put_stack, state_with_stacks
 from maxmoe.quantization.formats import check_values
 

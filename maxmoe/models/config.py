@@ -6,7 +6,7 @@ from typing import Any
 
 from maxmoe.checks.fields import check_bool, check_int, check_number, refuse_unknown_fields
 from maxmoe.config import MoEConfig
-from maxmoe.presets.published import PublishedModel
+from maxmoe.families.family import PublishedModel
 
 
 @refuse_unknown_fields

@@ -1,54 +1,18 @@
-"""Published model families: their configs, and the names of their fields and weights in transformers."""
+"""The configs of published model families; each is made in the file of its family in maxmoe/families."""
 
-from maxmoe.presets.configs import from_transformers
-from maxmoe.presets.published import (
-    dbrx,
-    deepseek_v2,
-    deepseek_v3,
-    glm4_moe,
-    gpt_oss,
-    granitemoe,
-    jetmoe,
-    kimi_k2,
-    llama4,
-    longcat_flash,
-    minimax_m2,
-    mixtral,
-    nemotron_h,
-    olmoe,
-    qwen2_moe,
-    qwen3_moe,
-    qwen3_next,
-    switch_transformers,
-)
-from maxmoe.presets.published_2026 import axk2, beam, inkling, kolibri1, mistral_large4, muse_spark, step3p7, zaya
+from maxmoe.checks.fields import nearest
+from maxmoe.families.configs import from_transformers
+from maxmoe.families.family import Preset, families
 
-__all__ = [
-    "axk2",
-    "beam",
-    "dbrx",
-    "deepseek_v2",
-    "deepseek_v3",
-    "from_transformers",
-    "glm4_moe",
-    "gpt_oss",
-    "granitemoe",
-    "inkling",
-    "jetmoe",
-    "kimi_k2",
-    "kolibri1",
-    "llama4",
-    "longcat_flash",
-    "minimax_m2",
-    "mistral_large4",
-    "mixtral",
-    "muse_spark",
-    "nemotron_h",
-    "olmoe",
-    "qwen2_moe",
-    "qwen3_moe",
-    "qwen3_next",
-    "step3p7",
-    "switch_transformers",
-    "zaya",
-]
+_PRESETS = {family.preset.__name__: family.preset for family in families().values()}
+__all__ = ["from_transformers", *sorted(_PRESETS)]
+
+
+def __getattr__(name: str) -> Preset:
+    if name not in _PRESETS:
+        raise AttributeError(f"maxmoe.presets has no {name!r}{nearest(name, __all__)}")
+    return _PRESETS[name]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -10,7 +10,7 @@ import torch
 from maxmoe import build_info
 from maxmoe.cli.main import main
 from maxmoe.cli.waiting_threads import waiting_of_this_process
-from maxmoe.presets.published import PUBLISHED
+from maxmoe.families.family import published_models
 from support import programs
 
 
@@ -26,15 +26,15 @@ def run(*arguments: str) -> tuple[int, str]:
         return int(end.code or 0), "usage"
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", published_models())
 def test_every_model_can_be_planned(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    num_layers = PUBLISHED[name].sizes.get("num_dense_layers", 0) + 2
+    num_layers = published_models()[name].sizes.get("num_dense_layers", 0) + 2
     mesh = ("--mesh", "fsdp=2,expert=-1", "--world-size", "8", "--num-layers", str(num_layers))
     assert run("--preset", name, "--rules", "shard-exp-on-fsdp", *mesh) == (0, "")
     text = capsys.readouterr().out
-    assert text.startswith(f"{PUBLISHED[name].name}: a Decoder of {num_layers} layers")
+    assert text.startswith(f"{published_models()[name].name}: a Decoder of {num_layers} layers")
     assert "8 ranks: fsdp=2,expert=-1. Rules: shard-exp-on-fsdp." in text
-    assert PUBLISHED[name].differs in text
+    assert published_models()[name].differs in text
     assert "state of adamw" in text and "reduce-scatter" in text
 
 

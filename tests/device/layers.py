@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 import maxmoe
 from device.cases import Cases, Values, main, within
 from maxmoe import ExpertNorms, SiTU, ZeroComputation
+from maxmoe.families.inkling import SharedExpertScores
+from maxmoe.families.step3p7 import LimitedOutput
 from maxmoe.nn import Selection
-from maxmoe.nn.limited_output import LimitedOutput
-from maxmoe.nn.shared_expert_scores import SharedExpertScores
 from maxmoe.quantization import FORMATS
 
 Forward = Callable[..., Any]

@@ -24,8 +24,8 @@ import torch  # noqa: E402
 
 from fuzz import loop  # noqa: E402
 from maxmoe import MoE, MoEConfig, presets  # noqa: E402
+from maxmoe.families.family import families  # noqa: E402
 from maxmoe.models import Decoder, DecoderConfig  # noqa: E402
-from maxmoe.presets.families import FAMILIES  # noqa: E402
 from support.memory import at_most  # noqa: E402
 
 FIELDS = dataclasses.fields(MoEConfig)
@@ -120,9 +120,10 @@ def decoder_config(random: Random) -> str:
 
 def family_config(random: Random) -> str:
     """A config of transformers with some values replaced."""
-    name = random.choice(list(FAMILIES))
-    family = FAMILIES[name]
-    theirs = {their: getattr(family.preset(), ours) for ours, their in family.fields.items()}
+    name = random.choice(list(families()))
+    family = families()[name]
+    places = {ours: their if isinstance(their, str) else their.attribute for ours, their in family.fields.items()}
+    theirs = {their: getattr(family.preset(), ours) for ours, their in places.items()}
     known = {"norm_topk_prob": False, "router_aux_loss_coef": 0.1, "hidden_act": "silu", "num_experts_per_tok": 2}
     known["shared_expert_intermediate_size"] = theirs.get("moe_intermediate_size", 8)
     theirs |= {their: value for their, value in known.items() if their in theirs}

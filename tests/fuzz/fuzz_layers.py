@@ -26,11 +26,11 @@ from torch import Tensor  # noqa: E402
 import maxmoe  # noqa: E402
 from fuzz import loop  # noqa: E402
 from maxmoe import ExpertNorms, MoE, MoEConfig, ZeroComputation, config, ops, reference  # noqa: E402
+from maxmoe.families.inkling import SharedExpertScores  # noqa: E402
+from maxmoe.families.muse_spark import ScaledLogits  # noqa: E402
+from maxmoe.families.step3p7 import LimitedOutput  # noqa: E402
+from maxmoe.families.zaya import RouterMLP  # noqa: E402
 from maxmoe.nn import Selection  # noqa: E402
-from maxmoe.nn.limited_output import LimitedOutput  # noqa: E402
-from maxmoe.nn.router_mlp import RouterMLP  # noqa: E402
-from maxmoe.nn.scaled_logits import ScaledLogits  # noqa: E402
-from maxmoe.nn.shared_expert_scores import SharedExpertScores  # noqa: E402
 from support import activations  # noqa: E402
 from support.moe_layers import differentiate  # noqa: E402
 from support.operator_calls import Result, cotangents_of, floating, strided  # noqa: E402

@@ -2,8 +2,8 @@
 
 import pytest
 
+from maxmoe.families.family import published_models
 from maxmoe.models import Decoder, DecoderConfig
-from maxmoe.presets.published import PUBLISHED
 
 # Billions of parameters as their authors count them, for models whose attention Decoder implements.
 BILLIONS = {
@@ -19,7 +19,7 @@ BILLIONS = {
 
 @pytest.mark.parametrize("name", BILLIONS)
 def test_published_sizes_give_the_published_number_of_parameters(name: str) -> None:
-    published = PUBLISHED[name]
+    published = published_models()[name]
     num_dense_layers = published.sizes.get("num_dense_layers", 0)
     num_moe_layers = published.sizes["num_layers"] - num_dense_layers
 

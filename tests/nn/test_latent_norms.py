@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 import maxmoe
 from maxmoe import ExpertNorms, MoE, MoEConfig
 from maxmoe.convert.surgery import duplicate_experts, prune_experts
+from maxmoe.families.muse_spark import ScaledLogits
 from maxmoe.nn import LatentNorm
-from maxmoe.nn.scaled_logits import ScaledLogits
 from support.moe_layers import SIZES, Options, assert_meets_specification, each_compute, make, outcome, tokens
 from support.operator_calls import assert_near, assert_same
 from support.operator_checks import compile_whole

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import maxmoe
 from maxmoe import MoE, MoEConfig, MoEFeedForward, ZeroComputation, record_routing, reference, replay_routing
+from maxmoe.families.zaya import RouterMLP
 from maxmoe.models import DecoderConfig
-from maxmoe.nn.router_mlp import RouterMLP
 from support.moe_layers import SIZES, Options, assert_meets_specification, differentiate, each_compute, make, tokens
 from support.operator_calls import Result, assert_same, cotangents_of
 from support.operator_checks import compile_whole

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import maxmoe
 from maxmoe import MoE, MoEConfig, ZeroComputation, record_routing, replay_routing
 from maxmoe.convert.surgery import duplicate_experts, prune_experts
-from maxmoe.nn.shared_expert_scores import SharedExpertScores
+from maxmoe.families.inkling import SharedExpertScores
 from support.moe_layers import SIZES, Options, assert_meets_specification, each_compute, make, outcome, tokens
 from support.operator_calls import assert_same
 from support.operator_checks import compile_whole

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from maxmoe import MoE
+from maxmoe.families.configs import family_of
 from maxmoe.nn import Declaration
 from maxmoe.optim import Matrix, Muon, ParameterGroups, parameter_groups
-from maxmoe.presets.configs import family_of
 from support.moe_layers import EVERYTHING, make
 from support.small_decoder import make as make_decoder
 from support.small_models import blocks_of, config_of, model_of

@@ -15,8 +15,8 @@ import pytest
 from maxmoe import ExpertNorms, SiTU, ZeroComputation
 from maxmoe.components import Activation, Component
 from maxmoe.config import _MOVED, MoEConfig, Normalization, ScoreFunction
+from maxmoe.families.step3p7 import LimitedOutput
 from maxmoe.nn import Selection
-from maxmoe.nn.limited_output import LimitedOutput
 
 SITU = SiTU(gate_softcap=1.5, up_softcap=0.8)
 SIZES: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 4, "num_experts": 6, "top_k": 2}

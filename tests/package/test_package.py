@@ -16,7 +16,7 @@ import maxmoe
 from maxmoe import ExpertNorms
 from maxmoe._torch import ConvertedModule
 from maxmoe.declaration import Absent
-from maxmoe.nn.router_mlp import RouterMLP
+from maxmoe.families.zaya import RouterMLP
 from maxmoe.parallel.apply.interruptions import GuardedModule
 from maxmoe.pipelining.stage import Stage
 from maxmoe.pipelining.stage_modules import StagePart
@@ -26,7 +26,15 @@ from support.moe_layers import EVERYTHING, LONGCAT_FLASH, make
 from support.properties import read_properties
 
 PACKAGES = (module.name for module in pkgutil.iter_modules(maxmoe.__path__) if module.ispkg)
-INTERNAL = {"_torch", "adapters", "checks", "cli", "ranks", "recompute"}  # their public names are in other packages
+INTERNAL = {
+    "_torch",
+    "adapters",
+    "checks",
+    "cli",
+    "families",
+    "ranks",
+    "recompute",
+}  # their public names are in other packages
 PUBLIC = sorted({*PACKAGES} - INTERNAL)
 FIRST_IMPORT = f"""
 import json, sys

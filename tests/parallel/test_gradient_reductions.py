@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from maxmoe.costs import Traffic, estimate
+from maxmoe.families.family import published_models
 from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.parallel import parallelize
 from maxmoe.parallel.plan.planner import make_plan
-from maxmoe.presets.published import PUBLISHED
 from maxmoe.sharding import LogicalRules, Mesh
 from support.counted_collectives import CountedCollectives
 from support.measured_step import measured_steps
@@ -46,7 +46,7 @@ def gradients_of_weights(model: Decoder, sizes: dict[str, int]) -> dict[tuple[st
 
 
 def test_a_large_model_sums_an_eighth_of_its_dense_gradients() -> None:
-    config = DecoderConfig.of_published(PUBLISHED["deepseek_v3"], max_sequence_length=4096)
+    config = DecoderConfig.of_published(published_models()["deepseek_v3"], max_sequence_length=4096)
     model = Decoder(config, device="meta", dtype=torch.bfloat16)
     rows = gradients_of_weights(model, {"fsdp": 8, "expert": 8})
     whole = gradients_of_weights(model, {"expert": 8})["all-reduce", "expert"].bytes

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from maxmoe import MoEConfig, MoEFeedForward, StatsAccumulator, ZeroComputation, parallelize, record_routing
 from maxmoe.costs import estimate
+from maxmoe.families.zaya import RouterMLP
 from maxmoe.models import Decoder
-from maxmoe.nn.router_mlp import RouterMLP
 from maxmoe.parallel import Declaration, PipelineParts
 from maxmoe.pipelining import Pipeline, pipeline
 from maxmoe.pipelining.stage_modules import stage_module, stage_parts

@@ -13,7 +13,7 @@ import yaml
 
 import maxmoe
 from fuzz import steps_under_load
-from maxmoe.nn.router_mlp import RouterMLP
+from maxmoe.families.zaya import RouterMLP
 from repository.check_packages import TORCH_REQUIREMENT, TORCHES, tracked
 from support.docs_module import docs_module
 

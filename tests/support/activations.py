@@ -3,7 +3,7 @@
 from typing import Any, get_args
 
 from maxmoe.components import Activation, SiTU
-from maxmoe.nn.limited_output import LimitedOutput
+from maxmoe.families.step3p7 import LimitedOutput
 
 Arguments = dict[str, Any]
 

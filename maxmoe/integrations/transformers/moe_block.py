@@ -13,6 +13,8 @@ from maxmoe.adapters import adapted_module
 from maxmoe.config import MoEConfig
 from maxmoe.convert.blocks import check_tensors_of, config_of_block, family_of_block
 from maxmoe.declaration import Declaration, FusedGate, declaration_of
+from maxmoe.families.family import Family
+from maxmoe.families.layouts import Entry
 from maxmoe.integrations.transformers._transformers import experts_implementation, is_experts
 from maxmoe.integrations.transformers.token_masks import mask_of_call
 from maxmoe.nn import Experts, MoE, MoEFeedForward, Router, Routing, ZeroComputationExperts, load_balance_loss
@@ -21,8 +23,6 @@ from maxmoe.nn.module_path import module_path
 from maxmoe.nn.router import select_experts
 from maxmoe.nn.routing import chooses_itself
 from maxmoe.ops import RaggedPlan, ragged_sort, ragged_unsort, route
-from maxmoe.presets.family import Family
-from maxmoe.presets.layouts import Entry
 
 
 def _part(name: str) -> Any:

@@ -18,11 +18,11 @@ from maxmoe.adapters import adapted_module
 from maxmoe.adapters.served import ServedAdapter, served_adapter
 from maxmoe.convert.blocks import family_of_block
 from maxmoe.declaration import FusedGate, gate_up_slices
+from maxmoe.families.family import Family
 from maxmoe.files import replacing
 from maxmoe.integrations.transformers._transformers import is_experts
 from maxmoe.integrations.transformers.moe_block import TransformersMoE
 from maxmoe.ops import LowRankFactors
-from maxmoe.presets.family import Family
 
 ServedLayout = Literal["per_expert", "vllm_stacked", "sglang_stacked"]
 _PREFIX = "base_model.model."  # of PEFT, in every name of a file

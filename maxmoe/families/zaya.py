@@ -1,5 +1,3 @@
-"""Router with hidden layers and a state, which goes from layer to layer, as in ZAYA."""
-
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -8,14 +6,27 @@ import torch
 from torch import Tensor, nn
 
 from maxmoe.checks.fields import check_bool, check_int, check_number
-from maxmoe.components import RouterRule, component
+from maxmoe.components import RouterRule, ZeroComputation, component
 from maxmoe.config import MoEConfig
 from maxmoe.declaration import Declaration
+from maxmoe.families.family import FIELDS, Family, LayerField, sizes
+from maxmoe.families.layouts import Entry, Layout, router, stacked
 from maxmoe.nn.rms_norm import rms_norm
 from maxmoe.nn.router import Router
 from maxmoe.ops import linear
 from maxmoe.reference.layer import reference_rms_norm
 from maxmoe.reference.routing import wide
+
+_ROUTER = {
+    "down_proj.weight": "down_weight",
+    "down_proj.bias": "down_bias",
+    "router_states_scale": "state_scale",
+    "router_mlp.norm.weight": "norm_weight",
+    "router_mlp.fc1.weight": "fc1_weight",
+    "router_mlp.fc1.bias": "fc1_bias",
+    "router_mlp.fc2.weight": "fc2_weight",
+    "router_mlp.fc2.bias": "fc2_bias",
+}
 
 
 @component
@@ -160,3 +171,49 @@ def _gelu(x: Tensor) -> Tensor:
     """Compute GELU such that the bits of an element do not depend on its position; in float32, torch's do."""
     probability: Tensor = torch.special.ndtr(x)
     return x * probability
+
+
+def _of_config(config: Any, layer: int) -> RouterMLP:
+    return RouterMLP(hidden_size=config.router_hidden_size, takes_state=layer > 0, norm_eps=config.rms_norm_eps)
+
+
+def _of_block(config: Any, block: Any) -> RouterMLP:
+    return _of_config(config, int(block.gate.use_eda))
+
+
+@Family(
+    fields=FIELDS
+    | {
+        "intermediate_size": "moe_intermediate_size",
+        "num_experts": "num_experts",
+    },
+    layer_fields={"router": LayerField(_of_config, _of_block)},
+    block=Layout(
+        "mlp",
+        (
+            *router("gate.router_mlp.out_proj", correction_bias="gate.balancing_biases"),
+            *(
+                Entry(f"gate.{theirs}", (f"router.mlp.{ours}",), is_optional=ours == "state_scale")
+                for theirs, ours in _ROUTER.items()
+            ),
+            *stacked(),
+        ),
+    ),
+    has_state=True,
+)
+def zaya() -> MoEConfig:
+    """ZAYA1-8B: one of 16 experts or none, chosen by a router with hidden layers and a state from the layer before.
+
+    The zero expert skips the layer. The first layer takes no state: ``RouterMLP(hidden_size=256)``. Layers are called
+    with the state that the layer before returns.
+
+    Source: Zyphra 2026, ZayaConfig of transformers 5.24, where the correction bias of the zero expert begins with -1;
+    its update rate is not published.
+    """
+    return MoEConfig(
+        **sizes(2048, 2048, 16, 1),
+        zero_computation=ZeroComputation(zero=1),
+        score_correction_bias=True,
+        router=RouterMLP(hidden_size=256, takes_state=True),
+        normalization="none",
+    )

@@ -1,5 +1,3 @@
-"""Shared experts that the router scores, and a trained factor of its weights, as in Inkling."""
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -10,9 +8,18 @@ from maxmoe.checks.fields import check_bool
 from maxmoe.components import RouterRule, component
 from maxmoe.config import MoEConfig
 from maxmoe.declaration import Declaration
+from maxmoe.families.family import FIELDS, Family, sizes
+from maxmoe.families.layouts import GATE_BIASED, PROJECTIONS, Entry, Layout, router, stacked
 from maxmoe.nn.router import Router
 from maxmoe.nn.routing import Routing
 from maxmoe.reference.routing import wide
+
+_SCALE = Entry("gate.global_scale", ("router.scale",))
+
+
+def _published(prefix: str, ours: str) -> tuple[Entry, ...]:
+    up = Entry(f"{prefix}w13_weight", (f"{ours}.gate_proj", f"{ours}.up_proj"), transposed=True, interleaved=True)
+    return up, Entry(f"{prefix}w2_weight", (f"{ours}.down_proj",), transposed=True)
 
 
 @component
@@ -86,3 +93,47 @@ class ScaledRouter(Router):
         """Declare logical names."""
         names = super().declaration.logical_names
         return Declaration(logical_names={**names, "scale": (None,)})
+
+
+@Family(
+    model_types=("inkling_text",),
+    fields=FIELDS
+    | {
+        "intermediate_size": "moe_intermediate_size",
+        "num_experts": "n_routed_experts",
+        "num_shared_experts": "n_shared_experts",
+        "routed_scaling_factor": "route_scale",
+    },
+    required={"shared_expert_sink": [True]},
+    block=Layout(
+        "mlp",
+        (
+            *GATE_BIASED,
+            _SCALE,
+            *stacked(),
+            *(Entry(f"shared_experts.{name}", (f"shared_experts.{name}",), transposed=True) for name in PROJECTIONS),
+        ),
+    ),
+    stored=Layout(
+        "mlp",
+        (
+            *router("gate", correction_bias="gate.bias"),
+            _SCALE,
+            *_published("experts.", "experts"),
+            *_published("shared_experts.shared_", "shared_experts"),
+        ),
+    ),
+)
+def inkling() -> MoEConfig:
+    """Inkling: weights of two shared experts normalized with the weights of the six selected ones, and a trained scale.
+
+    Source: InklingTextConfig of transformers 5.24; loss weights and the update rate of the bias are not published.
+    """
+    return MoEConfig(
+        **sizes(6144, 3072, 256, 6),
+        score_function="sigmoid",
+        score_correction_bias=True,
+        routed_scaling_factor=8.0,
+        router=SharedExpertScores(),
+        num_shared_experts=2,
+    )

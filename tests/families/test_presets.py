@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from maxmoe import MoE, MoEConfig, presets
-from maxmoe.nn.limited_output import LimitedOutput
-from maxmoe.nn.router_mlp import RouterMLP
+from maxmoe.families.step3p7 import LimitedOutput
+from maxmoe.families.zaya import RouterMLP
 from support import golden_fixtures, small_models
 from support.published_configs import PUBLISHED
 
@@ -24,6 +24,8 @@ def public_config(name: str, **overrides: Any) -> SimpleNamespace:
 def test_every_preset_is_tested() -> None:
     assert set(presets.__all__) == {"from_transformers", *PUBLISHED}
     assert set(PUBLISHED) == set(small_models.MODELS)
+    with pytest.raises(AttributeError, match="no 'deepseek_v33'; the nearest are 'deepseek_v3', 'deepseek_v2'"):
+        presets.deepseek_v33()
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -208,3 +208,16 @@ def linears(module: str, ours: str, names: Sequence[str]) -> tuple[Entry, ...]:
     """Return the entries of the weights of three `nn.Linear`: gate, up and down."""
     places = zip(names, PROJECTIONS, strict=True)
     return tuple(Entry(f"{module}.{theirs}.weight", (f"{ours}.{name}",), transposed=True) for theirs, name in places)
+
+
+# Entries that several families have.
+GATE = router("gate")
+GATE_BIASED = router("gate", correction_bias="gate.e_score_correction_bias")
+GATE_BIASED_OUTSIDE = router("gate", correction_bias="e_score_correction_bias")
+W123 = per_expert("w1", "w3", "w2")
+PROJ = per_expert(*PROJECTIONS)
+SHARED = shared("shared_experts")
+TWO_LINEARS = (
+    Entry("input_linear.weight", ("experts.gate_proj", "experts.up_proj"), transposed=True),
+    Entry("output_linear.weight", ("experts.down_proj",), transposed=True),
+)
