@@ -1,7 +1,7 @@
 """Mixture-of-Experts training for PyTorch.
 
 Everything is imported when it is first used. The compiled operators are loaded with `maxmoe.ops`, which the layer
-imports; configs, presets, rules, the reference and `maxmoe.testing` need none of them.
+imports; configs, rules, the reference and `maxmoe.testing` need none of them.
 """
 
 import importlib

@@ -19,7 +19,7 @@ from maxmoe.checks.early_optimizers import mark_replaced
 from maxmoe.checks.fields import check_int, check_number, nearest
 from maxmoe.checks.whole_tensors import check_whole
 from maxmoe.config import MoEConfig
-from maxmoe.nn import Experts, MoE, Router, local_dispatcher
+from maxmoe.nn import Experts, MoE, local_dispatcher
 from maxmoe.quantization import QuantizedWeight, put_stack
 
 __all__ = ["duplicate_experts", "merge_experts", "prune_experts"]
@@ -277,8 +277,9 @@ class _Replacement:
 def _check_layer(path: str, layer: MoE) -> None:
     """Raise unless a layer has a `Router` and `Experts` of this library, in one process, without adapters."""
     check_whole("surgery", layer.state_dict(), prefix=f"{path}.")
-    for name, module, kind in (("router", layer.router, Router), ("experts", layer.experts, Experts)):
-        if not isinstance(module, kind) or type(module).forward is not kind.forward:
+    of_config = type(layer.config.router_rule.make(layer.config, device="meta"))
+    for name, module, kind in (("router", layer.router, of_config), ("experts", layer.experts, Experts)):
+        if type(module) is not kind:
             raise ValueError(
                 f"{path}.{name} must be a maxmoe.nn.{kind.__name__}, got {type(module).__name__}: adapters must be "
                 "merged or removed before, and surgery knows no other router"

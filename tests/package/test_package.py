@@ -85,6 +85,7 @@ def test_no_property_of_a_module_raises() -> None:
         {"latent_size": 3, "expert_norms": ExpertNorms(latent_in=True)},
     ]
     layers = [make(**each) for each in [*options, {"router": RouterMLP(hidden_size=5)}]]
+    layers.append(maxmoe.MoE(maxmoe.presets.inkling(hidden_size=8, intermediate_size=8, num_experts=8)))
     stage = Stage(0, StagePart(("0",), True, True), small_decoder.make(), [], lambda *_: torch.zeros(()))
     modules = [*layers, maxmoe.MoEFeedForward(layers[0].config), quantized, stage]
     seen = set[type[nn.Module]]().union(*map(read_properties, modules))
