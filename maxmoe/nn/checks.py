@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from maxmoe._torch.autograd import hides_gradient
 from maxmoe.adapters import adapted_module
-from maxmoe.components import ActivationRule, RouterRule
 from maxmoe.config import MoEConfig
+from maxmoe.config.components import ActivationRule, RouterRule
 from maxmoe.nn.losses import BalanceLoss
 from maxmoe.nn.module_path import module_path
 from maxmoe.nn.router import is_custom_router
