@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from maxmoe.checks.whole_tensors import check_whole
 from maxmoe.config import MoEConfig
 from maxmoe.families.configs import converted, family_of
-from maxmoe.families.family import Family, attribute_at
+from maxmoe.families.family import Family
 from maxmoe.families.layouts import Held, check_tensors
 from maxmoe.quantization import QuantizedStack, on_meta, put_stack, state_with_stacks
 
@@ -33,7 +33,7 @@ _OTHER_FIELDS = (*TRAINING_FIELDS, "router", "implementation", "capacity_factor"
 def config_of_block(block: nn.Module) -> MoEConfig:
     """Return the config of the layer that computes the same as a sparse block of a transformers model."""
     family = family_of_block(block)
-    of_layer = {name: field.convert(attribute_at(block, field.of_block)) for name, field in family.layer_fields.items()}
+    of_layer = {name: field.of_block(block) for name, field in family.layer_fields.items()}
     return converted(_source(block), of_layer)
 
 

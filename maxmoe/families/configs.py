@@ -51,8 +51,8 @@ def _of_layer(config: Any, name: str, field: LayerField, layer: int | None) -> A
     if layer is not None:
         if layer not in range(num_layers):
             raise ValueError(f"layer must be in [0, num_hidden_layers ({num_layers})), got {layer}")
-        return field.convert(field.of_config(config, layer))
-    first, *others = (field.convert(field.of_config(config, index)) for index in range(num_layers))
+        return field.of_config(config, layer)
+    first, *others = (field.of_config(config, index) for index in range(num_layers))
     for index, value in enumerate(others, 1):
         if value != first:
             raise ValueError(

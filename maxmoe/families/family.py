@@ -36,8 +36,7 @@ class LayerField(NamedTuple):
     """A field of `MoEConfig` that differs between the layers of a model."""
 
     of_config: Callable[[Any, int], Any]  # function of the transformers config and the index of a layer
-    of_block: str  # path of the attribute of the sparse block of the layer
-    convert: Callable[[Any], Any]  # function of either value that returns the value of the field
+    of_block: Callable[[Any], Any]  # function of the sparse block of the layer
 
 
 @dataclass(kw_only=True)
@@ -165,7 +164,7 @@ def families() -> Mapping[str, Family]:
 def published_models() -> Mapping[str, PublishedModel]:
     """Return the published models by the names of the presets of their layers."""
     families()
-    return _PUBLISHED
+    return dict(sorted(_PUBLISHED.items()))
 
 
 def attribute_at(config: Any, path: str, default: Any = None) -> Any:

@@ -1,6 +1,5 @@
 import math
 import reprlib
-from collections.abc import Callable
 from typing import Any
 
 from maxmoe.config import MoEConfig
@@ -8,10 +7,10 @@ from maxmoe.families.family import FIELDS, Family, Field, LayerField, PublishedM
 from maxmoe.families.layouts import GATE_BIASED, PROJECTIONS, SHARED, Layout, linears, router, shared, stacked
 
 
-def _in_list(attribute: str) -> Callable[[Any, int], Any]:
-    """Return a function of a transformers config and a layer: the element of the layer in a list, or None."""
+def _limits(attribute: str, module: str) -> LayerField:
+    """Return a limit in the list of all layers, or in a module; there may be 0 or infinity if there is none."""
 
-    def element(config: Any, layer: int) -> Any:
+    def of_config(config: Any, layer: int) -> Any:
         values = getattr(config, attribute, None)
         if not values:
             return None
@@ -20,14 +19,13 @@ def _in_list(attribute: str) -> Callable[[Any, int], Any]:
                 f"{attribute} of a {config.model_type} config must be a list with an element for each of the "
                 f"num_hidden_layers ({config.num_hidden_layers}) layers, got {reprlib.repr(values)}"
             )
-        return values[layer]
+        return None if values[layer] in (0, math.inf) else values[layer]
 
-    return element
+    def of_block(block: Any) -> Any:
+        value = getattr(block, module).limit
+        return None if value in (0, math.inf) else value
 
-
-def _limit(value: Any) -> Any:
-    """Return a limit, for which there may be 0 or infinity if there is none."""
-    return None if not value or value == math.inf else value
+    return LayerField(of_config, of_block)
 
 
 @PublishedModel(
@@ -48,8 +46,8 @@ def _limit(value: Any) -> Any:
         "routed_scaling_factor": "moe_router_scaling_factor",
     },
     layer_fields={
-        "activation_limit": LayerField(_in_list("swiglu_limits"), "experts.limit", _limit),
-        "shared_activation_limit": LayerField(_in_list("swiglu_limits_shared"), "shared_experts.limit", _limit),
+        "activation_limit": _limits("swiglu_limits", "experts"),
+        "shared_activation_limit": _limits("swiglu_limits_shared", "shared_experts"),
     },
     block=Layout("mlp", GATE_BIASED + stacked() + SHARED),
     stored=Layout(

@@ -1,3 +1,5 @@
+from operator import attrgetter
+
 from maxmoe.config import MoEConfig
 from maxmoe.families.family import FIELDS, Family, LayerField, sizes
 from maxmoe.families.layouts import Entry, Layout, router, stacked
@@ -22,7 +24,7 @@ _ROUTER = {
         "router_hidden_size": "router_hidden_size",
         "norm_eps": "rms_norm_eps",
     },
-    layer_fields={"router_takes_state": LayerField(lambda _config, layer: layer > 0, "gate.use_eda", bool)},
+    layer_fields={"router_takes_state": LayerField(lambda _config, layer: layer > 0, attrgetter("gate.use_eda"))},
     block=Layout(
         "mlp",
         (

@@ -24,7 +24,15 @@ from support.moe_layers import EVERYTHING, LONGCAT_FLASH, make
 from support.properties import read_properties
 
 PACKAGES = (module.name for module in pkgutil.iter_modules(maxmoe.__path__) if module.ispkg)
-INTERNAL = {"_torch", "adapters", "checks", "cli", "families", "ranks", "recompute"}  # their public names are in other packages
+INTERNAL = {
+    "_torch",
+    "adapters",
+    "checks",
+    "cli",
+    "families",
+    "ranks",
+    "recompute",
+}  # their public names are in other packages
 PUBLIC = sorted({*PACKAGES} - INTERNAL)
 FIRST_IMPORT = f"""
 import json, sys
