@@ -12,13 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
+from torch import Tensor, nn
 from typing_extensions import dataclass_transform
 
 from maxmoe.checks.fields import check_bool, check_int, check_number, nearest, refuse_unknown_fields
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-
     from maxmoe.config.moe_config import MoEConfig
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swigluoai", "situ"]
