@@ -6,6 +6,7 @@ The loss of transformers is a sum over the K choices, this one a mean, so the we
 layers: for the same total with L layers, divide these weights by L. DeepSeek sums over the layers.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -184,6 +185,13 @@ def value_at(config: Any, path: str, at_least: int | None = None) -> Any:
     return value
 
 
+def number_at(config: Any, path: str, *, above: float = -math.inf, at_least: float = -math.inf) -> Any:
+    """Return an attribute of a transformers config that is a number."""
+    value = value_at(config, path)
+    check_number(f"{path} of the {config.model_type} config", value, above=above, at_least=at_least)
+    return value
+
+
 def activation(config: Any, path: str) -> Any:
     """Return the name of an activation here."""
     value = value_at(config, path)
@@ -200,8 +208,7 @@ def normalization(config: Any, path: str) -> str:
 
 def loss_weight(config: Any, path: str, top_k: str | None = "num_experts_per_tok") -> Any:
     """Return the weight of a balance loss, multiplied by K: there the loss is a sum over the choices, here a mean."""
-    value = value_at(config, path)
-    check_number(f"{path} of the {config.model_type} config", value, at_least=0)
+    value = number_at(config, path, at_least=0)
     return value * (1 if top_k is None else value_at(config, top_k, 1))
 
 
