@@ -23,7 +23,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from fuzz import loop  # noqa: E402
-from maxmoe import ExpertNorms, MoE, MoEConfig, SiTU, ZeroComputation, presets  # noqa: E402  # noqa: E402
+from maxmoe import ExpertNorms, MoE, MoEConfig, SiTU, StatsAccumulator, ZeroComputation, presets  # noqa: E402  # noqa: E402
 from maxmoe.families.family import families  # noqa: E402
 from maxmoe.families.inkling import SharedExpertScores  # noqa: E402
 from maxmoe.families.muse_spark import ScaledLogits  # noqa: E402
@@ -97,6 +97,8 @@ def layer_config(random: Random) -> str:
 
 def compute(layer: MoE, x: torch.Tensor, moderate: bool, settings: Any) -> None:
     """Forward and backward."""
+    if settings.load_balance_scope == "step":
+        StatsAccumulator(layer)
     output = layer(x.requires_grad_())
     (output.hidden_states.sum() + output.aux_loss).backward()
     if moderate:
