@@ -23,7 +23,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from fuzz import loop  # noqa: E402
-from maxmoe import ExpertNorms, MoE, MoEConfig, SiTU, StatsAccumulator, ZeroComputation, presets  # noqa: E402  # noqa: E402
+from maxmoe import ExpertNorms, MoE, MoEConfig, SiTU, StatsAccumulator, ZeroComputation, presets  # noqa: E402
 from maxmoe.families.family import families  # noqa: E402
 from maxmoe.families.inkling import SharedExpertScores  # noqa: E402
 from maxmoe.families.muse_spark import ScaledLogits  # noqa: E402
