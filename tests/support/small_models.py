@@ -223,11 +223,16 @@ CONVERTED_MODELS = [name for name in MODELS if name not in REPLACED_ONLY]
 STANDARD_MODELS = [name for name in CONVERTED_MODELS if name not in ("longcat_flash", "dbrx")]
 
 
+def config_class(preset: str) -> Any:
+    """The class of the config of the language model."""
+    folder, name, _ = (MODELS | SAME_LAYERS)[preset]
+    module = importlib.import_module(f"transformers.models.{folder}.configuration_{folder}")
+    return getattr(module, f"{name}TextConfig" if preset in TEXT_CONFIGS else f"{name}Config")
+
+
 def config_of(preset: str, **overrides: Any) -> Any:
     """The config of the language model."""
-    folder, name, sizes = (MODELS | SAME_LAYERS)[preset]
-    module = importlib.import_module(f"transformers.models.{folder}.configuration_{folder}")
-    config_class = getattr(module, f"{name}TextConfig" if preset in TEXT_CONFIGS else f"{name}Config")
+    sizes = (MODELS | SAME_LAYERS)[preset][2]
     options = SIZES | sizes | overrides
     for name in ("layer_types", "mlp_layer_types", "swiglu_limits", "swiglu_limits_shared"):  # one for each layer
         if name in sizes:
@@ -254,7 +259,7 @@ def config_of(preset: str, **overrides: Any) -> Any:
         del options["num_attention_heads"], options["head_dim"]
     if preset == "nemotron_h":
         options["layers_block_type"] = ["moe"] * options.pop("num_hidden_layers")
-    return config_class(**options)
+    return config_class(preset)(**options)
 
 
 def import_models(*presets: str) -> list[ModuleType]:
