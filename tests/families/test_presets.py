@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
+
+import transformers
 
 from maxmoe import MoE, MoEConfig, presets
 from maxmoe.families.step3p7 import LimitedOutput
@@ -16,7 +18,6 @@ from maxmoe.families.zaya import RouterMLP
 from support import golden_fixtures, small_models
 from support.moe_layers import assert_meets_specification, make
 from support.published_configs import PUBLISHED
-
 
 LOSSES: dict[str, Any] = {"load_balance_loss_weight": 0.3, "router_z_loss_weight": 0.2}
 

@@ -106,6 +106,18 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "swa_head_dim": 8,
         },
     ),
+    "laguna": (
+        "laguna",
+        "Laguna",
+        QWEN
+        | {
+            "num_experts": 8,
+            "shared_expert_intermediate_size": 20,
+            "moe_routed_scaling_factor": 2.5,
+            "moe_router_logit_softcapping": 0.5,
+            "mlp_layer_types": ["sparse"] * 2,
+        },
+    ),
     "zaya": (
         "zaya",
         "Zaya",

@@ -271,8 +271,12 @@ def router_logits(family: Family, outputs: Any) -> Tensor:
 
 def correction_bias_of(block: nn.Module, keys: Mapping[str, str]) -> Tensor:
     """Return the correction bias ``(E,)`` of a block; `keys` has the block's name for each parameter of `MoE`."""
-    *owner, name = keys["router.score_correction_bias"].split(".")
-    return (adapted_module(block.get_submodule(owner[0])) if owner else block).get_buffer(name)
+    owner, _, name = keys["router.score_correction_bias"].rpartition(".")
+    first, _, path = owner.partition(".")
+    module = adapted_module(block.get_submodule(first)) if owner else block
+    bias: Tensor = getattr(module.get_submodule(path), name)
+    # Laguna has a parameter that is not trained, and ERNIE 4.5 one with another dim.
+    return bias.detach().flatten() if isinstance(bias, nn.Parameter) else bias
 
 
 def _without(routing: Routing, is_dropped: Tensor) -> Routing:
