@@ -81,7 +81,7 @@ def routing(
         logits,
         config.top_k,
         score_function=config.score_function,
-        normalization="none" if rule.scores_shared_experts else config.normalization,
+        normalization="none" if rule.weighs else config.normalization,
         scale=config.routed_scaling_factor,
         experts=rule.reference_select(config, logits, parameters.get("router.score_correction_bias")),
     )

@@ -106,6 +106,17 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "swa_head_dim": 8,
         },
     ),
+    "lfm2_moe": (
+        "lfm2_moe",
+        "Lfm2Moe",
+        QWEN
+        | {
+            "num_experts": 8,
+            "num_dense_layers": 0,
+            "routed_scaling_factor": 2.5,
+            "layer_types": ["full_attention"] * 2,
+        },
+    ),
     "laguna": (
         "laguna",
         "Laguna",
