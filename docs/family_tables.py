@@ -32,7 +32,7 @@ _MISSING = {
     "the mean of routed and shared experts; sigmoid after the selection": "cohere2_moe",
     "a router of some layers that selects by the ids of the tokens": "deepseek_v4",
     "a router with a norm and scales of channels and experts; a block of its own": "diffusion_gemma gemma4",
-    "a lower bound of the sum by which weights are divided": "ernie4_5_moe ernie4_5_vl_moe",
+    "experts and a router for each modality, chosen by the types of the tokens": "ernie4_5_vl_moe",
     "SparseMixer, a router with a gradient of its own": "phimoe",
     "a block in transformers that uses the experts which its router selects": "nllb_moe",
     "a router: its experts belong to data sets, or are rows of a table": "vitpose_backbone doge",

@@ -117,6 +117,18 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "layer_types": ["full_attention"] * 2,
         },
     ),
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        "Ernie4_5_Moe",
+        {
+            "moe_intermediate_size": 10,
+            "moe_num_experts": 8,
+            "moe_k": 3,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 0,
+            "moe_norm_min": 0.5,
+        },
+    ),
     "laguna": (
         "laguna",
         "Laguna",
