@@ -79,7 +79,7 @@ class RouterRule(Component):
     group_score: GroupScore = "top2"
     takes_state: bool = False  # whether the router takes the state of the layer before
     scores_shared_experts: ClassVar[bool] = False  # by further logits, whose weights the shared experts get
-    weighs: ClassVar[bool] = False  # whether `weigh` normalizes and scales the scores
+    normalizes: ClassVar[bool] = False  # whether `weigh` normalizes and scales the scores
 
     @property
     def selects_by_scores(self) -> bool:
@@ -110,14 +110,14 @@ class RouterRule(Component):
         return None
 
     def weigh(self, config: MoEConfig, weights: Tensor, of_shared: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return weights of the selected and of the shared experts, with `weighs`.
+        """Return weights of the selected and of the shared experts; None for shared experts without weights.
 
         Args:
             config: config of the layer.
-            weights: ``(T, K)``, scores of the selected experts.
+            weights: ``(T, K)``, weights of the selected experts; with `normalizes`, their scores.
             of_shared: ``(T, n)``, logits of the shared experts; None without `scores_shared_experts`.
         """
-        raise NotImplementedError
+        return weights, None
 
     def reference_rows(self, tokens: Tensor, parameters: Mapping[str, Tensor], previous: Tensor | None) -> Tensor:
         """Return the input of the linear map ``(T, R)`` of tokens ``(T, D)``, given the state of the layer before."""

@@ -25,7 +25,7 @@ class SumNormalization(RouterRule):
     eps: float = 0.0
     minimum: float = 0.0
 
-    weighs: ClassVar[bool] = True
+    normalizes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name in ("eps", "minimum"):

@@ -178,8 +178,10 @@ class TransformersMoE(MoEFeedForward):
         shared_experts, output_gate = self.shared_experts, self.output_gate
         parts = []
         if shared_experts is not None:
-            weights = () if routing.shared_weights is None else (routing.shared_weights,)
-            out = shared_experts(inputs.router, *weights)
+            weights, are_scored = routing.shared_weights, self.config.router_rule.scores_shared_experts
+            out = shared_experts(inputs.router, *((weights,) if are_scored else ()))
+            if weights is not None and not are_scored:
+                out = out * weights.to(out.dtype)
             parts.append(out if output_gate is None else output_gate(inputs.router).sigmoid() * out)
         if self.zero_computation_experts is not None:
             parts.append(self.zero_computation_experts(inputs.router, routing.top_k, dtype))
