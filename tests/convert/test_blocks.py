@@ -22,6 +22,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in 
     **{name: (name, {}) for name in small_models.SAME_LAYERS},
     "dbrx_not_normalised": ("dbrx", {"ffn_config": {"moe_normalize_expert_weights": None}}),
     "qwen2_moe_normalised": ("qwen2_moe", {"norm_topk_prob": True}),
+    "cohere2_moe_sigmoid": ("cohere2_moe", {"expert_selection_fn": "sigmoid"}),
+    "cohere2_moe_sum": (
+        "cohere2_moe",
+        {"expert_selection_fn": "sigmoid", "shared_expert_combination_strategy": "sum", "norm_topk_prob": False},
+    ),
+    "cohere2_moe_without_shared": ("cohere2_moe", {"num_shared_experts": 0}),
     "deepseek_v2_lite": ("deepseek_v2", {"topk_method": "greedy"}),
     "kolibri1_normalised": ("kolibri1", {"norm_topk_prob": True}),
     "axk2_without_groups": ("axk2", {"n_group": None, "topk_group": None}),

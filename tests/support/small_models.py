@@ -106,6 +106,16 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "swa_head_dim": 8,
         },
     ),
+    "cohere2_moe": (
+        "cohere2_moe",
+        "Cohere2Moe",
+        {
+            "intermediate_size": 10,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "num_shared_experts": 2,
+        },
+    ),
     "lfm2_moe": (
         "lfm2_moe",
         "Lfm2Moe",
