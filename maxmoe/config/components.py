@@ -79,6 +79,7 @@ class RouterRule(Component):
     group_score: GroupScore = "top2"
     takes_state: bool = False  # whether the router takes the state of the layer before
     scores_shared_experts: ClassVar[bool] = False  # by further logits, whose weights the shared experts get
+    normalizes: ClassVar[bool] = False  # whether `weigh` normalizes and scales the scores
 
     @property
     def selects_by_scores(self) -> bool:
@@ -106,15 +107,15 @@ class RouterRule(Component):
         """Return the selected experts ``(T, K)``; None to select the best ones as `maxmoe.ops.route` does."""
         return None
 
-    def weigh(self, config: "MoEConfig", weights: Tensor, of_shared: Tensor) -> tuple[Tensor, Tensor]:
-        """Return weights of the selected and of the shared experts, with `scores_shared_experts`.
+    def weigh(self, config: "MoEConfig", weights: Tensor, of_shared: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return weights of the selected and of the shared experts; None for shared experts without weights.
 
         Args:
             config: config of the layer.
-            weights: ``(T, K)``, scores of the selected experts.
-            of_shared: ``(T, n)``, logits of the shared experts.
+            weights: ``(T, K)``, weights of the selected experts; with `normalizes`, their scores.
+            of_shared: ``(T, n)``, logits of the shared experts; None without `scores_shared_experts`.
         """
-        raise NotImplementedError
+        return weights, None
 
     def reference_rows(self, tokens: Tensor, parameters: Mapping[str, Tensor], previous: Tensor | None) -> Tensor:
         """Return the input of the linear map ``(T, R)`` of tokens ``(T, D)``, given the state of the layer before."""

@@ -20,6 +20,7 @@ from maxmoe.nn.router import Router, balanced_bias, required_bias_histogram
 from maxmoe.nn.routing import Routing, TopK
 from maxmoe.nn.routing_record import RoutingRecord
 from maxmoe.nn.selection import Selection
+from maxmoe.nn.sum_normalization import SumNormalization
 from maxmoe.ranks.token_group import LocalTokens, TokenGroup, TokenGroupAttribute, same_tokens_everywhere
 from maxmoe.recompute.named_parts import Checkpointed, check_recompute, recompute_of, set_recompute
 from maxmoe.recompute.selective import keep_routing
@@ -52,6 +53,7 @@ __all__ = [
     "Selection",
     "SharedExperts",
     "StatefulMoEOutput",
+    "SumNormalization",
     "TensorParallelRegion",
     "TokenGroup",
     "TokenGroupAttribute",

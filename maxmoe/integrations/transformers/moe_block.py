@@ -178,8 +178,10 @@ class TransformersMoE(MoEFeedForward):
         shared_experts, output_gate = self.shared_experts, self.output_gate
         parts = []
         if shared_experts is not None:
-            weights = () if routing.shared_weights is None else (routing.shared_weights,)
-            out = shared_experts(inputs.router, *weights)
+            weights, are_scored = routing.shared_weights, self.config.router_rule.scores_shared_experts
+            out = shared_experts(inputs.router, *((weights,) if are_scored else ()))
+            if weights is not None and not are_scored:
+                out = out * weights.to(out.dtype)
             parts.append(out if output_gate is None else output_gate(inputs.router).sigmoid() * out)
         if self.zero_computation_experts is not None:
             parts.append(self.zero_computation_experts(inputs.router, routing.top_k, dtype))
@@ -271,8 +273,12 @@ def router_logits(family: Family, outputs: Any) -> Tensor:
 
 def correction_bias_of(block: nn.Module, keys: Mapping[str, str]) -> Tensor:
     """Return the correction bias ``(E,)`` of a block; `keys` has the block's name for each parameter of `MoE`."""
-    *owner, name = keys["router.score_correction_bias"].split(".")
-    return (adapted_module(block.get_submodule(owner[0])) if owner else block).get_buffer(name)
+    owner, _, name = keys["router.score_correction_bias"].rpartition(".")
+    first, _, path = owner.partition(".")
+    module = adapted_module(block.get_submodule(first)) if owner else block
+    bias: Tensor = getattr(module.get_submodule(path), name)
+    # Laguna has a parameter that is not trained, and ERNIE 4.5 one with another dim.
+    return bias.detach().flatten() if isinstance(bias, nn.Parameter) else bias
 
 
 def _without(routing: Routing, is_dropped: Tensor) -> Routing:
