@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swigluoai", "situ"]
 GroupScore = Literal["top2", "max"]
+RouterIds = Literal["tokens", "documents"]
 
 _KINDS: dict[str, type[Component]] = {}
 
@@ -79,6 +80,8 @@ class RouterRule(Component):
     group_score: GroupScore = "top2"
     takes_state: bool = False  # whether the router takes the state of the layer before
     scores_shared_experts: ClassVar[bool] = False  # by further logits, whose weights the shared experts get
+    takes_ids: ClassVar[RouterIds | None] = None  # what the ids are that the router takes, the argument `router_inputs`
+    num_ids: int | None = None  # how many ids there are, from 0; None for ids of any value
 
     @property
     def selects_by_scores(self) -> bool:
@@ -131,6 +134,12 @@ class RouterRule(Component):
         from maxmoe.reference.routing import selected_by_scores
 
         return selected_by_scores(config, logits, correction_bias, self.group_score)
+
+    def reference_select_by_ids(
+        self, config: MoEConfig, logits: Tensor, ids: Tensor, parameters: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Return the selected experts ``(S, K)`` of one sequence, given its ids ``(S,)``, with `takes_ids`."""
+        raise NotImplementedError
 
     def reference_weights(
         self,

@@ -119,6 +119,7 @@ class TransformersMoE(MoEFeedForward):
         leading_dims: Sequence[int],
         given: Tensor | None,
         state: Tensor | None,
+        ids: Tensor | None,
     ) -> Routing:
         """Call the router of the block, whose output transformers records, and select experts by its logits."""
         router, family, bias = self.router, self.family, self._correction_bias
@@ -187,10 +188,10 @@ class TransformersMoE(MoEFeedForward):
         return None, sum_of(*parts) if parts else None
 
     def hidden_states_and_routing(
-        self, x: Tensor, token_mask: Tensor | None, router_state: Tensor | None
+        self, x: Tensor, token_mask: Tensor | None, router_state: Tensor | None, router_inputs: Tensor | None
     ) -> tuple[Tensor, Routing, Tensor]:
         """Return hidden states and routing as `MoE`; tokens that the router of the block has dropped are counted."""
-        hidden_states, routing, dropped = super().hidden_states_and_routing(x, token_mask, router_state)
+        hidden_states, routing, dropped = super().hidden_states_and_routing(x, token_mask, router_state, router_inputs)
         if self.family.has_capacity:
             is_dropped = routing.experts < 0
             mask = routing.token_mask

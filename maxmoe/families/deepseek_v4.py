@@ -1,0 +1,81 @@
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from maxmoe.checks.fields import check_int
+from maxmoe.components import RouterIds, RouterRule, component
+from maxmoe.config import MoEConfig
+from maxmoe.families.family import FIELDS, Family, Field, LayerField, normalization, sizes, value_at
+from maxmoe.families.layouts import GATE_BIASED, SHARED, W123, Entry, Layout, router, shared, stacked
+from maxmoe.nn.random_numbers import uniform_of
+from maxmoe.nn.router import Router
+from maxmoe.reference.routing import stack
+
+
+@component
+class HashRouting(RouterRule):
+    """Router that selects by a fixed table of K experts for each token id; the weights are from the scores.
+
+    The ids of the tokens are the argument `router_inputs` of the layer.
+
+    Args:
+        num_ids: number of token ids, the size of the vocabulary.
+
+    Source: DeepSeek-V4 in transformers; Hash Layers (arXiv:2106.04426).
+    """
+
+    num_ids: int
+
+    takes_ids: ClassVar[RouterIds | None] = "tokens"
+
+    def __post_init__(self) -> None:
+        check_int("num_ids", self.num_ids, at_least=1)
+
+    def check(self, config: MoEConfig) -> None:
+        """Raise for other rules of selection."""
+        config.require(str(self), num_groups=1, score_correction_bias=False)
+
+    def make(self, config: MoEConfig, **options: Any) -> Router:
+        """Create the router with its table."""
+        return HashRouter(config, self, **options)
+
+    def reference_select_by_ids(
+        self, config: MoEConfig, _logits: Tensor, ids: Tensor, parameters: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Look the experts of a sequence up, token by token."""
+        rows = [parameters["router.table"][each] for each in ids.tolist()]
+        return stack(rows, torch.empty(0, dtype=torch.int64), config.top_k)
+
+
+class HashRouter(Router):
+    """`Router` with `HashRouting`, whose buffer `table` ``(V, K)``, int64, has K different experts for each id.
+
+    A new table has random experts, the same in all layers and on all ranks.
+    """
+
+    table: Tensor
+
+    def __init__(self, config: MoEConfig, rule: HashRouting, **options: Any) -> None:
+        super().__init__(config, **options)
+        self.register_buffer("table", self.weight.new_empty(rule.num_ids, config.top_k, dtype=torch.int64))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialize the table too."""
+        super().reset_parameters()
+        if "table" in self._buffers:  # not when the constructor of `Router` calls this
+            key, ids = torch.zeros((), dtype=torch.int64), torch.arange(len(self.table), device=self.table.device)
+            uniform = uniform_of(key, ids, self.config.num_selectable_experts, torch.float32)
+            self.table.copy_(uniform.topk(self.config.top_k, dim=1).indices)
+
+    def select_by_ids(self, _logits: Tensor, ids: Tensor, _token_mask: Tensor | None) -> Tensor:
+        """Return the experts of the ids."""
+        return self.table[ids.flatten()]
+
+
+def _of_config(config: Any, layer: int) -> "RouterRule | str":
+    is_hash = value_at(config, "mlp_layer_types")[layer] == "hash_moe"
+    return HashRouting(num_ids=value_at(config, "vocab_size", 1)) if is_hash else "learned"
