@@ -1,4 +1,4 @@
-"""The table of docs/layer.md: the fields of `maxmoe.MoEConfig`, from its docstring.
+"""The tables of docs/layer.md: the fields of `maxmoe.MoEConfig` and the components, from their docstrings.
 
 python docs/config_table.py
 """
@@ -8,7 +8,11 @@ import inspect
 import re
 from typing import get_args
 
-from maxmoe import MoEConfig
+import maxmoe
+from maxmoe import ExpertNorms, MoEConfig, ZeroComputation
+from maxmoe.config.components import ActivationRule, Component, RouterRule, kinds
+
+OWN_FIELDS = {ExpertNorms: "expert_norms", ZeroComputation: "zero_computation"}
 
 
 def meanings() -> dict[str, str]:
@@ -24,7 +28,8 @@ def values(field: dataclasses.Field[object]) -> str:
     """The default, and the other values of a field that has a few."""
     if field.default is dataclasses.MISSING:
         return "Required."
-    options = [option for option in get_args(field.type) if isinstance(option, str)]
+    literals = [each for kind in (field.type, *get_args(field.type)) for each in get_args(kind)]
+    options = [option for option in dict.fromkeys(literals) if isinstance(option, str)]
     others = ", ".join(code(option) for option in options if option != field.default)
     return f"Default: {code(field.default)}" + (f"; others: {others}." if others else ".")
 
@@ -44,5 +49,18 @@ def config_table() -> str:
     return "\n".join(rows) + "\n"
 
 
+def component_table() -> str:
+    """A row for each component."""
+    rows = ["| component | field | meaning |", "|---|---|---|"]
+    fields = {RouterRule: "router", ActivationRule: "activation"}
+    for kind in kinds(Component):
+        field = next((field for base, field in fields.items() if issubclass(kind, base)), None)
+        home = "maxmoe" if hasattr(maxmoe, kind.__name__) else kind.__module__
+        home = "maxmoe.nn" if hasattr(maxmoe.nn, kind.__name__) else home
+        meaning = (inspect.getdoc(kind) or "").split("\n\n")[0].replace("\n", " ").replace("*", r"\*")
+        rows.append(f"| `{home}.{kind.__name__}` | `{field or OWN_FIELDS[kind]}` | {meaning} |")
+    return "\n".join(rows) + "\n"
+
+
 if __name__ == "__main__":
-    print(config_table())
+    print(config_table(), component_table(), sep="\n")

@@ -8,11 +8,11 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from maxmoe.components import ExpertNorms, SiTU, ZeroComputation
-from maxmoe.config import MoEConfig
+from maxmoe.config import ExpertNorms, MoEConfig, SiTU, ZeroComputation
 
 if TYPE_CHECKING:
     from maxmoe import (  # noqa: F401
+        config,
         convert,
         costs,
         expert_load,
@@ -74,6 +74,7 @@ __all__ = [
 ]
 
 _PACKAGES = (
+    "config",
     "convert",
     "costs",
     "expert_load",

@@ -30,6 +30,7 @@ FULL_NAME = re.compile(r"maxmoe(\.\w+)+(\(\))?")
 # A name that several of them export is described in the first one.
 PACKAGES = (
     "maxmoe",
+    "maxmoe.config",
     "maxmoe.ops",
     "maxmoe.quantization",
     "maxmoe.expert_load",

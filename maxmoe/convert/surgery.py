@@ -20,6 +20,7 @@ from maxmoe.checks.fields import check_int, check_number, nearest
 from maxmoe.checks.whole_tensors import check_whole
 from maxmoe.config import MoEConfig
 from maxmoe.nn import Experts, MoE, local_dispatcher
+from maxmoe.nn.router import make_router
 from maxmoe.quantization import QuantizedWeight, put_stack
 
 __all__ = ["duplicate_experts", "merge_experts", "prune_experts"]
@@ -277,7 +278,7 @@ class _Replacement:
 def _check_layer(path: str, layer: MoE) -> None:
     """Raise unless a layer has a `Router` and `Experts` of this library, in one process, without adapters."""
     check_whole("surgery", layer.state_dict(), prefix=f"{path}.")
-    of_config = type(layer.config.router_rule.make(layer.config, device="meta"))
+    of_config = type(make_router(layer.config, device="meta"))
     for name, module, kind in (("router", layer.router, of_config), ("experts", layer.experts, Experts)):
         if type(module) is not kind:
             raise ValueError(
@@ -285,7 +286,9 @@ def _check_layer(path: str, layer: MoE) -> None:
                 "merged or removed before, and surgery knows no other router"
             )
     if layer.config.router_rule.takes_ids == "tokens":
-        raise ValueError(f"{path} must have no table of experts for ids, which surgery does not change, got {layer.config.router}")
+        raise ValueError(
+            f"{path} must have no table of experts for ids, which surgery does not change, got {layer.config.router}"
+        )
     if layer.runner.dispatcher != local_dispatcher(layer.config):
         raise ValueError(
             f"{path} must have the dispatcher of one process, got {type(layer.runner.dispatcher).__name__}: surgery "

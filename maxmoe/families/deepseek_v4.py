@@ -1,15 +1,13 @@
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from maxmoe.checks.fields import check_int
-from maxmoe.components import RouterIds, RouterRule, component
 from maxmoe.config import MoEConfig
-from maxmoe.families.family import FIELDS, Family, Field, LayerField, normalization, sizes, value_at
-from maxmoe.families.layouts import GATE_BIASED, SHARED, W123, Entry, Layout, router, shared, stacked
+from maxmoe.config.components import RouterIds, RouterRule, component
+from maxmoe.families.family import value_at
 from maxmoe.nn.random_numbers import uniform_of
 from maxmoe.nn.router import Router
 from maxmoe.reference.routing import stack

@@ -5,8 +5,8 @@ from torch import Tensor
 
 from maxmoe._torch.forward_values import of_forward
 from maxmoe.checks.fields import check_int
-from maxmoe.components import RouterIds, RouterRule, component
 from maxmoe.config import MoEConfig, ScoreFunction
+from maxmoe.config.components import RouterIds, RouterRule, component
 from maxmoe.nn.random_numbers import uniform_of
 from maxmoe.nn.router import Router
 from maxmoe.ops import route

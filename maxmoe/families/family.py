@@ -155,10 +155,10 @@ def sizes(*values: int) -> dict[str, Any]:
 
 @cache
 def families() -> Mapping[str, Family]:
-    """Return all families by `model_type`. The first call imports every file of the folder."""
+    """Return all families by `model_type`, sorted. The first call imports every file of the folder."""
     for module in iter_modules([str(Path(__file__).parent)]):
         import_module(f"maxmoe.families.{module.name}")
-    return _FAMILIES
+    return dict(sorted(_FAMILIES.items()))
 
 
 def published_models() -> Mapping[str, PublishedModel]:

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from maxmoe.checks.fields import check_bool
-from maxmoe.components import RouterRule, component
 from maxmoe.config import MoEConfig
+from maxmoe.config.components import RouterRule, component
 from maxmoe.declaration import Declaration
 from maxmoe.families.family import FIELDS, Family, sizes
 from maxmoe.families.layouts import GATE_BIASED, PROJECTIONS, Entry, Layout, router, stacked
@@ -48,9 +48,9 @@ class SharedExpertScores(RouterRule):
         fields = {"score_function": "sigmoid", "normalization": "sum", "apply_weights_to": "output"}
         config.require(str(self), **fields, shared_expert_gate=False)
 
-    def make(self, config: MoEConfig, **options: Any) -> Router:
-        """Create the router, with its trained number if it has one."""
-        return ScaledRouter(config, **options) if self.scale else Router(config, **options)
+    def make(self, config: MoEConfig, **options: Any) -> Router | None:
+        """Create the router with a trained number."""
+        return ScaledRouter(config, **options) if self.scale else None
 
     def weigh(self, config: MoEConfig, weights: Tensor, of_shared: Tensor) -> tuple[Tensor, Tensor]:
         """Divide the scores by their sum."""

@@ -1,8 +1,8 @@
 from dataclasses import replace
 from typing import Any
 
-from maxmoe.components import ZeroComputation
 from maxmoe.config import MoEConfig
+from maxmoe.config.components import ZeroComputation
 from maxmoe.families.family import Family, Field, sizes, value_at
 from maxmoe.families.layouts import PROJ, Layout, router, stacked
 

@@ -3,8 +3,8 @@ from typing import Any
 from torch import Tensor
 
 from maxmoe.checks.fields import check_number
-from maxmoe.components import ExpertNorms, RouterRule, component
 from maxmoe.config import MoEConfig
+from maxmoe.config.components import ExpertNorms, RouterRule, component
 from maxmoe.families.family import FIELDS, Family, Field, sizes, value_at
 from maxmoe.families.layouts import GATE_BIASED, Entry, Layout, stacked
 

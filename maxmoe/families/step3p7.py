@@ -3,8 +3,8 @@ import reprlib
 from typing import Any
 
 from maxmoe.checks.fields import check_number
-from maxmoe.components import ActivationRule, component
 from maxmoe.config import MoEConfig
+from maxmoe.config.components import ActivationRule, component
 from maxmoe.families.family import FIELDS, Family, Field, LayerField, PublishedModel, num_of_width, sizes, without
 from maxmoe.families.layouts import GATE_BIASED, PROJECTIONS, SHARED, Layout, linears, router, shared, stacked
 

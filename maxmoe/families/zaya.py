@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from maxmoe.checks.fields import check_bool, check_int, check_number
-from maxmoe.components import RouterRule, ZeroComputation, component
 from maxmoe.config import MoEConfig
+from maxmoe.config.components import RouterRule, ZeroComputation, component
 from maxmoe.declaration import Declaration
 from maxmoe.families.family import FIELDS, Family, LayerField, sizes
 from maxmoe.families.layouts import Entry, Layout, router, stacked

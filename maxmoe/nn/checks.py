@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from maxmoe._torch.autograd import hides_gradient
 from maxmoe.adapters import adapted_module
-from maxmoe.components import ActivationRule, RouterRule
 from maxmoe.config import MoEConfig
+from maxmoe.config.components import ActivationRule, RouterRule
 from maxmoe.nn.losses import BalanceLoss
 from maxmoe.nn.module_path import module_path
 from maxmoe.nn.router import is_custom_router
@@ -147,7 +147,9 @@ def checked_ids(rule: RouterRule, ids: Tensor | None, x: Tensor, token_mask: Ten
     if rule.takes_ids is None:
         raise ValueError(f"router_inputs must be None for a router that takes no ids, got {got}")
     wanted = f"router_inputs must be ids of {rule.takes_ids}, which the router takes, "
-    is_integer = isinstance(ids, Tensor) and not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+    is_integer = isinstance(ids, Tensor) and not (
+        ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool
+    )
     if ids is None or not is_integer or ids.shape != leading_dims:
         raise ValueError(f"{wanted}integer of shape {tuple(leading_dims)}, got {got}")
     ids = ids.reshape(math.prod(leading_dims[:-1]), leading_dims[-1]).long()

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from maxmoe.adapters import factors_of
-from maxmoe.components import Activation, ExpertNorms
 from maxmoe.config import MoEConfig
+from maxmoe.config.components import Activation, ExpertNorms
 from maxmoe.declaration import Declaration
 from maxmoe.nn.rms_norm import LatentNorm
 from maxmoe.ops import ActivationFunction, Projection, RaggedPlan, expert_ffn, ragged_sort, ragged_unsort

@@ -35,7 +35,7 @@ from maxmoe.nn.output import MoEOutput, StatefulMoEOutput
 from maxmoe.nn.parts import LatentProjection, SharedExperts, ZeroComputationExperts
 from maxmoe.nn.replay import given_experts, observe
 from maxmoe.nn.routed_experts import OneOperator
-from maxmoe.nn.router import Router, is_custom_router
+from maxmoe.nn.router import Router, is_custom_router, make_router
 from maxmoe.nn.routing import Routing, checked_routing
 from maxmoe.nn.training_watch import TrainingWatch
 from maxmoe.ops import ActivationFunction
@@ -98,7 +98,7 @@ class MoE(nn.Module):
         check_replaced_parts(config, router, activation, balance_loss)
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         self.config = config
-        self.router: nn.Module = config.router_rule.make(config, **options) if router is None else router
+        self.router: nn.Module = make_router(config, **options) if router is None else router
         self.experts = Experts(config, activation=activation, **options)
         has_shared = config.num_shared_experts > 0
         self.shared_experts = SharedExperts(config, activation=activation, **options) if has_shared else None

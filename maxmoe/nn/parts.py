@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from maxmoe.components import Activation, ExpertNorms, ZeroComputation
 from maxmoe.config import MoEConfig
+from maxmoe.config.components import Activation, ExpertNorms, ZeroComputation
 from maxmoe.declaration import Declaration
 from maxmoe.nn.experts import activation_arguments
 from maxmoe.nn.rms_norm import LatentNorm

@@ -23,7 +23,7 @@ class Router(ConvertedModule):
 
     logits = x @ weight^T + bias
 
-    Families with another rule have a subclass, which their `maxmoe.components.RouterRule` makes.
+    Families with another rule have a subclass, which their `maxmoe.config.components.RouterRule` makes.
 
     Args:
         input_size: width of the rows that the linear map takes; None for `hidden_size`.
@@ -191,6 +191,12 @@ class Router(ConvertedModule):
         bias = self.wide_correction_bias()
         balanced = balanced_bias(histogram, bias, self.config.top_k)
         bias.copy_(bias.lerp(balanced, self.config.correction_bias_update_rate).where(bias.isfinite(), bias))
+
+
+def make_router(config: MoEConfig, **options: Any) -> Router:
+    """Create the router that a config describes; `options` as for `Router`."""
+    made: Any = config.router_rule.make(config, **options)
+    return Router(config, **options) if made is None else made
 
 
 def select_experts(

@@ -6,8 +6,8 @@ from typing import Literal
 from torch import Tensor
 
 from maxmoe.checks.fields import check_choices
-from maxmoe.components import GroupScore, RouterRule, component
 from maxmoe.config import MoEConfig
+from maxmoe.config.components import GroupScore, RouterRule, component
 from maxmoe.ops import route
 from maxmoe.reference.routing import selected_by_scores, wide
 

@@ -7,8 +7,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from maxmoe.components import ExpertNorms, ZeroComputation
 from maxmoe.config import LoadBalanceScope, MoEConfig, ScoreFunction
+from maxmoe.config.components import ExpertNorms, ZeroComputation
 from maxmoe.reference.operators import (
     Projection,
     RaggedPlan,
@@ -18,7 +18,7 @@ from maxmoe.reference.operators import (
     ragged_sort,
     ragged_unsort,
 )
-from maxmoe.reference.routing import route, scores, stack, wide
+from maxmoe.reference.routing import route, scores, selected_by_scores, stack, wide
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj", "gate_bias", "up_bias", "down_bias")
 
@@ -81,8 +81,9 @@ def routing(
     logits = wide(rule.reference_rows(tokens, parameters, previous)) @ wide(parameters["router.weight"]).T
     logits = rule.reference_logits(logits if bias is None else logits + wide(bias))
     logits, of_shared = logits[:, : config.num_selectable_experts], logits[:, config.num_selectable_experts :]
+    bias = parameters.get("router.score_correction_bias")
     if ids is None:
-        selected = rule.reference_select(config, logits, parameters.get("router.score_correction_bias"))
+        selected = rule.reference_select(config, logits, bias)
     else:
         parts = zip(sequences(logits, [*map(len, ids)]), ids, strict=True)
         selected = torch.cat([rule.reference_select_by_ids(config, *part, parameters) for part in parts])
@@ -92,7 +93,7 @@ def routing(
         score_function=config.score_function,
         normalization="none" if rule.scores_shared_experts else config.normalization,
         scale=config.routed_scaling_factor,
-        experts=selected,
+        experts=selected_by_scores(config, logits, bias, rule.group_score) if selected is None else selected,
     )
     weights, shared_weights = rule.reference_weights(config, weights, of_shared, parameters)
     return logits, weights, experts, shared_weights

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from maxmoe.components import Activation
 from maxmoe.config import LimitTarget
+from maxmoe.config.components import Activation
 from maxmoe.reference.routing import stack, wide
 
 

@@ -5,8 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from maxmoe.components import GroupScore
 from maxmoe.config import MoEConfig, Normalization, ScoreFunction
+from maxmoe.config.components import GroupScore
 
 
 def wide(tensor: Tensor) -> Tensor:

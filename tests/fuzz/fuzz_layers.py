@@ -25,7 +25,8 @@ from torch import Tensor  # noqa: E402
 
 import maxmoe  # noqa: E402
 from fuzz import loop  # noqa: E402
-from maxmoe import ExpertNorms, MoE, MoEConfig, ZeroComputation, config, ops, reference  # noqa: E402
+from maxmoe import ExpertNorms, MoE, MoEConfig, ZeroComputation, ops, reference  # noqa: E402
+from maxmoe.config import moe_config as config  # noqa: E402
 from maxmoe.families.inkling import SharedExpertScores  # noqa: E402
 from maxmoe.families.muse_spark import ScaledLogits  # noqa: E402
 from maxmoe.families.step3p7 import LimitedOutput  # noqa: E402

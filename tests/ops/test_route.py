@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from maxmoe import ops, reference
-from maxmoe.components import GroupScore
 from maxmoe.config import Normalization, ScoreFunction
+from maxmoe.config.components import GroupScore
 from support.named import named
 from support.operator_calls import Call, assert_same, expected_result, refusal, result, short, tolerance
 from support.operator_checks import (

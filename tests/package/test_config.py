@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from maxmoe import ExpertNorms, SiTU, ZeroComputation
-from maxmoe.components import Activation, Component
-from maxmoe.config import _MOVED, MoEConfig, Normalization, ScoreFunction
+from maxmoe.config.components import Activation, Component
+from maxmoe.config.moe_config import _MOVED, MoEConfig, Normalization, ScoreFunction
 from maxmoe.families.step3p7 import LimitedOutput
 from maxmoe.nn import Selection
 

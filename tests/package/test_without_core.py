@@ -26,7 +26,8 @@ OFF = "layers and operators of maxmoe need its C++ core, got MAXMOE_CORE=off in 
 
 
 def test_a_layer_says_what_is_missing() -> None:
-    code = "import maxmoe; maxmoe.MoEConfig(hidden_size=8, intermediate_size=8, num_experts=8, top_k=2); maxmoe.sharding.LogicalRules.load('ep-tp'); "
+    code = "import maxmoe; maxmoe.MoEConfig(hidden_size=8, intermediate_size=8, num_experts=8, top_k=2); "
+    code += "maxmoe.sharding.LogicalRules.load('ep-tp'); "
     code += "print(maxmoe.build_info()); maxmoe.MoE"
     done = programs.python(code, env=os.environ | {"MAXMOE_CORE": "off"})
     assert done.stdout == f"{ {'core': OFF, 'version': maxmoe.__version__} }\n"

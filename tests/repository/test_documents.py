@@ -172,8 +172,9 @@ def check_pip(arguments: list[str]) -> None:
 
 
 def test_the_fields_of_the_config_are_described_as_in_its_docstring() -> None:
-    table = docs_module("config_table").config_table()
-    assert table in LAYER.read_text()
+    tables = docs_module("config_table")
+    table = tables.config_table()
+    assert table in LAYER.read_text() and tables.component_table() in LAYER.read_text()
     named = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
     assert named == [field.name for field in dataclasses.fields(maxmoe.MoEConfig)]
 

@@ -2,7 +2,7 @@
 
 from typing import Any, get_args
 
-from maxmoe.components import Activation, SiTU
+from maxmoe.config.components import Activation, SiTU
 from maxmoe.families.step3p7 import LimitedOutput
 
 Arguments = dict[str, Any]

@@ -9,8 +9,8 @@ from torch.nn import functional
 from transformers import activations
 
 from maxmoe._torch import are_called_plainly
-from maxmoe.components import Activation
 from maxmoe.config import LimitTarget
+from maxmoe.config.components import Activation
 from maxmoe.declaration import gate_up_slices
 from maxmoe.integrations.transformers._transformers import own_gate, own_gate_name
 

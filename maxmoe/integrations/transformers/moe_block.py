@@ -20,7 +20,7 @@ from maxmoe.integrations.transformers.token_masks import mask_of_call
 from maxmoe.nn import Experts, MoE, MoEFeedForward, Router, Routing, ZeroComputationExperts, load_balance_loss
 from maxmoe.nn.dispatcher import LayerInputs, sum_of
 from maxmoe.nn.module_path import module_path
-from maxmoe.nn.router import select_experts
+from maxmoe.nn.router import make_router, select_experts
 from maxmoe.nn.routing import chooses_itself
 from maxmoe.ops import RaggedPlan, ragged_sort, ragged_unsort, route
 
@@ -78,7 +78,7 @@ class TransformersMoE(MoEFeedForward):
         self.zero_computation_experts = ZeroComputationExperts(config, device="meta") if has_more else None
         self.set_up_training(load_balance_loss)
         # Updates the correction bias of the block. The tuple keeps it out of the state dict.
-        self._balance = (config.router_rule.make(config, device="meta"),) if config.score_correction_bias else ()
+        self._balance = (make_router(config, device="meta"),) if config.score_correction_bias else ()
         if is_experts(self.experts):
             self.experts.recompute_names, self.experts.recompute = Experts.recompute_names, Experts.recompute
         else:
@@ -332,7 +332,7 @@ def _declare(block: nn.Module, router: nn.Module, config: MoEConfig, entries: Se
         experts.post_expert_norm.declaration = Declaration(logical_names={"weight": ("norm",)})
     keys = {entry.names[0]: entry.key.partition(".")[2] for entry in entries}
     of_router: dict[str, tuple[str | None, ...]] = {}
-    for path, part in config.router_rule.make(config, device="meta").named_modules(prefix="router"):
+    for path, part in make_router(config, device="meta").named_modules(prefix="router"):
         declared = declaration_of(part).logical_names
         of_router |= {keys[f"{path}.{name}"]: dims for name, dims in declared.items() if f"{path}.{name}" in keys}
     router.declaration = Declaration(logical_names=of_router, fsdp_unit=True)  # type: ignore[assignment]

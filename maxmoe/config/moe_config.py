@@ -6,7 +6,15 @@ from functools import partial
 from typing import Any, Literal, get_args, get_origin
 
 from maxmoe.checks.fields import check_bool, check_int, check_number, refuse_unknown_fields
-from maxmoe.components import PLAIN, Activation, ActivationRule, Component, ExpertNorms, RouterRule, ZeroComputation
+from maxmoe.config.components import (
+    PLAIN,
+    Activation,
+    ActivationRule,
+    Component,
+    ExpertNorms,
+    RouterRule,
+    ZeroComputation,
+)
 
 ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus", "identity"]
 Normalization = Literal["none", "sum", "softmax"]

@@ -6,20 +6,19 @@ A component is a frozen dataclass. `dataclasses.asdict` of a config turns it int
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
+from torch import Tensor, nn
 from typing_extensions import dataclass_transform
 
 from maxmoe.checks.fields import check_bool, check_int, check_number, nearest, refuse_unknown_fields
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from maxmoe.config import MoEConfig
-    from maxmoe.nn.router import Router
+    from maxmoe.config.moe_config import MoEConfig
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swigluoai", "situ"]
 GroupScore = Literal["top2", "max"]
@@ -47,17 +46,20 @@ class Component:
         if isinstance(value, Mapping):
             fields = dict(value)
             kind = fields.pop("kind", None)
-            if kind not in _KINDS:
-                from maxmoe.families.family import families
-
-                families()  # which register their components
-            if kind not in _KINDS:
-                raise ValueError(f"{name} must have the kind of a component, got {kind!r}{nearest(str(kind), _KINDS)}")
-            value = _KINDS[kind](**fields)
+            known = {each.__name__: each for each in kinds(Component)}
+            if kind not in known:
+                raise ValueError(f"{name} must have the kind of a component, got {kind!r}{nearest(str(kind), known)}")
+            value = known[kind](**fields)
         if not isinstance(value, cls):
-            known = sorted(name for name, kind in _KINDS.items() if issubclass(kind, cls))
-            raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+            names = ", ".join(each.__name__ for each in kinds(cls))
+            raise ValueError(f"{name} must be one of {names}, got {value!r}")
         return value
+
+
+def kinds(base: type[C]) -> list[type[C]]:
+    """Return the components of a kind, by name, with the components of all families."""
+    importlib.import_module("maxmoe.families.family").families()  # each registers its components
+    return [kind for _, kind in sorted(_KINDS.items()) if issubclass(kind, base)]
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -97,11 +99,9 @@ class RouterRule(Component):
         """Return whether the logits are a linear map, and `maxmoe.ops.route` alone makes their routing."""
         return type(self) is RouterRule
 
-    def make(self, config: MoEConfig, **options: Any) -> Router:
-        """Create the router of a layer; `options` are device and dtype."""
-        from maxmoe.nn.router import Router
-
-        return Router(config, **options)
+    def make(self, config: MoEConfig, **options: Any) -> nn.Module | None:
+        """Create the router of a layer, with a device and dtype as options; None for `maxmoe.nn.Router`."""
+        return None
 
     def logits(self, products: Tensor) -> Tensor:
         """Return the logits ``(T, E)``, given the linear map of the tokens."""
@@ -129,11 +129,9 @@ class RouterRule(Component):
         """Return the logits of the linear map's results."""
         return logits
 
-    def reference_select(self, config: MoEConfig, logits: Tensor, correction_bias: Tensor | None) -> Tensor:
-        """Return the selected experts ``(T, K)`` of logits ``(T, E)``."""
-        from maxmoe.reference.routing import selected_by_scores
-
-        return selected_by_scores(config, logits, correction_bias, self.group_score)
+    def reference_select(self, config: MoEConfig, logits: Tensor, correction_bias: Tensor | None) -> Tensor | None:
+        """Return the selected experts ``(T, K)`` of logits ``(T, E)``; None for the best scores."""
+        return None
 
     def reference_select_by_ids(
         self, config: MoEConfig, logits: Tensor, ids: Tensor, parameters: Mapping[str, Tensor]
