@@ -1,4 +1,5 @@
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -7,7 +8,8 @@ from torch import Tensor
 from maxmoe.checks.fields import check_int
 from maxmoe.config import MoEConfig
 from maxmoe.config.components import RouterIds, RouterRule, component
-from maxmoe.families.family import value_at
+from maxmoe.families.family import FIELDS, Family, Field, LayerField, loss_weight, sizes, value_at
+from maxmoe.families.layouts import SHARED, W123, Entry, Layout, router, shared, stacked
 from maxmoe.nn.random_numbers import uniform_of
 from maxmoe.nn.router import Router
 from maxmoe.reference.routing import stack
@@ -74,6 +76,55 @@ class HashRouter(Router):
         return self.table[ids.flatten()]
 
 
-def _of_config(config: Any, layer: int) -> "RouterRule | str":
+def _router_of_config(config: Any, layer: int) -> RouterRule | str:
     is_hash = value_at(config, "mlp_layer_types")[layer] == "hash_moe"
     return HashRouting(num_ids=value_at(config, "vocab_size", 1)) if is_hash else "learned"
+
+
+def _router_of_block(_config: Any, block: Any) -> RouterRule | str:
+    return HashRouting(num_ids=len(block.gate.tid2eid)) if block.is_hash else "learned"
+
+
+def _gate(correction_bias: str) -> tuple[Entry, ...]:
+    """Return the entries of both kinds of routers; each layer has a table or a correction bias."""
+    weight, bias = router("gate", correction_bias)
+    return weight, replace(bias, is_optional=True), Entry("gate.tid2eid", ("router.table",), is_optional=True)
+
+
+@Family(
+    fields=FIELDS
+    | {
+        "intermediate_size": "moe_intermediate_size",
+        "num_experts": "n_routed_experts",
+        "routed_scaling_factor": "routed_scaling_factor",
+        "activation_limit": "swiglu_limit",
+        "load_balance_loss_weight": Field("router_aux_loss_coef", loss_weight),
+    },
+    layer_fields={
+        "router": LayerField(_router_of_config, _router_of_block),
+        "score_correction_bias": LayerField(
+            lambda config, layer: _router_of_config(config, layer) == "learned",
+            lambda _, block: not block.is_hash,
+        ),
+    },
+    required={"scoring_func": ["sqrtsoftplus"], "n_shared_experts": [1], "norm_topk_prob": [True], "mlp_bias": [False]},
+    block=Layout("mlp", _gate("gate.e_score_correction_bias") + stacked() + SHARED),
+    stored=Layout("ffn", _gate("gate.bias") + W123 + shared("shared_experts", "w1", "w3", "w2")),
+    takes_ids=True,
+)
+def deepseek_v4() -> MoEConfig:
+    """DeepSeek-V4-Flash: scores sqrt(softplus(logits)), six of 256 experts, a shared expert, clipped SwiGLU.
+
+    The first three layers select by token ids, ``router=HashRouting(num_ids=129280), score_correction_bias=False``.
+
+    Source: DeepSeek-AI 2026, DeepseekV4Config of transformers 5.24; the update rate of the bias is not published.
+    """
+    return MoEConfig(
+        **sizes(4096, 2048, 256, 6),
+        score_function="sqrtsoftplus",
+        score_correction_bias=True,
+        routed_scaling_factor=1.5,
+        num_shared_experts=1,
+        activation_limit=10.0,
+        load_balance_loss_weight=0.006,
+    )
