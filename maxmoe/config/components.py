@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swigluoai", "situ"]
 GroupScore = Literal["top2", "max"]
+RouterIds = Literal["tokens", "documents"]
 
 _KINDS: dict[str, type["Component"]] = {}
 
@@ -80,6 +81,8 @@ class RouterRule(Component):
     takes_state: bool = False  # whether the router takes the state of the layer before
     scores_shared_experts: ClassVar[bool] = False  # by further logits, whose weights the shared experts get
     normalizes: ClassVar[bool] = False  # whether `weigh` normalizes and scales the scores
+    takes_ids: ClassVar[RouterIds | None] = None  # what the ids are that the router takes, the argument `router_inputs`
+    num_ids: int | None = None  # how many ids there are, from 0; None for ids of any value
 
     @property
     def selects_by_scores(self) -> bool:
@@ -128,6 +131,12 @@ class RouterRule(Component):
     def reference_select(self, config: "MoEConfig", logits: Tensor, correction_bias: Tensor | None) -> Tensor | None:
         """Return the selected experts ``(T, K)`` of logits ``(T, E)``; None for the best scores."""
         return None
+
+    def reference_select_by_ids(
+        self, config: MoEConfig, logits: Tensor, ids: Tensor, parameters: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Return the selected experts ``(S, K)`` of one sequence, given its ids ``(S,)``, with `takes_ids`."""
+        raise NotImplementedError
 
     def reference_weights(
         self,

@@ -194,7 +194,7 @@ def check_weights(where: str, layer: nn.Module, layout: Layout, slices: Slices) 
     check_tensors(where, found, {name: shape for name, (_, _, shape) in expected.items()})
     for name, (weight, dtype, _) in expected.items():
         allowed: tuple[str, ...] = _FLOATS
-        if weight.published.format:
+        if weight.published.format or not dtype.is_floating_point:
             allowed = ("I64", "I32") if dtype == torch.int64 else (DTYPES[dtype],)
         if slices[name].get_dtype() not in allowed:
             remedy = "; dequantise it first" if allowed == _FLOATS else ""

@@ -61,6 +61,7 @@ class Family:
         scales_sum: whether the sparse block multiplies the sum over the experts by the factor of the routing weights.
         has_state: whether the block takes the state of the router of the block before, and returns its own, the last
             output of its router.
+        takes_ids: whether the block takes the ids of the tokens, which some layers do not need, as `input_ids`.
     """
 
     model_types: tuple[str, ...] = ()
@@ -77,6 +78,7 @@ class Family:
     beyond_layer: str = ""
     scales_sum: bool = False
     has_state: bool = False
+    takes_ids: bool = False
 
     def __call__(self, flagship: Callable[[], MoEConfig]) -> Preset:
         """Return the preset, and register the family with it."""

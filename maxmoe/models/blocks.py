@@ -44,14 +44,25 @@ class Block(Checkpointed):
             self.feed_forward = MoE(moe, **options)
 
     def forward(
-        self, x: Tensor, token_mask: Tensor | None = None, document_ids: Tensor | None = None
+        self,
+        x: Tensor,
+        token_mask: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        token_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, MoEStats | None]:
         """Return x ``(B, S, D)`` after the block, and auxiliary loss and statistics of its MoE layer if it has one."""
         x = x + self.attention(self.attention_norm(x), document_ids)
         normed = self.feed_forward_norm(x)
         if isinstance(self.feed_forward, FeedForward):
             return x + self.feed_forward(normed), None, None
-        update = self.feed_forward(normed, token_mask)
+        ids = {}
+        match self.feed_forward.config.router_rule.takes_ids:
+            case "tokens":
+                ids["router_inputs"] = token_ids
+            case "documents":  # without ids, a sequence is a document
+                is_one = document_ids is None
+                ids["router_inputs"] = x.new_zeros(x.shape[:2], dtype=torch.int64) if is_one else document_ids
+        update = self.feed_forward(normed, token_mask, **ids)
         return x + update.hidden_states, update.aux_loss, update.stats
 
     @property

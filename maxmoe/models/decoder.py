@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from maxmoe._torch import register_namedtuple
 from maxmoe._torch.compile import call_uncompiled
+from maxmoe.config import MoEConfig
 from maxmoe.declaration import PipelineParts
 from maxmoe.expert_load import MoEStats
 from maxmoe.models.blocks import Block, Norm
@@ -107,7 +108,11 @@ class Decoder(nn.Module):
         return [block.feed_forward for block in blocks if isinstance(block.feed_forward, MoE)]
 
     def forward(
-        self, tokens: Tensor, token_mask: Tensor | None = None, document_ids: Tensor | None = None
+        self,
+        tokens: Tensor,
+        token_mask: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        token_ids: Tensor | None = None,
     ) -> DecoderOutput:
         """Predict the token after each position.
 
@@ -116,16 +121,20 @@ class Decoder(nn.Module):
             token_mask: ``(B, S)``, bool, False for padding. Tokens do not attend to padding, experts do not compute it,
                 and its logits are undefined. Its ids may have any value.
             document_ids: ``(B, S)``, integer, for sequences packed from several documents: a token attends to earlier
-                tokens with the same id.
+                tokens with the same id. Layers whose router takes ids of documents get them.
+            token_ids: ``(B, S)``, int64, in a pipeline whose routers take ids of tokens: `tokens` again, because later
+                stages get hidden states in their place; None outside of one.
 
         Returns:
             Logits, auxiliary loss and routing statistics. In a pipeline stage without output projection, the hidden
             states are in place of the logits.
 
         Raises:
-            ValueError: for more than `max_sequence_length` positions, a mask that is not bool, or other shapes.
+            ValueError: for more than `max_sequence_length` positions, a mask that is not bool, or other shapes; if
+                `token_ids` are missing in a pipeline.
         """
         self._check(tokens.shape[:2], token_mask, document_ids)
+        token_ids = self._token_ids(tokens, token_ids)
         if token_mask is not None:
             if not tokens.is_floating_point():
                 tokens = tokens.masked_fill(~token_mask, 0)
@@ -135,7 +144,7 @@ class Decoder(nn.Module):
         x = self.embedding(tokens)
         aux_losses, stats = [], []
         for block in self.blocks:
-            x, aux_loss, block_stats = block(x, token_mask, document_ids)
+            x, aux_loss, block_stats = block(x, token_mask, document_ids, token_ids)
             if block_stats is not None:
                 aux_losses.append(aux_loss)
                 stats.append(block_stats)
@@ -177,6 +186,18 @@ class Decoder(nn.Module):
         if document_ids is not None and (document_ids.is_floating_point() or document_ids.dtype == torch.bool):
             raise ValueError(f"document_ids must be integer, got {document_ids.dtype}")
 
+    def _token_ids(self, tokens: Tensor, token_ids: Tensor | None) -> Tensor | None:
+        """Return the ids of the tokens if routers take them, of all blocks, which a stage of a pipeline lacks."""
+        configs = filter(None, self.config.moe_per_block)
+        if all(config.router_rule.takes_ids != "tokens" for config in configs):
+            return None
+        if token_ids is not None or not tokens.is_floating_point():
+            return tokens if token_ids is None else token_ids
+        raise ValueError(
+            "token_ids must be given in a pipeline whose routers take ids of tokens, got None: call step(tokens, "
+            "targets, token_ids=tokens), because stages without the embedding get hidden states"
+        )
+
     def update_correction_bias(self, tokens_per_expert: Iterable[Tensor]) -> None:
         """Take one step of loss-free balancing in every MoE layer, given ``(M, E)`` or M tensors ``(E,)``, int64."""
         for layer, counts in zip(self.moe_layers(), tokens_per_expert, strict=True):
@@ -189,7 +210,7 @@ class Decoder(nn.Module):
         """Generate tokens by sampling, each from the last `max_sequence_length` tokens.
 
         Up to this length, keys and values of earlier tokens are kept, so that a call computes new tokens only. Beyond
-        it, and with a `capacity_factor` or `buffer_factor`, each call computes all tokens.
+        it, and with a `capacity_factor`, a `buffer_factor` or a router of documents, each call computes all tokens.
 
         On a mesh, all ranks must call `generate` with the same tokens and seeds.
 
@@ -215,10 +236,10 @@ class Decoder(nn.Module):
             return torch.cat((tokens, _sample(logits[:, -1].float(), temperature, top_k)), dim=-1)
 
         # Until the window moves, keys and values of the earlier tokens are kept. When it moves, the first token is no
-        # longer there for the others, whose keys and values change in all layers but the first. An expert that later
-        # tokens can fill up computes all of them again.
+        # longer there for the others, whose keys and values change in all layers but the first. A layer that computes
+        # something else for a token because of later ones computes all of them again.
         configs = [layer.config for layer in self.moe_layers()]
-        if all(config.capacity_factor is None and config.buffer_factor is None for config in configs):
+        if not any(_depends_on_later_tokens(config) for config in configs):
             with same_tokens_everywhere(self, lambda: ContinuedSequences(min(window, length))):
                 num_computed = 0
                 while tokens.shape[1] < length and tokens.shape[1] <= window:
@@ -227,6 +248,12 @@ class Decoder(nn.Module):
             while tokens.shape[1] < length:
                 tokens = extended(tokens[:, -window:])
         return tokens
+
+
+def _depends_on_later_tokens(config: MoEConfig) -> bool:
+    """Return whether later tokens of a sequence change what a layer computes for a token."""
+    has_bound = config.capacity_factor is not None or config.buffer_factor is not None
+    return has_bound or config.router_rule.takes_ids == "documents"
 
 
 def _sample(logits: Tensor, temperature: float, top_k: int | None) -> Tensor:

@@ -1,6 +1,7 @@
 """Checks of the parts of a layer against its config."""
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ from maxmoe.config.components import ActivationRule, RouterRule
 from maxmoe.nn.losses import BalanceLoss
 from maxmoe.nn.module_path import module_path
 from maxmoe.nn.router import is_custom_router
+from maxmoe.nn.routing import fails
 from maxmoe.ops import ActivationFunction
 
 if TYPE_CHECKING:
@@ -133,3 +135,28 @@ def checked_state(rule: RouterRule, state: Tensor | None, x: Tensor, token_mask:
         )
     state = state.reshape(-1, state.shape[-1])
     return state if token_mask is None else state.masked_fill(~token_mask.unsqueeze(1), 0.0)
+
+
+def checked_ids(rule: RouterRule, ids: Tensor | None, x: Tensor, token_mask: Tensor | None) -> Tensor:
+    """Return the ids that a router takes for tokens x ``(..., S, D)``, as ``(B, S)``, int64, with zeros for padding.
+
+    `token_mask` is ``(T,)``. Raises if a layer has ids that its router does not take, or lacks ones that fit.
+    """
+    leading_dims = x.shape[:-1]
+    got = f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else repr(ids)
+    if rule.takes_ids is None:
+        raise ValueError(f"router_inputs must be None for a router that takes no ids, got {got}")
+    wanted = f"router_inputs must be ids of {rule.takes_ids}, which the router takes, "
+    is_integer = isinstance(ids, Tensor) and not (
+        ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool
+    )
+    if ids is None or not is_integer or ids.shape != leading_dims:
+        raise ValueError(f"{wanted}integer of shape {tuple(leading_dims)}, got {got}")
+    ids = ids.reshape(math.prod(leading_dims[:-1]), leading_dims[-1]).long()
+    if token_mask is not None:
+        ids = ids.masked_fill(~token_mask.view(ids.shape), 0)
+    if rule.num_ids is not None:
+        is_known, wanted = (ids >= 0) & (ids < rule.num_ids), f"{wanted}in [0, {rule.num_ids})"
+        if fails(is_known, wanted):
+            raise ValueError(f"{wanted}, got {int(ids[~is_known][0])}")
+    return ids

@@ -62,10 +62,14 @@ class MoEFeedForward(MoE):
         return layer
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, token_mask: Tensor | None = None, router_state: Tensor | None = None
+        self,
+        x: Tensor,
+        token_mask: Tensor | None = None,
+        router_state: Tensor | None = None,
+        router_inputs: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return the hidden states of `MoE.forward` with the same arguments, and the state of a router that has one."""
-        hidden_states, routing, dropped = self.hidden_states_and_routing(x, token_mask, router_state)
+        hidden_states, routing, dropped = self.hidden_states_and_routing(x, token_mask, router_state, router_inputs)
         is_recorded = self.losses.are_recorded
         if torch.is_grad_enabled() or is_recorded:
             num_sequences, stats = math.prod(x.shape[:-2]), None

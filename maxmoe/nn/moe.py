@@ -23,6 +23,7 @@ from maxmoe.nn.checks import (
     check_parts_are_known,
     check_replaced_parts,
     check_tokens,
+    checked_ids,
     checked_state,
     needs_gradient,
 )
@@ -205,7 +206,11 @@ class MoE(nn.Module):
             getattr(part, "reset_parameters", lambda: None)()
 
     def forward(
-        self, x: Tensor, token_mask: Tensor | None = None, router_state: Tensor | None = None
+        self,
+        x: Tensor,
+        token_mask: Tensor | None = None,
+        router_state: Tensor | None = None,
+        router_inputs: Tensor | None = None,
     ) -> MoEOutput | StatefulMoEOutput:
         """Route the tokens and compute their experts.
 
@@ -216,15 +221,18 @@ class MoE(nn.Module):
             x: ``(..., S, D)``, floating, sequences of S tokens; ``(T, D)`` is one sequence.
             token_mask: ``(..., S)``, bool, False for padding; None for no padding.
             router_state: ``(..., S, R)``, floating, what the layer before has returned, for a router that takes it.
+            router_inputs: ``(..., S)``, integer, ids of the tokens or of their documents, for a router that takes them;
+                of any value for padding.
 
         Returns:
             Hidden states, auxiliary loss and routing statistics; also the state of a router that has one.
 
         Raises:
             ValueError: if the last dim of x is not `hidden_size`, x does not have the dtype of the parameters, the mask
-                is not bool or has another shape, or a state is missing, superfluous or has another shape.
+                is not bool or has another shape, or a state or ids are missing, superfluous or have another shape, or
+                ids another dtype or range.
         """
-        hidden_states, routing, dropped = self.hidden_states_and_routing(x, token_mask, router_state)
+        hidden_states, routing, dropped = self.hidden_states_and_routing(x, token_mask, router_state, router_inputs)
         aux_loss, stats = self.losses_and_stats(routing, dropped, math.prod(x.shape[:-2]))
         hidden_states = self.observed(hidden_states, routing, aux_loss, stats)
         if routing.state is None:
@@ -232,18 +240,18 @@ class MoE(nn.Module):
         return StatefulMoEOutput(hidden_states, aux_loss, stats, routing.state)
 
     def hidden_states_and_routing(
-        self, x: Tensor, token_mask: Tensor | None, router_state: Tensor | None
+        self, x: Tensor, token_mask: Tensor | None, router_state: Tensor | None, router_inputs: Tensor | None
     ) -> tuple[Tensor, Routing, Tensor]:
         """Return hidden states, routing and its state as `forward`, and the number of slots that this rank drops."""
         hooks, mask = self.routing_hooks, None if token_mask is None else token_mask.reshape(-1)
         # Hooks that give no experts do not decide: a recomputation, which may have others, takes the same way.
         given = given_experts(hooks, x.shape[:-1], x.device, mask) if hooks else None
-        is_plain = token_mask is None and given is None and router_state is None and not is_traced()
+        needs_parts = any(each is not None for each in (token_mask, given, router_state, router_inputs))
         if self.metrics_accumulator is None and torch.is_grad_enabled() and self._balances_step():
             raise ValueError(
                 "load_balance_scope 'step' needs maxmoe.StatsAccumulator(model), whose update() ends the step, got none"
             )
-        if is_plain and (in_one := self._in_one_operator(x)) is not None:
+        if not needs_parts and not is_traced() and (in_one := self._in_one_operator(x)) is not None:
             return in_one
         leading_dims = x.shape[:-1]
         check_tokens(x, self.config.hidden_size, self.expert_dtype)
@@ -254,10 +262,12 @@ class MoE(nn.Module):
             tokens = tokens.masked_fill(~token_mask.reshape(-1, 1), 0.0)
         if router_state is not None or self.config.router_rule.takes_state:
             router_state = checked_state(self.config.router_rule, router_state, x, mask)
+        if router_inputs is not None or self.config.router_rule.takes_ids is not None:
+            router_inputs = checked_ids(self.config.router_rule, router_inputs, x, mask)
         region = self.runner.region
         # One tensor per part of the layer, because the gradients of the parts are reduced differently.
         inputs = region.enter(tokens)
-        routing = self._route(inputs.router, mask, leading_dims, given, router_state)
+        routing = self._route(inputs.router, mask, leading_dims, given, router_state, router_inputs)
         latent_in, latent_out = self.latent_in, self.latent_out
         rows = inputs.experts if latent_in is None else region.copy_to_experts(latent_in(inputs.experts))
         routed, dropped = self.runner.run(  # dispatch, experts, combine
@@ -301,6 +311,7 @@ class MoE(nn.Module):
         leading_dims: Sequence[int],
         given: Tensor | None,
         state: Tensor | None,
+        ids: Tensor | None,
     ) -> Routing:
         """Route tokens ``(T, D)`` whose leading dims were ``(..., S)``; to given experts ``(T, K)`` in a replay."""
         is_custom = is_custom_router(self.router)
@@ -311,6 +322,8 @@ class MoE(nn.Module):
         options = {} if given is None else {"experts": given}
         if state is not None:
             options["state"] = state
+        if ids is not None:
+            options["ids"] = ids
         routing: Routing = self.router(x, token_mask, **options)
         return routing
 

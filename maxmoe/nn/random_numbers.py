@@ -40,12 +40,12 @@ def rand_of_tokens(like: Tensor, tokens: TokenGroup) -> Tensor:
     num_sequences, length, size = like.shape
     key = torch.randint(-(2**63), 2**63 - 1, (), device="cpu")
     numbers = tokens.numbers(num_sequences, length, like.device)
-    uniform: Tensor = _uniform(key, numbers, size, torch.promote_types(like.dtype, torch.float32))
+    uniform: Tensor = uniform_of(key, numbers, size, torch.promote_types(like.dtype, torch.float32))
     return uniform
 
 
 @torch.library.custom_op("maxmoe_nn::uniform", mutates_args=())
-def _uniform(key: Tensor, numbers: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+def uniform_of(key: Tensor, numbers: Tensor, size: int, dtype: torch.dtype) -> Tensor:
     """Hash a key, the numbers of tokens, and 1, 2, ..., `size` to numbers in (0, 1).
 
     An operator, so that `maxmoe.keep_routing`, which saves the integers of a router, saves none of its hashes.
@@ -56,7 +56,7 @@ def _uniform(key: Tensor, numbers: Tensor, size: int, dtype: torch.dtype) -> Ten
     return _shift(bits, 64 - num_bits, bits).to(dtype).add_(0.5).mul_(2.0**-num_bits)
 
 
-@_uniform.register_fake
+@uniform_of.register_fake
 def _(_key: Tensor, numbers: Tensor, size: int, dtype: torch.dtype) -> Tensor:
     return numbers.new_empty((*numbers.shape, size), dtype=dtype)
 

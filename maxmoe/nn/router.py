@@ -68,6 +68,7 @@ class Router(ConvertedModule):
         token_mask: Tensor | None = None,
         experts: Tensor | None = None,
         state: Tensor | None = None,
+        ids: Tensor | None = None,
     ) -> Routing:
         """Route tokens.
 
@@ -77,6 +78,7 @@ class Router(ConvertedModule):
             experts: ``(T, K)``, int64, experts to route to, whose scores give the weights; -2 for no expert, -1 in all
                 slots of a token to choose its experts here. None to choose the experts with the best scores.
             state: ``(T, R)``, floating, state of the router of the layer before, for a router that takes one.
+            ids: ``(B, S)``, int64, ids of tokens or documents, 0 for padding, for a router that takes them.
 
         Returns:
             Logits, probabilities, weights and expert ids; the state of this layer if the router has one.
@@ -92,7 +94,9 @@ class Router(ConvertedModule):
             noise = torch.special.ndtri(rand_of_tokens(sequences, self.token_group)).view_as(logits)
             logits = logits + (noise - logits).detach()
         try:
-            routing = select_experts(self.config, logits, self.score_correction_bias, token_mask, experts)
+            # Also in a replay, in which only some ranks may have tokens without a route: it may communicate.
+            selected = None if ids is None else self.select_by_ids(logits.detach(), ids, token_mask)
+            routing = select_experts(self.config, logits, self.score_correction_bias, token_mask, experts, selected)
         except ValueError as error:
             raise ValueError(f"{module_path(self)}: {error}") from error
         return self.scaled(routing if state is None else routing._replace(state=state))
@@ -100,6 +104,10 @@ class Router(ConvertedModule):
     def hidden_rows(self, x: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the input of the linear map and the state of this layer, given tokens ``(T, D)`` and a state."""
         return x, None
+
+    def select_by_ids(self, logits: Tensor, ids: Tensor, token_mask: Tensor | None) -> Tensor:
+        """Select experts ``(T, K)``, given logits ``(T, E)`` and ids ``(B, S)``, in a router that takes ids."""
+        raise NotImplementedError
 
     def scaled(self, routing: Routing) -> Routing:
         """Multiply the routing weights by trained numbers, in a router that has some."""
@@ -192,12 +200,24 @@ def make_router(config: MoEConfig, **options: Any) -> Router:
 
 
 def select_experts(
-    config: MoEConfig, logits: Tensor, correction_bias: Tensor | None, token_mask: Tensor | None, experts: Tensor | None
+    config: MoEConfig,
+    logits: Tensor,
+    correction_bias: Tensor | None,
+    token_mask: Tensor | None,
+    experts: Tensor | None,
+    selected: Tensor | None = None,
 ) -> Routing:
-    """Route tokens by their logits ``(T, E)``, with scored shared experts ``(T, E + n)``; else as `Router.forward`."""
+    """Route tokens by their logits ``(T, E)``, with scored shared experts ``(T, E + n)``; else as `Router.forward`.
+
+    `selected` has the experts ``(T, K)`` that the router has selected by ids.
+    """
     if experts is not None:
         fixed = logits.detach()
-        experts = completed(experts, lambda: select_experts(config, fixed, correction_bias, None, None).experts)
+
+        def choose() -> Tensor:
+            return select_experts(config, fixed, correction_bias, None, None).experts if selected is None else selected
+
+        experts = completed(experts, choose)
     is_unpadded, rule = experts is None, config.router_rule
     normalization, scale, of_shared = config.normalization, config.routed_scaling_factor, None
     if rule.scores_shared_experts:
@@ -205,7 +225,7 @@ def select_experts(
     if rule.normalizes:
         normalization, scale = "none", 1.0
     if experts is None:
-        experts = rule.select(config, logits.detach(), correction_bias)
+        experts = rule.select(config, logits.detach(), correction_bias) if selected is None else selected
     weights, selected, probabilities = route(
         logits,
         config.top_k,

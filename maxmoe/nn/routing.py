@@ -213,15 +213,15 @@ def _check_values(routing: Routing, config: MoEConfig, name: str) -> None:
     experts, num_experts = routing.experts, config.num_selectable_experts
     is_known = (experts >= -1) & (experts < num_experts)
     wanted = f"expert ids of router {name} must be in [-1, number of experts ({num_experts}))"
-    if _fails(is_known, wanted):
+    if fails(is_known, wanted):
         raise ValueError(f"{wanted}, got {int(experts[~is_known][0])}")
     wanted = f"router {name} must set is_unpadded=False for ids of -1"
-    if routing.is_unpadded and _fails(experts >= 0, wanted):
+    if routing.is_unpadded and fails(experts >= 0, wanted):
         raise ValueError(f"{wanted}, as Routing.of does, got True")
     for field in ("weights", "probabilities", "token_losses"):
         values, wanted = getattr(routing, field), f"{field} of router {name} must be finite"
         # One pass over the values; a sum is not finite if a summand is not.
-        if values is not None and _fails(values.detach().sum().isfinite(), wanted):
+        if values is not None and fails(values.detach().sum().isfinite(), wanted):
             token = int((~values.detach().isfinite()).nonzero()[0, 0])
             raise ValueError(f"{wanted}, got {values[token].tolist()} for token {token}")
 
@@ -232,12 +232,12 @@ def _check_is_replayed(routing: Routing, given: Tensor, name: str) -> None:
     if routing.token_mask is not None:
         is_same = is_same | ~routing.token_mask
     wanted = f"router {name} must route to the experts that it gets in a replay"
-    if _fails(is_same, wanted):
+    if fails(is_same, wanted):
         token = int((~is_same).nonzero()[0])
         raise ValueError(f"{wanted}, {given[token].tolist()} for token {token}, got {routing.experts[token].tolist()}")
 
 
-def _fails(holds: Tensor, message: str) -> bool:
+def fails(holds: Tensor, message: str) -> bool:
     """Return whether a condition fails; in compiled code and off the CPU, assert it on the device and return False."""
     if holds.device.type != "cpu" or torch.compiler.is_compiling():
         assert_async(holds.all(), message)

@@ -70,7 +70,11 @@ def reference_rms_norm(rows: Tensor, eps: float) -> Tensor:
 
 
 def routing(
-    tokens: Tensor, config: MoEConfig, parameters: Mapping[str, Tensor], previous: Tensor | None = None
+    tokens: Tensor,
+    config: MoEConfig,
+    parameters: Mapping[str, Tensor],
+    previous: Tensor | None = None,
+    ids: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return logits [T, E], weights and experts [T, K], and weights [T, n] of shared experts that the router scores."""
     rule, bias = config.router_rule, parameters.get("router.bias")
@@ -78,7 +82,11 @@ def routing(
     logits = rule.reference_logits(logits if bias is None else logits + wide(bias))
     logits, of_shared = logits[:, : config.num_selectable_experts], logits[:, config.num_selectable_experts :]
     bias = parameters.get("router.score_correction_bias")
-    selected = rule.reference_select(config, logits, bias)
+    if ids is None:
+        selected = rule.reference_select(config, logits, bias)
+    else:
+        parts = zip(sequences(logits, [*map(len, ids)]), ids, strict=True)
+        selected = torch.cat([rule.reference_select_by_ids(config, *part, parameters) for part in parts])
     weights, experts, _ = route(
         logits,
         config.top_k,
@@ -201,12 +209,13 @@ def moe(
     parameters: dict[str, Tensor],
     token_mask: Tensor | None = None,
     previous: Tensor | None = None,
+    ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the layer: returns hidden_states, aux_loss, tokens_per_expert, dropped.
 
     x is [..., S, D], sequences of S tokens. token_mask is [..., S], False for padding, which is not routed and
     has zero output. `parameters` has the names of the layer's state dict. `previous` is the state [..., S, R] of the
-    router of the layer before.
+    router of the layer before, `ids` [..., S] are ids of tokens or documents for a router that takes them.
     """
     if config.router == "random":
         raise ValueError("router must be 'learned' for the reference, got 'random'")
@@ -215,7 +224,8 @@ def moe(
     lengths = [int(sequence.sum()) for sequence in is_valid.reshape(math.prod(x.shape[:-2]), x.shape[-2])]
 
     before = None if previous is None else previous[is_valid]
-    logits, weights, experts, shared_weights = routing(tokens, config, parameters, before)
+    of_sequences = None if ids is None else sequences(ids[is_valid], lengths)
+    logits, weights, experts, shared_weights = routing(tokens, config, parameters, before, of_sequences)
     kept = experts
     if config.capacity_factor is not None:
         factor = config.capacity_factor

@@ -30,6 +30,7 @@ ON_RANKS: dict[str, dict[str, Any]] = {
     "inkling": {},
     "muse_spark": {},
     "step3p7": {},
+    "deepseek_v4": {"layer": 1},  # which takes ids of the tokens
     "zaya": {"layer": 1},  # which takes a state
 }
 import_models(*ON_RANKS)
@@ -57,12 +58,13 @@ class InFloat64(TorchFunctionMode):
 class Step:
     """Tokens ``(4, 7, D)`` with a mask, and a block's results; gradients by the names of our parameters.
 
-    With a state of the router, one from the layer before, and the state for the next layer.
+    With a state of the router, one from the layer before, and the state for the next layer; with ids of the tokens.
     """
 
     block: nn.Module
     inputs: dict[str, Tensor]
     mask: Tensor
+    ids: Tensor | None
     cotangents: list[Tensor]
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor]
@@ -79,9 +81,9 @@ class Step:
         inputs = {
             name: torch.randn(4, 7, size, dtype=torch.float64, requires_grad=True) for name, size in sizes.items()
         }
-        carrier = copy.deepcopy(block)
+        carrier, ids = copy.deepcopy(block), torch.randint(32, (4, 7)) if preset == "deepseek_v4" else None
         with InFloat64():
-            output = carrier(*inputs.values())
+            output = carrier(*inputs.values(), **({} if ids is None else {"input_ids": ids}))
             outputs = [*output] if preset == "zaya" else [output[0] if isinstance(output, tuple) else output]
             outputs[0] = outputs[0].reshape(4, 7, 16)
             cotangents = [torch.randn_like(each) * mask.unsqueeze(2) for each in outputs]
@@ -92,14 +94,17 @@ class Step:
         gradients |= {name: leaf.grad for name, leaf in inputs.items()}
         named = zip(("hidden_states", "router_state"), outputs, strict=False)
         outputs = {name: each.detach() * mask.unsqueeze(2) for name, each in named}
-        return cls(block, {name: leaf.detach() for name, leaf in inputs.items()}, mask, cotangents, outputs, gradients)
+        inputs = {name: leaf.detach() for name, leaf in inputs.items()}
+        ids = ids if getattr(block, "is_hash", False) else None
+        return cls(block, inputs, mask, ids, cotangents, outputs, gradients)
 
     def check(self, layer: MoE, part: Any = ...) -> None:
         """Take the step with a layer, on a mesh with this rank's part of the tokens, and compare all values."""
         inputs = {name: value[part].clone().requires_grad_() for name, value in self.inputs.items()}
         mask = self.mask[part]
         padded = {name: leaf.masked_fill(~mask.unsqueeze(2), float("nan")) for name, leaf in inputs.items()}
-        output = layer(token_mask=mask, **padded)
+        ids = {} if self.ids is None else {"router_inputs": self.ids[part].masked_fill(~mask, -1)}
+        output = layer(token_mask=mask, **padded, **ids)
         outputs = [getattr(output, name) for name in self.outputs]
         torch.autograd.backward(outputs, [cotangent[part] for cotangent in self.cotangents])
         for (name, expected), got in zip(self.outputs.items(), outputs, strict=True):
@@ -113,9 +118,12 @@ class Step:
             assert_near(got.full_tensor() if isinstance(got, DTensor) else got, whole, 1e-12, name)
 
 
-@pytest.mark.parametrize("preset", [preset for preset in MODELS if preset not in REPLACED_ONLY])
-def test_one_process(preset: str) -> None:
-    step = Step.of(preset)
+PRESETS = [(preset, 0) for preset in MODELS if preset not in REPLACED_ONLY]
+
+
+@pytest.mark.parametrize(("preset", "layer"), [*PRESETS, ("deepseek_v4", 1)])
+def test_one_process(preset: str, layer: int) -> None:
+    step = Step.of(preset, layer=layer)
     step.check(MoE.from_transformers(step.block))
 
 

@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 import transformers
 
 from maxmoe import MoE, MoEConfig, presets
+from maxmoe.families.deepseek_v4 import HashRouting
 from maxmoe.families.step3p7 import LimitedOutput
 from maxmoe.families.zaya import RouterMLP
 from support import golden_fixtures, small_models
@@ -29,7 +30,9 @@ def public_config(name: str, **overrides: Any) -> SimpleNamespace:
 def test_every_preset_is_tested() -> None:
     assert set(presets.__all__) == {"from_transformers", *PUBLISHED}
     assert set(PUBLISHED) == set(small_models.MODELS)
-    with pytest.raises(AttributeError, match="no 'deepseek_v33'; the nearest are 'deepseek_v3', 'deepseek_v2'"):
+    with pytest.raises(
+        AttributeError, match="no 'deepseek_v33'; the nearest are 'deepseek_v3', 'deepseek_v4', 'deepseek_v2'"
+    ):
         presets.deepseek_v33()
 
 
@@ -67,6 +70,7 @@ def test_config_of_transformers_is_the_preset_of_its_size(name: str) -> None:
         "routed_scaling_factor",
         "load_balance_loss_weight",
         "activation_limit",
+        "score_correction_bias",
     )
     values = {field: getattr(config, field) for field in sizes + others}
     assert config == getattr(presets, name)(**values)
@@ -92,6 +96,8 @@ def test_layers_of_a_model_that_differ() -> None:
     last = presets.from_transformers(public_config("step3p7"), layer=44)
     assert last == presets.step3p7(activation=LimitedOutput(limit=7.0, shared_limit=16.0))
     assert presets.from_transformers(public_config("zaya"), layer=0) == presets.zaya(router=RouterMLP(hidden_size=256))
+    hashed = presets.from_transformers(public_config("deepseek_v4"), layer=2)
+    assert hashed == presets.deepseek_v4(router=HashRouting(num_ids=129280), score_correction_bias=False)
     with pytest.raises(ValueError, match=r"layer must be in \[0, num_hidden_layers \(40\)\), got 40"):
         presets.from_transformers(public_config("zaya"), layer=40)
     same = public_config("step3p7", swiglu_limits=[7.0] * 45, swiglu_limits_shared=None)

@@ -13,7 +13,6 @@ import maxmoe
 from maxmoe import MoEFeedForward, StatsAccumulator, record_routing, replay_routing
 from maxmoe.integrations.transformers import TransformersMoE, replace_moe_blocks
 from maxmoe.integrations.transformers._transformers import is_experts
-from maxmoe.integrations.transformers.moe_block import StatefulTransformersMoE
 from support.properties import read_properties
 from support.replaced_models import IDS, PRESETS, TOLERANCE, assert_same, padding, replaced, small_model, step
 from support.small_models import SAME_LAYERS, block_of, blocks_of, import_models
@@ -51,7 +50,7 @@ def test_says_what_it_did() -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_no_property_raises(preset: str) -> None:
-    assert {TransformersMoE, StatefulTransformersMoE} & read_properties(replaced(preset))
+    assert any(issubclass(kind, TransformersMoE) for kind in read_properties(replaced(preset)))
 
 
 def test_dense_layers_stay() -> None:

@@ -1,4 +1,4 @@
-"""Rules of selection outside of `maxmoe.ops.route`: by logits, and a score of zero for other groups."""
+"""Rules of selection outside of `maxmoe.ops.route`: by logits, a score of zero for other groups, and by ids."""
 
 from typing import Any
 
@@ -6,8 +6,19 @@ import pytest
 import torch
 
 from maxmoe import MoE, record_routing, replay_routing
+from maxmoe.families.deepseek_v4 import HashRouting
+from maxmoe.families.emo import DocumentPools
 from maxmoe.nn import Selection
-from support.moe_layers import COMPUTE, Options, assert_meets_specification, make, outcome, specification, tokens
+from support.moe_layers import (
+    COMPUTE,
+    Options,
+    assert_meets_specification,
+    ids_for,
+    make,
+    outcome,
+    specification,
+    tokens,
+)
 from support.operator_calls import assert_same
 from support.operator_checks import compile_whole
 from support.sampling import by_default
@@ -15,12 +26,17 @@ from support.sampling import by_default
 LOSSES: Options = {"load_balance_loss_weight": 0.3, "router_z_loss_weight": 0.2}
 GROUPS: Options = {"num_groups": 3, "top_k_groups": 2, "top_k": 4}
 BASE: Options = {"score_function": "sigmoid", "score_correction_bias": True, **LOSSES}
+POOLS = DocumentPools(min_size=4, max_size=4)
 RULES: dict[str, Options] = {
     "logits": {**BASE, "router": Selection(by="logits")},
     "logits in groups": {**BASE, **GROUPS, "router": Selection(by="logits")},
     "zero": {**BASE, **GROUPS, "router": Selection(other_groups="zero")},
     "zero by the best": {**LOSSES, **GROUPS, "router": Selection(group_score="max", other_groups="zero")},
     "zero by logits": {**BASE, **GROUPS, "router": Selection(by="logits", other_groups="zero")},
+    "hash": {**LOSSES, "score_function": "sqrtsoftplus", "router": HashRouting(num_ids=5)},
+    "pools": {**LOSSES, "router": POOLS},
+    "pools by sigmoid": {**LOSSES, "score_function": "sigmoid", "normalization": "none", "router": POOLS},
+    "pools by logits": {**LOSSES, "score_function": "identity", "normalization": "softmax", "router": POOLS},
 }
 each_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 
@@ -58,7 +74,7 @@ def test_by_hand() -> None:
     assert chosen == {"excluded": [2, 0, 3, 1], "zero": [2, 0, 4, 5]}
 
 
-@pytest.mark.parametrize("name", by_default(RULES, ["zero by logits"]))
+@pytest.mark.parametrize("name", by_default(RULES, ["zero by logits", "hash", "pools"]))
 def test_compiles_as_one_graph(name: str) -> None:
     layer = layer_of(RULES[name])
     x = tokens(layer, 2, 6)
@@ -71,7 +87,7 @@ def test_replay(rule: Options) -> None:
     x = tokens(layer, 2, 6)
     expected = outcome(layer, x)
     with record_routing(layer) as record:
-        layer(x)
+        layer(x, **ids_for(layer, x))
     with replay_routing(layer, record):
         assert_same(outcome(layer, x), expected, 1e-14)
     assert_same(expected, specification(layer, x, expected), 1e-12)

@@ -20,12 +20,14 @@ from support.sampling import by_default
 from support.staged_decoder import (
     DEEPSEEK,
     LENGTH,
+    MOE,
     NUM_MICRO_BATCHES,
     SPLIT,
     TWO_BLOCKS,
     batch,
     check_gradients,
     check_step,
+    config,
     decoder,
     micro_batches,
     part_of_micro_batches,
@@ -85,8 +87,13 @@ def test_gradients_of_fsdp_are_kept_when_the_shape_changes(num_ranks: int, block
     run_ranks(check, 2 * num_ranks)
 
 
+# Layers of all stages select by ids of tokens and of documents.
+BY_IDS = config("hash", moe=(MOE["hash"], MOE["pools"], MOE["hash"]))
+
+
 @pytest.mark.parametrize("schedule", by_default(["gpipe", SPLIT], [SPLIT]))
-def test_padding_documents_and_a_rank_without_tokens(schedule: str) -> None:
+@pytest.mark.parametrize("blocks", [DEEPSEEK, BY_IDS], ids=["deepseek_v3", "by ids"])
+def test_padding_documents_and_a_rank_without_tokens(blocks: DecoderConfig, schedule: str) -> None:
     tokens, targets = batch()
     mask = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(2)) < 0.7
     mask[4:] = False  # the sequences of the second rank
@@ -94,7 +101,7 @@ def test_padding_documents_and_a_rank_without_tokens(schedule: str) -> None:
     documents = torch.arange(LENGTH).ge(3).long().repeat(len(tokens), 1)
     rows = [[0, 1, 4, 5], [2, 3, 6, 7]]  # of each micro-batch, on both ranks
     expected = step_of(
-        decoder(DEEPSEEK),
+        decoder(blocks),
         [(tokens[here], targets[here]) for here in rows],
         token_mask=[mask[here] for here in rows],
         document_ids=[documents[here] for here in rows],
@@ -102,9 +109,14 @@ def test_padding_documents_and_a_rank_without_tokens(schedule: str) -> None:
 
     def check() -> None:
         mesh = Mesh({"stage": 2, "expert": 2})
-        run = staged(DEEPSEEK, mesh, "default", schedule, dispatch="ragged_all_to_all")
+        run = staged(blocks, mesh, "default", schedule, dispatch="ragged_all_to_all")
         here = token_sharding(mesh).slices(tokens.shape)
-        found = run.step(tokens[here], targets[here], token_mask=mask[here], document_ids=documents[here])
+        options = {"token_mask": mask[here], "document_ids": documents[here]}
+        if blocks == BY_IDS:
+            with pytest.raises(ValueError, match="token_ids must be given in a pipeline whose routers take ids of tok"):
+                run.step(tokens[here], targets[here], **options)
+            options["token_ids"] = tokens[here]
+        found = run.step(tokens[here], targets[here], **options)
         check_step(found, run, expected)
 
     run_ranks(check, 4)

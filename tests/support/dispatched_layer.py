@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor
 import maxmoe
 from maxmoe import ExpertNorms, MoE, MoEConfig, MoEOutput, ZeroComputation, presets
 from maxmoe.expert_load import MoEStats
+from maxmoe.families.deepseek_v4 import HashRouting
+from maxmoe.families.emo import DocumentPools
 from maxmoe.nn import RoutingRecord, Selection
 from maxmoe.parallel import ParameterSharding
 from support.parts import assert_same, part_by_definition
@@ -44,6 +46,8 @@ FAMILIES = {
     "kolibri1": presets.kolibri1(
         **SIZES, **LOSSES, top_k=3, num_groups=4, top_k_groups=2, router=Selection(by="logits", other_groups="zero")
     ),
+    "hash": MoEConfig(**SIZES, **LOSSES, top_k=3, score_function="sqrtsoftplus", router=HashRouting(num_ids=11)),
+    "pools": MoEConfig(**SIZES, **LOSSES, top_k=3, router=DocumentPools(min_size=4, max_size=9)),
     "nemotron_h": MoEConfig(
         **SIZES,
         **LOSSES,
@@ -71,18 +75,22 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Batch:
-    """Tokens ``(B, S, D)``, the gradient of their output; experts ``(B, S, K)`` that replace the router's choice."""
+    """Tokens ``(B, S, D)``, the gradient of their output; experts ``(B, S, K)`` that replace the router's choice.
+
+    With ids ``(B, S)`` for a router that takes them.
+    """
 
     x: Tensor
     cotangent: Tensor
     experts: Tensor | None = None
     token_mask: Tensor | None = None
+    router_inputs: Tensor | None = None
 
     def part(self, part: tuple[slice, ...]) -> "Batch":
         def cut(whole: Tensor | None) -> Tensor | None:
             return None if whole is None else whole[part[:2]]
 
-        return Batch(self.x[part], self.cotangent[part], cut(self.experts), cut(self.token_mask))
+        return Batch(self.x[part], self.cotangent[part], *map(cut, (self.experts, self.token_mask, self.router_inputs)))
 
 
 def make_layer(config: MoEConfig, dtype: torch.dtype = torch.float64) -> MoE:
@@ -90,7 +98,7 @@ def make_layer(config: MoEConfig, dtype: torch.dtype = torch.float64) -> MoE:
     generator = torch.Generator().manual_seed(0)
     layer = MoE(config, dtype=dtype)
     with torch.no_grad():
-        for value in layer.state_dict().values():
+        for value in filter(Tensor.is_floating_point, layer.state_dict().values()):
             value.copy_(0.5 * torch.randn(value.shape, generator=generator, dtype=torch.float64))
     if config.load_balance_scope == "step":
         maxmoe.StatsAccumulator(layer)
@@ -115,16 +123,23 @@ def make_batch(
             experts = torch.where(slots % config.top_k == 0, 1, -1)
         case _:
             raise ValueError(load)
-    return Batch(x, cotangent, experts)
+    rule, ids = config.router_rule, None
+    if rule.takes_ids is not None:
+        # Documents from half of one part of a sequence to half of the next, and in all sequences.
+        ids = torch.arange(x[..., 0].numel()).view(shape)
+        ids = ids * 7 % rule.num_ids if rule.num_ids else (ids + 2) // 4 % 2
+    return Batch(x, cotangent, experts, router_inputs=ids)
 
 
 def take_step(layer: MoE, batch: Batch, forward: Callable[..., MoEOutput] | None = None) -> Outcome:
     """Forward and backward, as a training loop does on every rank; `forward` is called in the place of the layer."""
     layer.zero_grad()
+    torch.manual_seed(5)  # for sizes of pools, which every rank draws
     x = batch.x.detach().clone().requires_grad_()
     record = None if batch.experts is None else RoutingRecord({"": [batch.experts]})
     with nullcontext() if record is None else maxmoe.replay_routing(layer, record, missing="zero"):
-        output = (layer if forward is None else forward)(x, batch.token_mask)
+        ids = {} if batch.router_inputs is None else {"router_inputs": batch.router_inputs}
+        output = (layer if forward is None else forward)(x, batch.token_mask, **ids)
         ((output.hidden_states * batch.cotangent).sum() + output.aux_loss).backward()
     gradients: dict[str, Any] = {"x": x.grad, **{name: value.grad for name, value in layer.named_parameters()}}
     return Outcome(output.hidden_states.detach(), output.aux_loss.detach(), output.stats, gradients)

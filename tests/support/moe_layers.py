@@ -68,7 +68,7 @@ def make(dtype: torch.dtype = torch.float64, **options: Any) -> MoE:
     torch.set_num_threads(1)  # more threads would only wait for each other at this size
     layer = MoE(MoEConfig(**{**SIZES, **options}), dtype=dtype)
     with torch.no_grad():
-        for value in layer.state_dict().values():
+        for value in filter(Tensor.is_floating_point, layer.state_dict().values()):  # a table of experts is random
             value.copy_(0.5 * torch.randn(value.shape, dtype=torch.float64))
     return layer
 
@@ -76,6 +76,16 @@ def make(dtype: torch.dtype = torch.float64, **options: Any) -> MoE:
 def tokens(layer: MoE, *shape: int) -> Tensor:
     x = torch.randn(*(shape or (2, 5)), layer.config.hidden_size, dtype=torch.float64)
     return x.to(layer.router.weight.dtype)
+
+
+def ids_for(layer: MoE, x: Tensor, token_mask: Tensor | None = None) -> dict[str, Tensor]:
+    """Ids for a router that takes them, the same for every x of one shape; other ids than it knows for padding."""
+    rule = layer.config.router_rule
+    if rule.takes_ids is None:
+        return {}
+    numbers = torch.arange(x[..., 0].numel()).view(x.shape[:-1])
+    ids = numbers * 7 % rule.num_ids if rule.num_ids else numbers // 2 % 2 - 1
+    return {"router_inputs": ids if token_mask is None else ids.masked_fill(~token_mask, -9)}
 
 
 def differentiate(outputs: tuple[Tensor, ...], leaves: dict[str, Tensor], cotangents: list[Tensor]) -> Result:
@@ -93,7 +103,7 @@ def outcome(
     """Outputs, and the gradients of x and of all parameters; `forward` is called in the place of the layer."""
     x = x.detach().requires_grad_()
     hidden_states, aux_loss, stats = (layer if forward is None else forward)(
-        x, *([] if token_mask is None else [token_mask])
+        x, *([] if token_mask is None else [token_mask]), **ids_for(layer, x, token_mask)
     )[:3]
     outputs = (hidden_states, aux_loss, stats.tokens_per_expert, stats.dropped)
     return differentiate(outputs, {"x": x, **dict(layer.named_parameters())}, cotangents_of(outputs))
@@ -101,9 +111,11 @@ def outcome(
 
 def specification(layer: MoE, x: Tensor, got: Result, token_mask: Tensor | None = None) -> Result:
     """The results of the reference in float64, for the same values and upstream gradients."""
-    state = {name: value.double().requires_grad_() for name, value in layer.state_dict().items()}
+    values = layer.state_dict().items()
+    state = {name: value.double().requires_grad_() for name, value in values if value.is_floating_point()}
     x = x.detach().double().requires_grad_()
-    outputs = reference.moe(x, layer.config, state, token_mask)
+    ids = ids_for(layer, x, token_mask).get("router_inputs")
+    outputs = reference.moe(x, layer.config, {**dict(values), **state}, token_mask, ids=ids)
     cotangents = [cotangent.double() for cotangent in cotangents_of(got.outputs)]
     return differentiate(outputs, {"x": x, **state}, cotangents)
 

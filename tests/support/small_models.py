@@ -156,6 +156,25 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Zaya",
         {"moe_intermediate_size": 10, "num_experts": 8, "num_experts_per_tok": 1, "router_hidden_size": 6},
     ),
+    "deepseek_v4": (
+        "deepseek_v4",
+        "DeepseekV4",
+        {
+            "moe_intermediate_size": 10,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "swiglu_limit": 0.5,
+            "mlp_layer_types": ["moe", "hash_moe"],
+            "num_key_value_heads": 1,
+            "q_lora_rank": 4,
+            "o_groups": 2,
+            "o_lora_rank": 4,
+            "index_n_heads": 2,
+            "index_head_dim": 8,
+            "index_topk": 4,
+            "hc_mult": 2,
+        },
+    ),
     "minimax_m2": (
         "minimax_m2",
         "MiniMaxM2",
@@ -327,7 +346,10 @@ def model_of(preset: str, **overrides: Any) -> nn.Module:
         model = getattr(module, f"{name}{kind}")(config)
     for block in blocks_of(model).values():
         for value in block.state_dict().values():
-            value.copy_(torch.randn(value.shape, dtype=torch.float64) * 0.3)
+            if value.is_floating_point():
+                value.copy_(torch.randn(value.shape, dtype=torch.float64) * 0.3)
+            else:  # experts of each token id
+                value.copy_(torch.rand(len(value), block.experts.num_experts).topk(value.shape[1]).indices)
         if preset == "zaya":  # so that tokens select different experts, and some the one that skips the layer
             for name, factor in (("fc1", 8), ("fc2", 4), ("out_proj", 2)):
                 getattr(block.gate.router_mlp, name).weight.data.mul_(factor)

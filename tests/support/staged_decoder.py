@@ -1,4 +1,4 @@
-"""Decoders of three families in pipeline stages, and the step of one process that accumulates over micro-batches."""
+"""Decoders of five kinds in pipeline stages, and the step of one process that accumulates over micro-batches."""
 
 import functools
 from collections.abc import Collection
@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from maxmoe import MoEConfig, presets
+from maxmoe.families.deepseek_v4 import HashRouting
+from maxmoe.families.emo import DocumentPools
 from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.models.decoder import DecoderOutput
 from maxmoe.parallel import token_sharding
@@ -34,6 +36,10 @@ MOE: dict[str, MoEConfig] = {
     ),
     "gpt_oss": presets.gpt_oss(
         hidden_size=16, intermediate_size=8, num_experts=4, top_k=2, load_balance_loss_weight=0.1
+    ),
+    "hash": presets.mixtral(hidden_size=16, intermediate_size=8, num_experts=4, router=HashRouting(num_ids=13)),
+    "pools": presets.mixtral(
+        hidden_size=16, intermediate_size=8, num_experts=8, router=DocumentPools(min_size=3, max_size=3)
     ),
 }
 SIZES: dict[str, Any] = {

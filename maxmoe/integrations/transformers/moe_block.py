@@ -119,12 +119,15 @@ class TransformersMoE(MoEFeedForward):
         leading_dims: Sequence[int],
         given: Tensor | None,
         state: Tensor | None,
+        ids: Tensor | None,
     ) -> Routing:
         """Call the router of the block, whose output transformers records, and select experts by its logits."""
         router, family, bias = self.router, self.family, self._correction_bias
         is_outside = bias is not None and "." not in self._keys["router.score_correction_bias"]
         tokens = x.view(*leading_dims, -1) if family.has_capacity or family.has_state else x
-        if family.has_state:
+        if ids is not None:
+            outputs = router(x, ids)
+        elif family.has_state:
             outputs = router(tokens, None if state is None else state.view(*leading_dims, -1))
         else:
             outputs = router(tokens, bias) if is_outside else router(tokens)
@@ -132,7 +135,8 @@ class TransformersMoE(MoEFeedForward):
             return self._routed_with_shared(outputs, token_mask, given)
         logits = router_logits(family, outputs)
         try:
-            routing = select_experts(self.config, logits, bias, token_mask, given)
+            selected = None if ids is None else outputs[2]
+            routing = select_experts(self.config, logits, bias, token_mask, given, selected)
         except ValueError as error:
             raise ValueError(f"{module_path(self)}: {error}") from error
         if family.has_state:
@@ -189,10 +193,10 @@ class TransformersMoE(MoEFeedForward):
         return None, sum_of(*parts) if parts else None
 
     def hidden_states_and_routing(
-        self, x: Tensor, token_mask: Tensor | None, router_state: Tensor | None
+        self, x: Tensor, token_mask: Tensor | None, router_state: Tensor | None, router_inputs: Tensor | None
     ) -> tuple[Tensor, Routing, Tensor]:
         """Return hidden states and routing as `MoE`; tokens that the router of the block has dropped are counted."""
-        hidden_states, routing, dropped = super().hidden_states_and_routing(x, token_mask, router_state)
+        hidden_states, routing, dropped = super().hidden_states_and_routing(x, token_mask, router_state, router_inputs)
         if self.family.has_capacity:
             is_dropped = routing.experts < 0
             mask = routing.token_mask
@@ -250,9 +254,34 @@ class StatefulTransformersMoE(TransformersMoE):
         return MoEFeedForward.forward(self, x, mask, router_state)
 
 
+class TransformersMoEOfIds(TransformersMoE):
+    """`TransformersMoE` of a block that takes the ids of the tokens, as in DeepSeek-V4."""
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, input_ids: Tensor | None = None, token_mask: Tensor | None = None
+    ) -> Any:
+        """Route the tokens and compute their experts.
+
+        Args:
+            x: ``(..., S, D)``, as in `MoE.forward`.
+            input_ids: ``(..., S)``, integer, ids of the tokens, which not every layer needs.
+            token_mask: as in `TransformersMoE.forward`.
+
+        Returns:
+            Output ``(..., S, D)``.
+        """
+        mask = mask_of_call(self) if token_mask is None else token_mask
+        ids = None if self.config.router_rule.takes_ids is None else input_ids
+        return MoEFeedForward.forward(self, x, mask, router_inputs=ids)
+
+
 def layer_of_block(block: nn.Module, **training: Any) -> TransformersMoE:
     """Return the layer that replaces a block; `training` as in `replace_moe_blocks`."""
-    kind = StatefulTransformersMoE if family_of_block(block).has_state else TransformersMoE
+    family, kind = family_of_block(block), TransformersMoE
+    if family.has_state:
+        kind = StatefulTransformersMoE
+    elif family.takes_ids:
+        kind = TransformersMoEOfIds
     return kind(block, **training)
 
 

@@ -109,7 +109,8 @@ class RoutingBlock:
             observe(self._hooks, selected, leading_dims)
             return experts, weights
         check_replayable(self.config, type(block).__name__)
-        routing = select_experts(self.config, logits, bias, None, given)
+        by_ids = None if self.config.router_rule.takes_ids is None else experts
+        routing = select_experts(self.config, logits, bias, None, given, by_ids)
         selected = routing.experts
         observe(self._hooks, selected, leading_dims)
         plan = ragged_plan(selected.masked_fill(selected >= num_experts, -1), num_experts)
