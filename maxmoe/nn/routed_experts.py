@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -24,20 +23,20 @@ if TYPE_CHECKING:
 class OneOperator:
     """The operator that computes what the router and the experts of a layer would compute.
 
-    A layer keeps it until its config, its runner or one of the two modules is replaced.
+    A layer keeps it until its config, its runner or one of the two modules is replaced. Its copies have none.
     """
 
     def __init__(self, config: MoEConfig, runner: ExpertRunner, router: Router, experts: Experts) -> None:
         self._parts = config, runner, router, experts
         self.has_others = config.num_shared_experts > 0 or config.has_zero_computation_outputs
-        # The operator makes one plan for experts that are all in this process and get the tokens themselves.
-        in_process = runner == _runner_of_one_process(config.num_experts) and config.latent_size is None
+        # The operator makes one plan, with a row for each slot, of experts in this process that get the tokens.
+        every = LocalExperts(0, config.num_experts, config.num_experts, config.num_experts)
+        in_process = runner == ExpertRunner(LocalDispatcher(every)) and config.latent_size is None
         self._fits_layer = in_process and router.is_plain and experts.is_plain
         if not self._fits_layer:
             return
-        # Quantized matrices are modules.
-        others = ((child_table(experts), name) for name in (*experts.expert_matrices(), "norm"))
-        self._others = (*entries_of_hooks(router, experts), *others)
+        quantized = ((child_table(experts), name) for name in experts.expert_matrices())
+        self._others = (*entries_of_hooks(router, experts), *quantized)
         # An attribute of a module takes ten times the time of a table.
         self._tables = parameter_table(router), buffer_table(router), parameter_table(experts)
         self._routed_experts = _C.RoutedExperts(
@@ -51,6 +50,9 @@ class OneOperator:
             config.routed_scaling_factor,
             *experts.activation_arguments.values(),
         )
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
 
     @classmethod
     def of(cls, layer: MoE) -> OneOperator | None:
@@ -79,9 +81,3 @@ class OneOperator:
             return None
         out, logits, weights, ids, probabilities, load, dropped = routed
         return out, Routing(logits, probabilities, weights, ids, tokens_per_expert=load), dropped
-
-
-@functools.cache
-def _runner_of_one_process(num_experts: int) -> ExpertRunner:
-    """Return the runner that makes a plan with a row for each slot, and does nothing else."""
-    return ExpertRunner(LocalDispatcher(LocalExperts(0, num_experts, num_experts, num_experts)))
