@@ -21,7 +21,7 @@ class FeedForwardLayer(MoELayer):
 
     aux_loss_scale: float | Tensor = 1.0
 
-    def forward(  # type: ignore[override]
+    def forward(
         self, x: Tensor, token_mask: Tensor | None = None, router_state: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return the hidden states of `MoE.forward` with the same arguments, and the state of a router that has one."""
@@ -42,7 +42,7 @@ class FeedForwardLayer(MoELayer):
         return hidden_states if routing.state is None else (hidden_states, routing.state)
 
 
-class MoEFeedForward(FeedForwardLayer, MoE):
+class MoEFeedForward(FeedForwardLayer, MoE):  # type: ignore[misc]
     """A `MoE` layer that returns a tensor, for models whose feed-forward blocks return one.
 
     The backward adds the gradient of the auxiliary loss, so that all gradients equal the gradients of

@@ -76,9 +76,7 @@ class MoELayer(nn.Module):
             x = x.view(math.prod(leading_dims[:-1]), leading_dims[-1], x.shape[1])
         if is_custom:
             return checked_routing(router, self.config, x, token_mask, experts)
-        options = {} if experts is None else {"experts": experts}
-        if state is not None:
-            options["state"] = state
+        options = {name: each for name, each in (("experts", experts), ("state", state)) if each is not None}
         routing: Routing = router(x, token_mask, **options)
         return routing
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from maxmoe._torch import reshaped
+from maxmoe._torch import child_table, reshaped
 from maxmoe.config import MoEConfig
 from maxmoe.convert.blocks import check_block, config_of_block, give_weights, take_weights
 from maxmoe.convert.upcycling import Projection, Scaling, upcycled
@@ -19,6 +19,7 @@ from maxmoe.nn.losses import BalanceLoss, load_balance_loss
 from maxmoe.nn.output import MoEOutput, StatefulMoEOutput
 from maxmoe.nn.parts import LatentProjection, SharedExperts, ZeroComputationExperts
 from maxmoe.nn.routed_experts import OneOperator
+from maxmoe.nn.router import Router
 from maxmoe.nn.routing import Routing
 from maxmoe.ops import ActivationFunction
 
@@ -195,9 +196,12 @@ class MoE(MoELayer):
 
     def in_one_operator(self, x: Tensor) -> tuple[Tensor, Routing, Tensor] | None:
         """Compute router and routed experts in one operator, and then the others."""
-        operator = OneOperator.of(self)
-        if operator is None:
+        children, operator = child_table(self), self.one_operator
+        router, experts = children.get("router"), children.get("experts")
+        if type(router) is not Router or type(experts) is not Experts:
             return None
+        if operator is None or operator.parts != (self.config, self.runner, router, experts):
+            operator = self.one_operator = OneOperator(self.config, self.runner, router, experts)
         tokens = x.reshape(-1, x.shape[-1]) if operator.has_others and x.dim() > 2 else x
         if (computed := operator(tokens)) is None or not operator.has_others:
             return computed

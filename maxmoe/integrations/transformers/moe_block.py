@@ -1,6 +1,6 @@
 """The layer in the place of a sparse block of transformers, made of the modules of the block."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from maxmoe.adapters import adapted_module
 from maxmoe.config import MoEConfig
 from maxmoe.convert.blocks import check_tensors_of, config_of_block, family_of_block
-from maxmoe.declaration import Declaration
+from maxmoe.declaration import Declaration, FusedGate, declaration_of
+from maxmoe.expert_load.stats import MoEStats
 from maxmoe.integrations.transformers._transformers import experts_implementation, is_experts
-from maxmoe.integrations.transformers.block_declarations import declare_parts
 from maxmoe.integrations.transformers.token_masks import mask_of_call
 from maxmoe.nn import Experts, MoE, Router, Routing, ZeroComputationExperts
 from maxmoe.nn.dispatcher import LayerInputs, sum_of
@@ -24,6 +24,7 @@ from maxmoe.nn.router import select_experts
 from maxmoe.nn.routing import chooses_itself
 from maxmoe.ops import RaggedPlan, ragged_sort, ragged_unsort, route
 from maxmoe.presets.family import Family
+from maxmoe.presets.layouts import Entry
 
 # Parts of a layer, each with a parameter that tells which module of a block is the part.
 _PARTS = {
@@ -73,7 +74,7 @@ class TransformersMoE(FeedForwardLayer):
             experts.recompute_names, experts.recompute = Experts.recompute_names, Experts.recompute
         else:
             experts.uses_maxmoe = True  # read by patched_families.py
-        declare_parts(self, self.part("router"), config, family.block.entries)
+        _declare(self, self.part("router"), config, family.block.entries)
         self.train(block.training)
 
     @staticmethod
@@ -112,16 +113,16 @@ class TransformersMoE(FeedForwardLayer):
 
     def route(self, inputs: RouterInputs) -> Routing:
         """Call the router of the block, whose output transformers records, and select experts by it."""
-        return self.routing_of(self.router_outputs(inputs), inputs)
+        return self._routing_of(self._router_outputs(inputs), inputs)
 
-    def router_outputs(self, inputs: RouterInputs) -> Any:
+    def _router_outputs(self, inputs: RouterInputs) -> Any:
         """Call the router of the block; it takes the correction bias if the bias lies beside it."""
         is_outside = "." not in self._keys.get("router.score_correction_bias", ".")
-        return self.part("router")(inputs.x, *([self._correction_bias] if is_outside else []))
+        return self.part("router")(inputs.x, *([correction_bias_of(self, self._keys)] if is_outside else []))
 
-    def routing_of(self, outputs: Any, inputs: RouterInputs) -> Routing:
+    def _routing_of(self, outputs: Any, inputs: RouterInputs) -> Routing:
         """Select experts by the logits among the outputs of the router of the block."""
-        logits, bias = router_logits(self.family, outputs), self._correction_bias
+        logits, bias = router_logits(self.family, outputs), correction_bias_of(self, self._keys)
         try:
             return select_experts(self.config, logits, bias, inputs.token_mask, inputs.experts)
         except ValueError as error:
@@ -157,14 +158,10 @@ class TransformersMoE(FeedForwardLayer):
         return None, sum_of(*parts) if parts else None
 
     @property
-    def _correction_bias(self) -> Tensor | None:
-        return correction_bias_of(self, self._keys) if self.config.score_correction_bias else None
-
-    @property
     def balanced_router(self) -> Router | None:
         """Router that updates the correction bias of the block; None without such a bias."""
         for router in self._balance:
-            router.score_correction_bias = self._correction_bias
+            router.score_correction_bias = correction_bias_of(self, self._keys)
             return router
         return None
 
@@ -179,25 +176,24 @@ class TransformersMoE(FeedForwardLayer):
 class ZayaMoE(TransformersMoE):
     """Layer of ZAYA, whose block takes and returns the state of its router, the last of the router's outputs."""
 
-    def forward(self, x: Tensor, router_state: Tensor | None = None, token_mask: Tensor | None = None) -> Any:
+    def forward(  # type: ignore[override]
+        self, x: Tensor, router_state: Tensor | None = None, token_mask: Tensor | None = None
+    ) -> Any:
         """Return output and state as `TransformersMoE.forward`; the model gives the state as the second argument."""
         return super().forward(x, token_mask, router_state)
 
-    def router_outputs(self, inputs: RouterInputs) -> Any:
-        """Call the router with sequences and their states."""
+    def _router_outputs(self, inputs: RouterInputs) -> Any:
         x, state = (None if rows is None else rows.view(*inputs.leading_dims, -1) for rows in (inputs.x, inputs.state))
         return self.part("router")(x, state)
 
-    def routing_of(self, outputs: Any, inputs: RouterInputs) -> Routing:
-        """Return the routing with the state."""
-        return super().routing_of(outputs, inputs)._replace(state=outputs[-1].flatten(0, -2))
+    def _routing_of(self, outputs: Any, inputs: RouterInputs) -> Routing:
+        return super()._routing_of(outputs, inputs)._replace(state=outputs[-1].flatten(0, -2))
 
 
 class InklingMoE(TransformersMoE):
     """Layer of Inkling, whose router scores the shared experts and returns weights instead of their logits."""
 
-    def routing_of(self, outputs: Any, inputs: RouterInputs) -> Routing:
-        """Take experts and weights as the router gives them."""
+    def _routing_of(self, outputs: Any, inputs: RouterInputs) -> Routing:
         if inputs.experts is not None:
             check_replayable(self.config, module_path(self))
         logits, weights, experts, shared_weights = outputs
@@ -216,27 +212,22 @@ class SwitchMoE(TransformersMoE):
         router: Any = self.part("router")
         router.classifier.to(router.dtype)  # as its first forward does, which may get gathered weights
 
-    def router_outputs(self, inputs: RouterInputs) -> Any:
-        """Call the router with sequences."""
+    def _router_outputs(self, inputs: RouterInputs) -> Any:
         return self.part("router")(inputs.x.view(*inputs.leading_dims, -1))
 
-    def routing_of(self, outputs: Any, inputs: RouterInputs) -> Routing:
-        """Remove the slots of tokens that the router has dropped; they still count for the losses."""
-        routing, is_dropped = super().routing_of(outputs, inputs), ~outputs[0].flatten(0, -2).any(1)
-        # A replay has been recorded without the slots of dropped tokens.
-        is_dropped = (is_dropped if inputs.experts is None else is_dropped & chooses_itself(inputs.experts)).unsqueeze(
-            1
-        )
+    def _routing_of(self, outputs: Any, inputs: RouterInputs) -> Routing:
+        # The slots of dropped tokens are removed; they still count for the losses.
+        routing, is_dropped = super()._routing_of(outputs, inputs), ~outputs[0].flatten(0, -2).any(1, keepdim=True)
+        if inputs.experts is not None:  # a replay has been recorded without the slots of dropped tokens
+            is_dropped &= chooses_itself(inputs.experts).unsqueeze(1)
         weights, experts = routing.weights.masked_fill(is_dropped, 0.0), routing.experts.masked_fill(is_dropped, -1)
         return routing._replace(weights=weights, experts=experts, is_unpadded=False)
 
-    def hidden_states_and_routing(
-        self, x: Tensor, token_mask: Tensor | None, router_state: Tensor | None
-    ) -> tuple[Tensor, Routing, Tensor]:
+    def losses_and_stats(self, routing: Routing, dropped: Tensor, num_sequences: int) -> tuple[Tensor, MoEStats]:
         """Count the tokens that the router has dropped as well."""
-        hidden_states, routing, dropped = super().hidden_states_and_routing(x, token_mask, router_state)
         is_dropped, mask = routing.experts < 0, routing.token_mask
-        return hidden_states, routing, dropped + (is_dropped if mask is None else is_dropped & mask.unsqueeze(1)).sum()
+        dropped = dropped + (is_dropped if mask is None else is_dropped & mask.unsqueeze(1)).sum()
+        return super().losses_and_stats(routing, dropped, num_sequences)
 
     @property
     def declaration(self) -> Declaration:
@@ -249,16 +240,17 @@ class JetMoeMoE(TransformersMoE):
 
     def expert_function(self) -> Callable[..., Tensor]:
         """Return a function of the two modules and the activation between them."""
+        first, activation, second = map(self.get_submodule, ("input_linear", "activation", "output_linear"))
 
         def compute(x: Tensor, weights: Tensor | None, plan: RaggedPlan) -> Tensor:
-            gate, up = self.input_linear(ragged_sort(x, plan), plan).chunk(2, dim=-1)
-            return ragged_unsort(self.output_linear(self.activation(gate) * up, plan), plan, weights).to(x.dtype)
+            gate, up = first(ragged_sort(x, plan), plan).chunk(2, dim=-1)
+            return ragged_unsort(second(activation(gate) * up, plan), plan, weights).to(x.dtype)
 
         return compute
 
     def compute_others(self, inputs: LayerInputs, *_: Any) -> tuple[None, Tensor]:
         """Return the bias of each token."""
-        return None, self.bias.expand_as(inputs.router)
+        return None, self.get_parameter("bias").expand_as(inputs.router)
 
 
 # Families whose blocks compute more than router, experts and shared experts, by their preset.
@@ -285,7 +277,60 @@ def router_logits(family: Family, outputs: Any) -> Tensor:
     return logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def correction_bias_of(block: nn.Module, keys: Mapping[str, str]) -> Tensor:
+def correction_bias_of(block: nn.Module, keys: Mapping[str, str]) -> Tensor | None:
     """Return the correction bias ``(E,)`` of a block; `keys` has the block's name for each parameter of `MoE`."""
-    *owner, name = keys["router.score_correction_bias"].split(".")
+    if (key := keys.get("router.score_correction_bias")) is None:
+        return None
+    *owner, name = key.split(".")
     return (adapted_module(block.get_submodule(owner[0])) if owner else block).get_buffer(name)
+
+
+def _declare(block: nn.Module, router: nn.Module, config: MoEConfig, entries: Sequence[Entry]) -> None:
+    """Declare router and experts of a block as `MoE` does, with the names and layouts of the block's parameters.
+
+    The matrices are not computed in parts where gate and up are concatenated, because a shard would hold one of them
+    alone, and where all experts share one matrix. They are not sharded by experts if a stack has unused matrices, if
+    they are in two modules, and if each is a parameter of its own.
+    """
+    of_ours = Experts(config, device="meta").declaration
+    of_modules: dict[str, dict[str, Entry]] = {}
+    for entry in entries:
+        if entry.is_of_experts:
+            module, _, name = entry.key.partition(".")
+            of_modules.setdefault(module, {})[name] = entry
+    for module, of_experts in of_modules.items():
+        stacks = {name: entry for name, entry in of_experts.items() if entry.is_stack}
+        is_sharded = len(of_modules) == 1 and not any(entry.has_unused_matrices for entry in stacks.values())
+        names: dict[str, tuple[str | None, ...]] = {}
+        input_dims: dict[str, str] = {}
+        fused: dict[str, FusedGate] = {}
+        for name, entry in stacks.items():
+            ours = entry.names[0].removeprefix("experts.")
+            expert, *dims = of_ours.logical_names[ours]
+            dims = [*reversed(dims)] if entry.transposed else dims
+            names[name] = (expert if is_sharded else None, *(dims[1:] if entry.is_flat else dims))
+            if ours in of_ours.input_dims and not entry.is_flat:
+                input_dims[name] = of_ours.input_dims[ours]
+                if len(entry.names) > 1:
+                    fused[name] = "interleaved" if entry.interleaved else "concatenated"
+        is_whole = "concatenated" in fused.values() or any(entry.is_flat for entry in stacks.values())
+        block.get_submodule(module).declaration = replace(  # type: ignore[assignment]
+            of_ours,
+            logical_names=names,
+            input_dims=input_dims,
+            fused_gates=fused,
+            # Parameters are also in modules whose forward is not called.
+            fsdp_unit=of_ours.fsdp_unit or any(each.is_flat or not each.is_stack for each in of_experts.values()),
+            tensor_parallel_dims={} if is_whole or not names else of_ours.tensor_parallel_dims,
+            added_to_output=tuple(name for name in ("down_proj_bias",) if name in names),
+        )
+    norms = config.expert_norms
+    if norms is not None and norms.output:  # gathered by the experts: its gradient is summed over the ranks of all
+        experts: Any = block.get_submodule("experts")
+        experts.post_expert_norm.declaration = Declaration(logical_names={"weight": ("norm",)})
+    keys = {entry.names[0]: entry.key.partition(".")[2] for entry in entries}
+    of_router: dict[str, tuple[str | None, ...]] = {}
+    for path, part in config.router_rule.make(config, device="meta").named_modules(prefix="router"):
+        declared = declaration_of(part).logical_names
+        of_router |= {keys[f"{path}.{name}"]: dims for name, dims in declared.items() if f"{path}.{name}" in keys}
+    router.declaration = Declaration(logical_names=of_router, fsdp_unit=True)  # type: ignore[assignment]
