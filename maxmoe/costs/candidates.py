@@ -12,7 +12,7 @@ from maxmoe.costs.step import kinds_of_blocks
 from maxmoe.costs.step_time import sending
 from maxmoe.costs.stored import StateDtypes
 from maxmoe.declaration import EXPERT_TOKEN_DIMS, declaration_of
-from maxmoe.nn import MoE
+from maxmoe.nn import MoELayer
 from maxmoe.parallel.parallelize import types_that_may_mix_tokens
 from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.parallel.plan.plan import Plan
@@ -99,7 +99,7 @@ class Candidates:
         self._state = sum(state.values()) / self._item
         on_one_rank = make_plan(model, Mesh.planned({}), LogicalRules(), allow_unused=True)
         self._undeclared = types_that_may_mix_tokens(on_one_rank)
-        self._num_experts = [module.config.num_experts for module in model.modules() if isinstance(module, MoE)]
+        self._num_experts = [module.config.num_experts for module in model.modules() if isinstance(module, MoELayer)]
         self._costs: dict[Hashable, _Costs] = {}
 
     def of(self, world_size: int) -> tuple[list[Candidate], Counter[str], list[str]]:

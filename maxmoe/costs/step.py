@@ -19,7 +19,7 @@ from maxmoe.costs.fake_rank import allocate, fake_rank
 from maxmoe.costs.measured import Measured, measuring
 from maxmoe.declaration import declaration_of
 from maxmoe.expert_load import StatsAccumulator
-from maxmoe.nn import MoE
+from maxmoe.nn import MoELayer
 from maxmoe.nn.training_watch import TrainingWatch
 from maxmoe.optim.muon import Muon
 from maxmoe.optim.parameter_groups import parameter_groups
@@ -185,7 +185,7 @@ def _on_fake_rank(model: nn.Module, options: StepOptions) -> Iterator[tuple[Mesh
             fully_shard_stage(stage, model, plan, reshards=not options.splits_backward)
         with fake_tensors:
             allocate(model)
-            if any(isinstance(each, MoE) and each.config.load_balance_scope == "step" for each in model.modules()):
+            if any(isinstance(each, MoELayer) and each.config.load_balance_scope == "step" for each in model.modules()):
                 StatsAccumulator(model)  # which such layers need; the model's own observes real calls
             yield mesh, stage if has_stages else model
 
@@ -246,7 +246,7 @@ def _on_meta(module: nn.Module) -> nn.Module:
     copied = copy_modules(module).train()
     replace_tensors(copied, partial(torch.empty_like, device="meta"))
     for each in copied.modules():
-        if isinstance(each, MoE):
+        if isinstance(each, MoELayer):
             each.metrics_accumulator, each.training_watch = None, TrainingWatch()
     return copied
 

@@ -59,9 +59,6 @@ class Family:
         has_capacity: whether the router gets sequences and drops tokens of experts that are full.
         beyond_layer: what the block computes and `MoE` does not, so that its weights are not converted.
         scales_sum: whether the sparse block multiplies the sum over the experts by the factor of the routing weights.
-        has_state: whether the block takes the state of the router of the block before, and returns its own, the last
-            output of its router.
-        takes_ids: whether the block takes the ids of the tokens, which some layers do not need, as `input_ids`.
     """
 
     model_types: tuple[str, ...] = ()
@@ -77,8 +74,6 @@ class Family:
     has_capacity: bool = False
     beyond_layer: str = ""
     scales_sum: bool = False
-    has_state: bool = False
-    takes_ids: bool = False
 
     def __call__(self, flagship: Callable[[], MoEConfig]) -> Preset:
         """Return the preset, and register the family with it."""

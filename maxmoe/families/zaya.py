@@ -200,7 +200,6 @@ def _of_block(config: Any, block: Any) -> RouterMLP:
             *stacked(),
         ),
     ),
-    has_state=True,
 )
 def zaya() -> MoEConfig:
     """ZAYA1-8B: one of 16 experts or none, chosen by a router with hidden layers and a state from the layer before.

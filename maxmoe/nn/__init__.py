@@ -8,6 +8,7 @@ from maxmoe.declaration import Declaration, LogicalNames, ResidualStream
 from maxmoe.nn.dispatcher import Dispatched, Dispatcher, ExpertRunner, Future, LayerInputs, TensorParallelRegion
 from maxmoe.nn.experts import Experts, ExpertWeights, ForeignExperts
 from maxmoe.nn.feed_forward import MoEFeedForward, set_aux_loss_scale
+from maxmoe.nn.layer import MoELayer
 from maxmoe.nn.local_dispatcher import LocalDispatcher, LocalExperts, local_dispatcher
 from maxmoe.nn.losses import BalanceLoss, count_tokens, load_balance_loss, mean_over_tokens, router_z_loss
 from maxmoe.nn.moe import MoE
@@ -45,6 +46,7 @@ __all__ = [
     "LogicalNames",
     "MoE",
     "MoEFeedForward",
+    "MoELayer",
     "MoEOutput",
     "ResidualStream",
     "Router",

@@ -18,6 +18,7 @@ from maxmoe.nn.routing import fails
 from maxmoe.ops import ActivationFunction
 
 if TYPE_CHECKING:
+    from maxmoe.nn.layer import MoELayer
     from maxmoe.nn.moe import MoE
 
 
@@ -54,7 +55,7 @@ def check_replaced_parts(
         raise ValueError("balance_loss needs load_balance_scope 'sequence' or 'batch', got 'step'")
 
 
-def needs_gradient(layer: "MoE", output: Tensor, lost: str) -> bool:
+def needs_gradient(layer: "MoELayer", output: Tensor, lost: str) -> bool:
     """Return whether an output of a layer requires a gradient; raises if a function transform hides that it does.
 
     `lost` says what would be lost, and what to do, for the message.
