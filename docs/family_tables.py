@@ -30,7 +30,6 @@ _MISSING = {
     "a preset; the block is the one of Mistral Large 4": "mistral4",
     "a norm of the sum of routed and shared experts": "axk1",
     "the mean of routed and shared experts; sigmoid after the selection": "cohere2_moe",
-    "a router of some layers that selects by the ids of the tokens": "deepseek_v4",
     "a router with a norm and scales of channels and experts; a block of its own": "diffusion_gemma gemma4",
     "a lower bound of the sum by which weights are divided": "ernie4_5_moe ernie4_5_vl_moe",
     "another constant beside the sum by which weights are divided": "lfm2_moe",

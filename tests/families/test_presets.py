@@ -25,7 +25,9 @@ def public_config(name: str, **overrides: Any) -> SimpleNamespace:
 def test_every_preset_is_tested() -> None:
     assert set(presets.__all__) == {"from_transformers", *PUBLISHED}
     assert set(PUBLISHED) == set(small_models.MODELS)
-    with pytest.raises(AttributeError, match="no 'deepseek_v33'; the nearest are 'deepseek_v3', 'deepseek_v4', 'deepseek_v2'"):
+    with pytest.raises(
+        AttributeError, match="no 'deepseek_v33'; the nearest are 'deepseek_v3', 'deepseek_v4', 'deepseek_v2'"
+    ):
         presets.deepseek_v33()
 
 
