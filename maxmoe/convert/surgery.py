@@ -286,9 +286,7 @@ def _check_layer(path: str, layer: MoE) -> None:
                 "merged or removed before, and surgery knows no other router"
             )
     if layer.config.router_rule.takes_ids == "tokens":
-        raise ValueError(
-            f"{path} must have no table of experts for ids, which surgery does not change, got {layer.config.router}"
-        )
+        raise ValueError(f"{path} must have a router without a table of experts for ids, got {layer.config.router}")
     if layer.runner.dispatcher != local_dispatcher(layer.config):
         raise ValueError(
             f"{path} must have the dispatcher of one process, got {type(layer.runner.dispatcher).__name__}: surgery "

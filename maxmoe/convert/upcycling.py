@@ -126,6 +126,8 @@ def _num_slices(config: MoEConfig, width: int, biases: Collection[str]) -> int:
         raise ValueError(f"from_dense needs experts without a norm of their outputs, got {config.expert_norms}")
     if config.router_rule.scores_shared_experts:
         raise ValueError(f"from_dense needs shared experts without weights of the router, got router={config.router}")
+    if config.router_rule.takes_ids is not None:
+        raise ValueError(f"from_dense needs a router that selects all slices or none, by scores, got {config.router}")
     if config.num_selectable_experts > config.num_experts:
         raise ValueError(
             "from_dense needs a config without zero, copy and constant experts, which do not compute the dense block, "

@@ -69,7 +69,8 @@ class DocumentPools(RouterRule):
     def reference_select_by_ids(self, config: MoEConfig, logits: Tensor, ids: Tensor, _parameters: Any) -> Tensor:
         """Select the experts of a sequence, document by document, with pools of evaluation mode."""
         kind: ScoreFunction = "softmax" if config.score_function == "identity" else config.score_function
-        of_tokens, chosen = scores(logits, kind), {}
+        of_tokens = scores(logits, kind)
+        chosen: dict[int, Tensor] = {}
         for document in set(ids.tolist()):
             members = [token for token, each in enumerate(ids.tolist()) if each == document]
             total = torch.stack([of_tokens[token] for token in members]).sum(0)
@@ -101,8 +102,9 @@ class DocumentPoolRouter(Router):
         if not of_forward(self, self.training):
             return torch.full((ids.numel(), 1), rule.size, device=ids.device)
         key = torch.randint(-(2**63), 2**63 - 1, (), device="cpu")
-        first_of_sequences = self.token_group.numbers(*ids.shape, ids.device) // 2**32 * 2**32
-        uniform = uniform_of(key, (first_of_sequences + ids).view(-1), 1, torch.float64)
+        num_sequences, length = ids.shape
+        first_of_sequences = self.token_group.numbers(num_sequences, length, ids.device) // 2**32 * 2**32
+        uniform: Tensor = uniform_of(key, (first_of_sequences + ids).view(-1), 1, torch.float64)
         return rule.min_size + (uniform * (rule.max_size - rule.min_size + 1)).long()
 
 

@@ -153,7 +153,7 @@ def checked_ids(rule: RouterRule, ids: Tensor | None, x: Tensor, token_mask: Ten
     )
     if ids is None or not is_integer or ids.shape != leading_dims:
         raise ValueError(f"{wanted}integer of shape {tuple(leading_dims)}, got {got}")
-    ids = ids.reshape(math.prod(leading_dims[:-1]), leading_dims[-1]).long()
+    ids = ids.reshape(math.prod(leading_dims[:-1]), leading_dims[-1]).long().contiguous()
     if token_mask is not None:
         ids = ids.masked_fill(~token_mask.view(ids.shape), 0)
     if rule.num_ids is not None:

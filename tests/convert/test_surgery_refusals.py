@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from maxmoe.convert.surgery import duplicate_experts, merge_experts, prune_experts
+from maxmoe.families.deepseek_v4 import HashRouting
 from maxmoe.nn import ExpertRunner, LocalDispatcher, LocalExperts, Router
 from support.moe_layers import make
 
@@ -63,6 +64,9 @@ def test_other_routers_adapters_and_dispatchers_are_refused() -> None:
     layer = make()
     layer.experts = nn.Sequential(layer.experts)
     with pytest.raises(ValueError, match=r"moe.experts must be a maxmoe.nn.Experts, got Sequential"):
+        prune_experts(layer, [0])
+    layer = make(router=HashRouting(num_ids=3))
+    with pytest.raises(ValueError, match=r"moe must have a router without a table of experts for ids, got HashRouting"):
         prune_experts(layer, [0])
 
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from maxmoe import MoE, MoEConfig, MoEFeedForward, ZeroComputation
+from maxmoe.families.deepseek_v4 import HashRouting
 
 SIZES: dict[str, Any] = {"hidden_size": 24, "intermediate_size": 32, "num_experts": 8, "top_k": 2}
 WIDTH = 32
@@ -229,6 +230,11 @@ ERRORS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"zero_computation": ZeroComputation(zero=1, copy=2)},
         {},
         "from_dense needs a config without zero, copy and constant",
+    ),
+    (
+        {"router": HashRouting(num_ids=3)},
+        {},
+        "from_dense needs a router that selects all slices or none, by scores",
     ),
     ({"gated": False}, {}, "gate_proj must be None with gated=False, got Linear"),
     ({}, {"gate_proj": None}, "gate_proj must be given with gated=True, got None"),

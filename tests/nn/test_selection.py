@@ -1,9 +1,11 @@
 """Rules of selection outside of `maxmoe.ops.route`: by logits, a score of zero for other groups, and by ids."""
 
+import re
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from maxmoe import MoE, record_routing, replay_routing
 from maxmoe.families.deepseek_v4 import HashRouting
@@ -91,3 +93,67 @@ def test_replay(rule: Options) -> None:
     with replay_routing(layer, record):
         assert_same(outcome(layer, x), expected, 1e-14)
     assert_same(expected, specification(layer, x, expected), 1e-12)
+
+
+def pools_of(layer: MoE) -> list[int]:
+    """The numbers of experts that the tokens of each of 60 documents select, in 30 sequences of 100 tokens."""
+    x = torch.randn(30, 100, 7, dtype=torch.float64)
+    with record_routing(layer) as record:
+        layer(x, router_inputs=torch.arange(100).ge(50).long().expand(30, 100))
+    return [len(document.unique()) for document in record.calls[""][0].view(60, 50)]
+
+
+def test_sizes_of_pools() -> None:
+    """In training they are drawn for each document; a large document selects almost all experts of its pool."""
+    rule = DocumentPools(min_size=2, max_size=4, eval_size=5)
+    layer = make(router=rule, top_k=1, normalization="none")
+    sizes = pools_of(layer)
+    assert {2, 3, 4} <= set(sizes) <= {1, 2, 3, 4} and pools_of(layer) != sizes
+    assert max(pools_of(layer.eval())) == 5
+
+
+def test_a_recomputation_has_the_pools_of_its_forward() -> None:
+    layer = make(**LOSSES, router=DocumentPools(min_size=3, max_size=6, eval_size=3))
+    x = tokens(layer, 6, 9)
+
+    def recomputed(*args: Any, **options: Any) -> Any:
+        output = checkpoint(layer.train(), *args, use_reentrant=False, **options)
+        layer.eval()
+        return output
+
+    torch.manual_seed(0)
+    expected = outcome(layer, x)
+    torch.manual_seed(0)
+    assert_same(outcome(layer, x, recomputed), expected, 0.0)
+
+
+HASH: Options = {"router": HashRouting(num_ids=5)}
+WANTED = "router_inputs must be ids of tokens, which the router takes, "
+REFUSED: dict[str, tuple[Options, Any, str]] = {
+    "missing": (HASH, None, f"{WANTED}integer of shape (2, 6), got None"),
+    "superfluous": ({}, torch.zeros(2, 6).long(), "router_inputs must be None for a router that takes no ids, got"),
+    "dtype": (HASH, torch.zeros(2, 6), f"{WANTED}integer of shape (2, 6), got torch.float32 of shape (2, 6)"),
+    "mask": ({"router": POOLS}, torch.ones(2, 6).bool(), WANTED.replace("tokens", "documents")),
+    "list": (HASH, [[0] * 6] * 2, f"{WANTED}integer of shape (2, 6), got [[0, 0, 0,"),
+    "shape": (HASH, torch.zeros(12).long(), f"{WANTED}integer of shape (2, 6), got torch.int64 of shape (12,)"),
+    "range": (HASH, torch.full((2, 6), 5), f"{WANTED}in [0, 5), got 5"),
+}
+
+
+@pytest.mark.parametrize(("options", "ids", "message"), REFUSED.values(), ids=REFUSED)
+def test_ids_that_do_not_fit(options: Options, ids: Any, message: str) -> None:
+    layer = make(**options)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        layer(tokens(layer, 2, 6), router_inputs=ids)
+
+
+def test_configs_that_do_not_fit() -> None:
+    for rule, message in (
+        (DocumentPools(min_size=2, max_size=4), "min_size must be in [top_k (3), number of experts (6)], got 2"),
+        (DocumentPools(min_size=3, max_size=7), "max_size must be in [top_k (3), number of experts (6)], got 7"),
+        (DocumentPools(min_size=3, max_size=4, eval_size=2), "eval_size must be in [top_k (3), number of experts (6)]"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            make(router=rule)
+    with pytest.raises(ValueError, match=r"HashRouting\(num_ids=5\) needs score_correction_bias=False, got True"):
+        make(**HASH, score_correction_bias=True)

@@ -13,6 +13,7 @@ import yaml
 
 import maxmoe
 from fuzz import steps_under_load
+from maxmoe.families.deepseek_v4 import HashRouting
 from maxmoe.families.zaya import RouterMLP
 from repository.check_packages import TORCH_REQUIREMENT, TORCHES, tracked
 from support.docs_module import docs_module
@@ -180,7 +181,7 @@ def test_the_fields_of_the_config_are_described_as_in_its_docstring() -> None:
 
 
 def test_the_state_dict_is_as_written() -> None:
-    sizes = {"E": 4, "N": 15, "D": 6, "F": 3, "n F": 6, "C": 7, "L": 5, "R": 8, "1": 1, "2": 2}
+    sizes = {"V": 9, "K": 2, "E": 4, "N": 15, "D": 6, "F": 3, "n F": 6, "C": 7, "L": 5, "R": 8, "1": 1, "2": 2}
     rows = re.findall(r"^\| (`\w+\.[\w.]+`.*?) \| `\[(.*?)\]` \|", LAYER.read_text(), re.MULTILINE)
     written = {
         name: tuple(sizes[size] for size in shape.split(", "))
@@ -204,7 +205,10 @@ def test_the_state_dict_is_as_written() -> None:
     )
     shapes = {name: tuple(value.shape) for name, value in maxmoe.MoE(config).state_dict().items()}
     scale = maxmoe.MoE(maxmoe.presets.inkling(hidden_size=6, intermediate_size=3)).state_dict()["router.scale"]
-    assert {**shapes, "router.scale": tuple(scale.shape)} == written
+    sizes_of_hashed = {"hidden_size": 6, "intermediate_size": 3, "num_experts": 4, "top_k": 2}
+    hashed = maxmoe.MoE(maxmoe.MoEConfig(**sizes_of_hashed, router=HashRouting(num_ids=9)))
+    table = hashed.state_dict()["router.table"]
+    assert {**shapes, "router.scale": tuple(scale.shape), "router.table": tuple(table.shape)} == written
 
 
 def test_layout_names_what_exists() -> None:
