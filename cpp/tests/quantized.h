@@ -35,7 +35,10 @@ inline const std::vector<QuantizedFormat> kQuantizedFormats = {
     {&Int8::kCodes, ScaleType::float32, 0, kLog2WholeRow, false},
     {&Int8::kCodes, ScaleType::float16, 0, kLog2WholeRow, false},
     {&Fp8::kCodes, ScaleType::bfloat16, 0, kLog2WholeRow, false},
-    {&Fp8::kCodes, ScaleType::float32, 7, 7, false}};
+    {&Fp8::kCodes, ScaleType::float32, 7, 7, false},
+    // Blocks of 16 columns, as NVFP4 has them.
+    {&Mxfp4::kCodes, ScaleType::e8m0, 0, 4, false},
+    {&Nf4::kCodes, ScaleType::bfloat16, 0, 4, false}};
 
 // A format in the messages of tests.
 inline std::string text(const QuantizedFormat& format) {
