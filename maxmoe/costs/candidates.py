@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from typing import NamedTuple
 
 from torch import nn
@@ -58,21 +59,22 @@ class Candidate(NamedTuple):
     tokens: int  # of a micro-batch, on a rank
 
 
-class _Message(NamedTuple):
-    """Collectives over axes with parameters that are sharded over `shards`."""
+class _Layout(NamedTuple):
+    """What all meshes with the same axes and rules have in common."""
 
-    kind: str
-    axes: Axes
-    shards: Axes
-    is_repeated: bool  # for every micro-batch
+    rules: LogicalRules  # with these axes only: rules that differ in others give the same plan
+    within_stage: Axes
+    batch_axes: Axes
+    length_axes: Axes
+    expert_axes: Axes
 
 
 class _Plan(NamedTuple):
-    """Bytes of a plan, over all ranks: of the state by the axes that shard it, of weights, and of each token."""
+    """What arithmetic needs of a plan, over all ranks."""
 
-    state: Counter[Axes]
-    weights: Counter[_Message]
-    rows: Counter[tuple[str, Axes]]
+    state: Counter[Axes]  # bytes of parameters, gradients and optimizer state by the axes that shard them
+    weights: Counter[tuple[str, Axes, Axes]]  # bytes of collectives by their kind, axes, and the axes that shard them
+    rows: Counter[tuple[str, Axes]]  # bytes of collectives for each token of a rank
 
 
 def factorisations(number: int, count: int) -> Iterator[tuple[int, ...]]:
@@ -107,11 +109,11 @@ class Candidates:
         self._num_experts = {config.num_experts for config in configs}
         self._hidden_size = max((config.hidden_size for config in configs), default=0)
         self._top_k = max((config.top_k for config in configs), default=1)
-        self._plans: dict[tuple[LogicalRules, Axes, Dispatch], _Plan] = {}
+        self._layout_of, self._plan_of = cache(self._layout), cache(self._plan)
         self.refused = ""
 
     def of(self, world_size: int) -> list[Candidate]:
-        """Return the meshes that divide tokens and experts, the fastest first; of equal ones, that of the first rules."""
+        """Return the meshes that divide tokens and experts in the order of their time; of equal ones, the first one."""
         found: dict[tuple[float, int, tuple[tuple[str, int], ...]], Candidate] = {}
         for name, rules in self._rules.items():
             known = dict.fromkeys(axis for _, axes in rules for axis in axes)
@@ -119,21 +121,27 @@ class Candidates:
             axes += [axis for axis in ORDER if axis in known and (axis != STAGE_AXIS or self._num_blocks)]
             for factors in factorisations(world_size, len(axes)):
                 mesh = Mesh.planned({axis: size for axis, size in zip(axes, factors, strict=True) if size > 1})
-                for dispatch in self._dispatches(mesh, rules):
+                layout = self._layout_of(name, mesh.axes)
+                for dispatch in self._dispatches(mesh, layout):
                     try:
-                        each = self._candidate(name, mesh, dispatch)
+                        each = self._candidate(name, mesh, layout, dispatch)
                     except ValueError as error:
                         self.refused = f"{mesh}, {name}: {error}"
                     else:
                         found.setdefault(each[:3], each)
         return sorted(found.values())
 
-    def _dispatches(self, mesh: Mesh, rules: LogicalRules) -> Iterable[Dispatch]:
+    def _layout(self, name: str, axes: Axes) -> _Layout:
+        within = Mesh.planned({axis: 2 for axis in axes if axis != STAGE_AXIS})
+        of_mesh = ((of, tuple(filter(within.axes.__contains__, names))) for of, names in self._rules[name])
+        rules = LogicalRules(of_mesh)
+        *_, expert_axes = activation_spec(EXPERT_TOKEN_DIMS, within, rules)
+        return _Layout(rules, within.axes, *token_sharding(within, rules).spec, expert_axes)
+
+    def _dispatches(self, mesh: Mesh, layout: _Layout) -> Iterable[Dispatch]:
         """Return the strategies for a mesh; none if tokens, experts or blocks cannot be divided among the ranks."""
-        batch_axes, length_axes = token_sharding(mesh, rules).spec
-        *_, expert_axes = activation_spec(EXPERT_TOKEN_DIMS, mesh, rules)
-        stages, length_parts, expert_parts = (mesh.size(*axes) for axes in ((STAGE_AXIS,), length_axes, expert_axes))
-        rows, rest = divmod(self._step.batch_size, mesh.size(*batch_axes))
+        stages, length_parts, expert_parts = (mesh.size(*axes) for axes in ((STAGE_AXIS,), *layout[3:]))
+        rows, rest = divmod(self._step.batch_size, mesh.size(*layout.batch_axes))
         per_node = self._step.device.ranks_per_node or mesh.num_ranks
         is_divided = (
             not rest
@@ -145,16 +153,16 @@ class Candidates:
         )
         return () if not is_divided else STRATEGIES if expert_parts > 1 else ("auto",)
 
-    def _candidate(self, name: str, mesh: Mesh, dispatch: Dispatch) -> Candidate:
+    def _candidate(self, name: str, mesh: Mesh, layout: _Layout, dispatch: Dispatch) -> Candidate:
         (batch_size, length, device, _), stages = self._step, mesh.size(STAGE_AXIS)
-        batch_axes, length_axes = token_sharding(mesh, self._rules[name]).spec
-        rows, tokens = batch_size // mesh.size(*batch_axes), batch_size * length // mesh.size(*batch_axes, *length_axes)
+        rows = batch_size // mesh.size(*layout.batch_axes)
+        tokens = rows * length // mesh.size(*layout.length_axes)
         count = min(MICRO_BATCHES, rows // stages) * stages if stages > 1 else 1
-        plan, blocks = self._plan(self._rules[name], mesh.within_stage().axes, dispatch), max(self._num_blocks, 1)
+        plan, blocks = self._plan_of(layout.rules, layout.within_stage, dispatch), max(self._num_blocks, 1)
         stored = sum(size / mesh.size(*axes) for axes, size in plan.state.items())
         compute, weights, others = self._compute / mesh.num_ranks, 0.0, 0.0
-        for (kind, axes, shards, is_repeated), size in plan.weights.items():
-            times = count if is_repeated else 1
+        for (kind, axes, shards), size in plan.weights.items():
+            times = count if kind == "all-gather" else 1  # FSDP2 reduces gradients after the last micro-batch
             sent = size / mesh.size(*shards) * self._copies(kind, mesh.size(*axes))
             weights += sending(kind, axes, times * blocks / stages, times * sent / stages, mesh, device)
         for (kind, axes), size in plan.rows.items():
@@ -173,47 +181,43 @@ class Candidates:
 
     def _copies(self, kind: str, num_ranks: int) -> float:
         """Return how often a rank sends its part of a message."""
-        times = {"all-gather": num_ranks, "all-reduce": 2, "all-to-all": self._top_k}
+        times = {"all-gather": num_ranks, "reduce-scatter": num_ranks, "all-reduce": 2, "all-to-all": self._top_k}
         return times[kind] * (1 - 1 / num_ranks) if num_ranks > 1 else 0.0
 
     def _plan(self, rules: LogicalRules, axes: Axes, dispatch: Dispatch) -> _Plan:
         """Count with two ranks along each axis, which shard what other numbers of ranks shard if they divide it."""
-        # Rules that differ in absent axes only give the same plan.
-        rules = LogicalRules((of, tuple(filter(axes.__contains__, names))) for of, names in rules)
-        if (key := (rules, axes, dispatch)) not in self._plans:
-            counted = _Plan(Counter(), Counter(), Counter())
-            plan = make_plan(
-                self._reduced, Mesh.planned(dict.fromkeys(axes, 2)), rules, dispatch=dispatch, allow_unused=True
-            )
-            for path, module in plan.items():
-                blocks = next((count for block, count in self._counts.items() if f"{path}.".startswith(block)), 1)
-                item, hooks, layer = blocks * self._item, module.tensor_parallel_hooks, plan.layers.get(path)
-                for each in module.parameters.values():
-                    self._add(counted, each, blocks)
-                    if (each.parameter.names or ())[:1] == ("kv_heads",):  # keys and values of whole sequences
-                        counted.rows["all-gather", plan.tokens.length_axes] += 2 * item * each.local_shape[0]
-                # Outputs, and gradients of inputs, are summed over the ranks that compute parts of them.
-                for partial in (() if hooks is None else hooks.axes, () if layer is None else layer[1].partial_axes):
-                    counted.rows["all-reduce", partial] += 2 * item * self._hidden_size
-                if layer is not None and dispatch in STRATEGIES:  # to experts and back, and the gradients
-                    counted.rows[STRATEGIES[dispatch], layer[1].token_axes] += 4 * item * layer[1].config.row_size
-            self._plans[key] = counted
-        return self._plans[key]
+        counted, mesh = _Plan(Counter(), Counter(), Counter()), Mesh.planned(dict.fromkeys(axes, 2))
+        plan = make_plan(self._reduced, mesh, rules, dispatch=dispatch, allow_unused=True)
+        for path, module in plan.items():
+            blocks = next((count for block, count in self._counts.items() if f"{path}.".startswith(block)), 1)
+            item, hooks, layer = blocks * self._item, module.tensor_parallel_hooks, plan.layers.get(path)
+            for each in module.parameters.values():
+                self._add(counted, each, blocks)
+                if (each.parameter.names or ())[:1] == ("kv_heads",):  # keys and values of whole sequences
+                    counted.rows["all-gather", plan.tokens.length_axes] += 2 * item * each.local_shape[0]
+            # Outputs, and gradients of inputs, are summed over the ranks that compute parts of them.
+            for partial in (() if hooks is None else hooks.axes, () if layer is None else layer[1].partial_axes):
+                counted.rows["all-reduce", partial] += 2 * item * self._hidden_size
+            if layer is not None and dispatch in STRATEGIES:  # to experts and back, and the gradients
+                counted.rows[STRATEGIES[dispatch], layer[1].token_axes] += 4 * item * layer[1].config.row_size
+        return counted
 
     def _add(self, counted: _Plan, each: ParameterPlan, blocks: int) -> None:
-        """Add the state of a parameter of some blocks, and the messages of a step with its weights and gradients."""
-        own, is_repeated = each.parameter.dtype, each.fsdp_block is None
-        num_weights, stored, used = blocks * each.parameter.num_weights, _axes(each.stored), _axes(each.used)
-        gathered = tuple(axis for axis in stored if axis not in used)
-        summed = tuple(sorted({*each.grad_used.partial, *each.grad_unsharded.partial}.difference(gathered)))
+        """Add the state of a parameter of some blocks, and the collectives of a micro-batch with it."""
+        own, stored, used = each.parameter.dtype, _axes(each.stored), _axes(each.used)
+        num_weights = blocks * each.parameter.num_weights
         dtypes = self._step.state_dtypes.of_parameters(own).items() if each.is_trained else ()
         widths = [dtype.itemsize * (2 if name == "moments" else 1) for name, dtype in dtypes]
         counted.state[stored] += num_weights * sum(widths, own.itemsize)
-        # The forward and the backward gather a parameter; FSDP2 reduces its gradient after the last micro-batch.
-        counted.weights[_Message("all-gather", gathered, stored, True)] += 2 * num_weights * own.itemsize
-        if each.is_trained:
-            counted.weights[_Message("all-gather", gathered, stored, is_repeated)] += num_weights * own.itemsize
-            counted.weights[_Message("all-reduce", summed, stored, is_repeated)] += num_weights * own.itemsize
+        gathered = tuple(axis for axis in stored if axis not in used)
+        summed = tuple(sorted({*each.grad_used.partial, *each.grad_unsharded.partial}.difference(gathered)))
+        # Gathered in the forward and in the backward; the gradient is reduced.
+        for kind, axes, times in (
+            ("all-gather", gathered, 2),
+            ("reduce-scatter", gathered, 1),
+            ("all-reduce", summed, 1),
+        ):
+            counted.weights[kind, axes, stored] += times * num_weights * own.itemsize
 
 
 def _axes(sharding: NamedSharding) -> Axes:

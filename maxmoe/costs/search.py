@@ -117,9 +117,9 @@ class _Search:
         """Return the least multiple of a number of ranks on which the smallest plan fits, as measured."""
         for number in (factor * world_size for factor in FACTORS):
             smallest = self.smallest(self.candidates.of(number))
-            if smallest is not None and self.least_bytes(smallest, -1) <= self.step.device.memory:
-                if self.measure(smallest, -1):
-                    return number
+            may_fit = smallest is not None and self.least_bytes(smallest, -1) <= self.step.device.memory
+            if may_fit and self.measure(smallest, -1):
+                return number
         return None
 
 

@@ -16,10 +16,7 @@ HEAD = (
     "as by `estimate`."
 )
 PLANS = ("plan", "rules", "mesh", "dispatch", "recomputed", "memory", "step", "exposed", "tokens/s of a rank", "MFU")
-NOT_TRIED = (
-    "fsdp_transpose, other orders of the axes, strategies that auto does not take, schedules, numbers of micro-batches, "
-    "chunks, Muon"
-)
+NOT_TRIED = "fsdp_transpose, other orders of the axes, schedules, numbers of micro-batches, chunks, Muon"
 
 
 @dataclass(frozen=True, kw_only=True)
