@@ -135,8 +135,9 @@ class Candidates:
         within = Mesh.planned({axis: 2 for axis in axes if axis != STAGE_AXIS})
         of_mesh = ((of, tuple(filter(within.axes.__contains__, names))) for of, names in self._rules[name])
         rules = LogicalRules(of_mesh)
+        batch_axes, length_axes = token_sharding(within, rules).spec
         *_, expert_axes = activation_spec(EXPERT_TOKEN_DIMS, within, rules)
-        return _Layout(rules, within.axes, *token_sharding(within, rules).spec, expert_axes)
+        return _Layout(rules, within.axes, batch_axes, length_axes, expert_axes)
 
     def _dispatches(self, mesh: Mesh, layout: _Layout) -> Iterable[Dispatch]:
         """Return the strategies for a mesh; none if tokens, experts or blocks cannot be divided among the ranks."""

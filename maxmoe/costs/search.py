@@ -109,16 +109,17 @@ class _Search:
         (self.found if fits else self.too_large).append(plan)
         return fits
 
-    def smallest(self, candidates: Sequence[Candidate]) -> Candidate | None:
-        """Return the candidate that needs least memory with the most recomputation."""
-        return min(candidates, key=lambda each: self.least_bytes(each, -1), default=None)
+    def measure_smallest(self, candidates: Sequence[Candidate]) -> bool:
+        """Measure the candidate that needs least memory with the most recomputation, and return whether it fits."""
+        smallest = min(candidates, key=lambda each: self.least_bytes(each, -1), default=None)
+        return smallest is not None and self.measure(smallest, -1)
 
     def number_that_fits(self, world_size: int) -> int | None:
         """Return the least multiple of a number of ranks on which the smallest plan fits, as measured."""
         for number in (factor * world_size for factor in FACTORS):
-            smallest = self.smallest(self.candidates.of(number))
-            may_fit = smallest is not None and self.least_bytes(smallest, -1) <= self.step.device.memory
-            if may_fit and self.measure(smallest, -1):
+            candidates = self.candidates.of(number)
+            may_fit = [each for each in candidates if self.least_bytes(each, -1) <= self.step.device.memory]
+            if self.measure_smallest(may_fit):
                 return number
         return None
 
@@ -175,8 +176,8 @@ def search(
     run = _Search(planned_copy(module), step, presets if rules is None else rules)
     candidates = run.candidates.of(world_size)
     run.run(candidates)
-    if not run.found and (smallest := run.smallest(candidates)) is not None:
-        run.measure(smallest, -1)
+    if not run.found:
+        run.measure_smallest(candidates)
     if not run.found and not run.too_large:
         raise ValueError(
             f"no plan of {world_size} ranks can run {batch_size} sequences of {sequence_length} tokens: "
@@ -184,6 +185,6 @@ def search(
         )
     if not run.found:
         nearest = min(run.too_large, key=lambda plan: plan.memory)
-        raise NoPlanFits(nearest, device.memory, run.number_that_fits(world_size))
+        raise NoPlanFits(nearest, int(device.memory), run.number_that_fits(world_size))
     plans = tuple(sorted(run.found, key=lambda plan: plan.seconds)[:num_plans])
     return SearchResult(plans, len(candidates), len(run.found) + len(run.too_large), run.candidates.undeclared)

@@ -105,7 +105,7 @@ def test_the_plans_run_as_they_are_printed() -> None:
 
 
 def test_where_no_plan_fits_more_ranks_are_named() -> None:
-    options: dict[str, Any] = {"rules": ["pure-fsdp"], "memory": 600_000, **STEP}
+    options: dict[str, Any] = {"rules": ["pure-fsdp"], "memory": 1_000_000, **STEP}
     with pytest.raises(NoPlanFits, match=r"(?s)no plan fits in .* bytes\) are missing.*It fits on . ranks") as raised:
         search(MODEL, 2, DEVICE, **options)
     assert f"{raised.value.nearest.memory - options['memory']} bytes" in str(raised.value)
@@ -136,7 +136,7 @@ def test_sequences_of_modules_that_may_mix_tokens_stay_whole() -> None:
         ({"device": "h10"}, "there is no device 'h10'; the nearest are 'h100'"),
         ({"device": replace(DEVICE, peak_flops={"float16": 1.0})}, "has no peak in bfloat16, only in float16"),
         ({"rules": ["ep-as-pd"]}, "there is no preset 'ep-as-pd'"),
-        ({"memory": 0}, "memory must be a positive number of bytes"),
+        ({"memory": 0}, "memory must be a finite float > 0.0, got 0"),
         ({"world_size": 0}, "world_size must be a positive int"),
     ],
 )
