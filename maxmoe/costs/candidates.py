@@ -123,11 +123,8 @@ class Candidates:
                 mesh = Mesh.planned({axis: size for axis, size in zip(axes, factors, strict=True) if size > 1})
                 layout = self._layout_of(name, mesh.axes)
                 for dispatch in self._dispatches(mesh, layout):
-                    try:
-                        each = self._candidate(name, mesh, layout, dispatch)
-                    except ValueError as error:
-                        self.refused = f"{mesh}, {name}: {error}"
-                    else:
+                    if (plan := self._plan_of(layout.rules, layout.within_stage, dispatch)) is not None:
+                        each = self._candidate(name, mesh, layout, dispatch, plan)
                         found.setdefault(each[:3], each)
         return sorted(found.values())
 
@@ -141,12 +138,12 @@ class Candidates:
 
     def _dispatches(self, mesh: Mesh, layout: _Layout) -> Iterable[Dispatch]:
         """Return the strategies for a mesh; none if tokens, experts or blocks cannot be divided among the ranks."""
-        stages, length_parts, expert_parts = (mesh.size(*axes) for axes in ((STAGE_AXIS,), *layout[3:]))
+        length_parts, expert_parts = mesh.size(*layout.length_axes), mesh.size(*layout.expert_axes)
         rows, rest = divmod(self._step.batch_size, mesh.size(*layout.batch_axes))
         per_node = self._step.device.ranks_per_node or mesh.num_ranks
         is_divided = (
             not rest
-            and stages <= min(rows, max(1, self._num_blocks))
+            and mesh.size(STAGE_AXIS) <= min(rows, max(1, self._num_blocks))
             and not self._step.sequence_length % length_parts
             and not (length_parts > 1 and self.undeclared)
             and not any(number % expert_parts for number in self._num_experts)
@@ -154,12 +151,12 @@ class Candidates:
         )
         return () if not is_divided else STRATEGIES if expert_parts > 1 else ("auto",)
 
-    def _candidate(self, name: str, mesh: Mesh, layout: _Layout, dispatch: Dispatch) -> Candidate:
+    def _candidate(self, name: str, mesh: Mesh, layout: _Layout, dispatch: Dispatch, plan: _Plan) -> Candidate:
         (batch_size, length, device, _), stages = self._step, mesh.size(STAGE_AXIS)
         rows = batch_size // mesh.size(*layout.batch_axes)
         tokens = rows * length // mesh.size(*layout.length_axes)
         count = min(MICRO_BATCHES, rows // stages) * stages if stages > 1 else 1
-        plan, blocks = self._plan_of(layout.rules, layout.within_stage, dispatch), max(self._num_blocks, 1)
+        blocks = max(self._num_blocks, 1)
         stored = sum(size / mesh.size(*axes) for axes, size in plan.state.items())
         compute, weights, others = self._compute / mesh.num_ranks, 0.0, 0.0
         for (kind, axes, shards), size in plan.weights.items():
@@ -185,10 +182,14 @@ class Candidates:
         times = {"all-gather": num_ranks, "reduce-scatter": num_ranks, "all-reduce": 2, "all-to-all": self._top_k}
         return times[kind] * (1 - 1 / num_ranks) if num_ranks > 1 else 0.0
 
-    def _plan(self, rules: LogicalRules, axes: Axes, dispatch: Dispatch) -> _Plan:
+    def _plan(self, rules: LogicalRules, axes: Axes, dispatch: Dispatch) -> _Plan | None:
         """Count with two ranks along each axis, which shard what other numbers of ranks shard if they divide it."""
         counted, mesh = _Plan(Counter(), Counter(), Counter()), Mesh.planned(dict.fromkeys(axes, 2))
-        plan = make_plan(self._reduced, mesh, rules, dispatch=dispatch, allow_unused=True)
+        try:
+            plan = make_plan(self._reduced, mesh, rules, dispatch=dispatch, allow_unused=True)
+        except ValueError as error:
+            self.refused = str(error)
+            return None
         for path, module in plan.items():
             blocks = next((count for block, count in self._counts.items() if f"{path}.".startswith(block)), 1)
             item, hooks, layer = blocks * self._item, module.tensor_parallel_hooks, plan.layers.get(path)
