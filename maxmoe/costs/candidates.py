@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import nn
 
 from maxmoe.costs.device import Device
-from maxmoe.costs.step import kinds_of_blocks
+from maxmoe.costs.step import with_few_blocks
 from maxmoe.costs.step_time import sending
 from maxmoe.costs.stored import StateDtypes
 from maxmoe.declaration import EXPERT_TOKEN_DIMS, declaration_of
@@ -18,7 +18,7 @@ from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.parallel.plan.plan import ParameterPlan
 from maxmoe.parallel.plan.planner import make_plan
 from maxmoe.parallel.plan.sharded_tokens import activation_spec, token_sharding
-from maxmoe.pipelining.stage_modules import StagePart, pipeline_parts, stage_module
+from maxmoe.pipelining.stage_modules import pipeline_parts
 from maxmoe.sharding.mesh import STAGE_AXIS, Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
 from maxmoe.sharding.rules import LogicalRules
@@ -95,12 +95,8 @@ class Candidates:
         self._rules = {name: LogicalRules.load(name) for name in rules}
         self._counts: dict[str, int] = {}  # number of blocks like the one with a path
         if declaration_of(model).pipeline_parts is not None:
-            path = pipeline_parts(model).blocks
-            every = tuple(name for name, _ in model.get_submodule(path).named_children())
-            kinds = kinds_of_blocks(model, StagePart(every, True, True)).values()
-            first = tuple(sorted((names[0] for names in kinds), key=int))
-            self._reduced = stage_module(model, StagePart(first, True, True))
-            self._counts = {f"{path}.{names[0]}.": len(names) for names in kinds}
+            self._reduced, kinds = with_few_blocks(model, None, 1)
+            self._counts = {f"{pipeline_parts(model).blocks}.{names[0]}.": len(names) for names in kinds}
         self._num_blocks = sum(self._counts.values())
         on_one_rank = make_plan(model, Mesh.planned({}), LogicalRules(), allow_unused=True)
         self.undeclared = types_that_may_mix_tokens(on_one_rank)

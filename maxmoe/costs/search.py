@@ -1,6 +1,5 @@
 """Search for the fastest plans of a model on a number of ranks, of which few steps are measured."""
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -59,20 +58,19 @@ class _Search:
 
     def run(self, candidates: Sequence[Candidate]) -> None:
         """Measure the fastest candidates, each with the least recomputation that fits."""
-        waiting, num_measured = [(each, 0) for each in candidates], 0
-        heapq.heapify(waiting)
-        while waiting and num_measured < MOST_MEASURED:
-            candidate, index = heapq.heappop(waiting)
-            if index == len(self._recompute):
-                continue
-            if self.least_bytes(candidate, index) <= self.step.device.memory:
-                num_measured += 1
-                if self.measure(candidate, index):
+        num_tried = 0
+        for candidate in candidates:
+            for index in range(len(self._recompute)):
+                if self.least_bytes(candidate, index) > self.step.device.memory:
                     continue
-            heapq.heappush(waiting, (candidate, index + 1))
+                if num_tried == MOST_MEASURED:
+                    return
+                num_tried += 1
+                if self.measure(candidate, index):
+                    break
 
     def measure(self, candidate: Candidate, index: int) -> bool:
-        """Measure a step of a candidate with some recomputation, and return whether it fits."""
+        """Measure a step of a candidate with some recomputation; return False if it needs more memory than there is."""
         mesh, step, count = Mesh.planned(dict(candidate.sizes)), self.step, candidate.num_micro_batches
         set_recompute(self.model, self._recompute[index])
         try:
@@ -89,7 +87,7 @@ class _Search:
             )
         except ValueError as error:
             self.candidates.refused = f"{mesh}, {candidate.rules}: {error}"
-            return False
+            return True
         time = step_time(costs.ranks, count, self._peak, mesh, step.device)
         rank_seconds = time.seconds * mesh.num_ranks
         plan = FoundPlan(
@@ -109,17 +107,19 @@ class _Search:
         (self.found if fits else self.too_large).append(plan)
         return fits
 
-    def measure_smallest(self, candidates: Sequence[Candidate]) -> bool:
-        """Measure the candidate that needs least memory with the most recomputation, and return whether it fits."""
-        smallest = min(candidates, key=lambda each: self.least_bytes(each, -1), default=None)
-        return smallest is not None and self.measure(smallest, -1)
+    def measure_smallest(self, candidates: Sequence[Candidate]) -> None:
+        """Measure the candidate that needs least memory with the most recomputation."""
+        if candidates:
+            self.measure(min(candidates, key=lambda each: self.least_bytes(each, -1)), -1)
 
     def number_that_fits(self, world_size: int) -> int | None:
-        """Return the least multiple of a number of ranks on which the smallest plan fits, as measured."""
+        """Return a multiple of a number of ranks on which the smallest plan fits, measured; none has been found yet."""
         for number in (factor * world_size for factor in FACTORS):
             candidates = self.candidates.of(number)
-            may_fit = [each for each in candidates if self.least_bytes(each, -1) <= self.step.device.memory]
-            if self.measure_smallest(may_fit):
+            self.measure_smallest(
+                [each for each in candidates if self.least_bytes(each, -1) <= self.step.device.memory]
+            )
+            if self.found:
                 return number
         return None
 
