@@ -157,29 +157,25 @@ def test_every_device_has_sources_and_survives_a_file(name: str, tmp_path: Path)
     assert Device.load(tmp_path / "copy.yaml") == device
 
 
+H100 = asdict(Device.load("h100"))
+
+
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("contents", "message"),
     [
-        ({"memori": 1}, "has no field 'memori'; the nearest are 'memory'"),
-        ({"memory": -1}, "memory must be"),
-        ({"max_share": 1.5}, "max_share must be at most 1, got 1.5"),
-        ({"peak_flops": [1]}, "peak_flops must be values by dtype"),
-        ({"peak_flops": {"bfloat16": "fast"}}, "peak_flops of bfloat16 must be a finite float"),
-        ({"intra_node": {"latency": 0}}, "intra_node: .*missing 1 required positional argument: 'bandwidth'"),
-        ({"sources": "none"}, "sources must be a list of texts"),
+        (H100 | {"memori": 1}, "has no field 'memori'; the nearest are 'memory'"),
+        (H100 | {"memory": -1}, "memory must be a finite float > 0.0, got -1"),
+        (H100 | {"max_share": 1.5}, "max_share must be at most 1, got 1.5"),
+        (H100 | {"peak_flops": [1]}, "peak_flops must be values by dtype"),
+        (H100 | {"peak_flops": {"bfloat16": "fast"}}, "peak_flops of bfloat16 must be a finite float"),
+        (H100 | {"intra_node": {"latency": 0}}, "intra_node: .*missing 1 required positional argument: 'bandwidth'"),
+        (H100 | {"sources": "none"}, "sources must be a list of texts"),
+        ([1, 2], r"a device must be values by name, got \[1, 2\]"),
     ],
 )
-def test_a_wrong_field_is_named(change: dict[str, object], message: str, tmp_path: Path) -> None:
-    (path := tmp_path / "device.yaml").write_text(yaml.safe_dump(asdict(Device.load("h100")) | change))
-    with pytest.raises(ValueError, match=message) as raised:
-        Device.load(path)
-    assert str(path) in str(raised.value)
-
-
-@pytest.mark.parametrize("text", ["!!python/object/apply:os.getpid []", "[1, 2", "5", ""])
-def test_a_file_that_is_no_device_is_refused(text: str, tmp_path: Path) -> None:
-    (path := tmp_path / "device.yaml").write_text(text)
-    with pytest.raises(ValueError, match=re.escape("device.yaml")):
+def test_what_is_wrong_in_a_file_is_named(contents: object, message: str, tmp_path: Path) -> None:
+    (path := tmp_path / "device.yaml").write_text(yaml.safe_dump(contents))
+    with pytest.raises(ValueError, match=f"{re.escape(str(path))}: .*{message}"):
         Device.load(path)
 
 

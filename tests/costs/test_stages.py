@@ -1,6 +1,5 @@
 """`explain` and `estimate` for pipeline stages, against the memory, messages and collectives of real ranks."""
 
-import functools
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -68,7 +67,6 @@ def sent_by_stages() -> Iterator[Counter[str]]:
         yield sent
 
 
-@functools.cache
 def real_steps(
     axes: tuple[tuple[str, int], ...], rules: str, schedule: str, dispatch: str, recompute: tuple[str, ...] = ()
 ) -> list[RealStep]:
@@ -130,9 +128,9 @@ CASES += [
     ((*STAGES, ("expert", 2)), "ep-tp", "interleaved_1f1b", "auto"),
     (STAGES, "default", "zbv", "auto", ("blocks",)),
 ]
-CASES_OF_FSDP: list[tuple[Any, ...]] = [(FSDP, "default", schedule, "auto") for schedule in SCHEDULES]
-CASES_OF_FSDP += [(FSDP, "default", "interleaved_1f1b", "auto", ("blocks",))]
-# One stage of each rank, two in a round, and two in the form of a V. Their steps run once for all tests.
+CASES += [(FSDP, "default", schedule, "auto") for schedule in SCHEDULES]
+CASES += [(FSDP, "default", "interleaved_1f1b", "auto", ("blocks",))]
+# One stage of each rank, two in a round, and two in the form of a V.
 BY_DEFAULT = [
     (STAGES, "default", "gpipe", "auto"),
     ((*STAGES, ("expert", 2)), "ep-tp", "interleaved_1f1b", "auto"),
@@ -140,7 +138,7 @@ BY_DEFAULT = [
 ]
 
 
-@pytest.mark.parametrize("case", by_default([*CASES, *CASES_OF_FSDP], BY_DEFAULT), ids=str)
+@pytest.mark.parametrize("case", by_default(CASES, BY_DEFAULT), ids=str)
 def test_memory_messages_and_collectives_are_those_of_a_step(case: tuple[Any, ...]) -> None:
     with without_sums_of_losses():
         result, explanation = planned(*case)
