@@ -73,7 +73,8 @@ class _Plan(NamedTuple):
     """What arithmetic needs of a plan, over all ranks."""
 
     state: Counter[Axes]  # bytes of parameters, gradients and optimizer state by the axes that shard them
-    weights: Counter[tuple[str, Axes, Axes]]  # bytes of collectives by their kind, axes, and the axes that shard them
+    # Bytes of collectives by their kind, axes, the axes that shard them, and whether each micro-batch has them.
+    weights: Counter[tuple[str, Axes, Axes, bool]]
     rows: Counter[tuple[str, Axes]]  # bytes of collectives for each token of a rank
 
 
@@ -155,8 +156,8 @@ class Candidates:
         blocks = max(self._num_blocks, 1)
         stored = sum(size / mesh.size(*axes) for axes, size in plan.state.items())
         compute, weights, others = self._compute / mesh.num_ranks, 0.0, 0.0
-        for (kind, axes, shards), size in plan.weights.items():
-            times = count if kind == "all-gather" else 1  # FSDP2 reduces gradients after the last micro-batch
+        for (kind, axes, shards, is_repeated), size in plan.weights.items():
+            times = count if is_repeated else 1
             sent = size / mesh.size(*shards) * self._copies(kind, mesh.size(*axes))
             weights += sending(kind, axes, times * blocks / stages, times * sent / stages, mesh, device)
         for (kind, axes), size in plan.rows.items():
@@ -209,13 +210,14 @@ class Candidates:
         counted.state[stored] += num_weights * sum(widths, own.itemsize)
         gathered = tuple(axis for axis in stored if axis not in used)
         summed = tuple(sorted({*each.grad_used.partial, *each.grad_unsharded.partial}.difference(gathered)))
-        # Gathered in the forward and in the backward; the gradient is reduced.
+        # Gathered in the forward and in the backward; the gradient is reduced, by FSDP2 after the last micro-batch.
         for kind, axes, times in (
             ("all-gather", gathered, 2),
             ("reduce-scatter", gathered, 1),
             ("all-reduce", summed, 1),
         ):
-            counted.weights[kind, axes, stored] += times * num_weights * own.itemsize
+            is_repeated = kind == "all-gather" or each.fsdp_block is None
+            counted.weights[kind, axes, stored, is_repeated] += times * num_weights * own.itemsize
 
 
 def _axes(sharding: NamedSharding) -> Axes:
