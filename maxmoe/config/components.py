@@ -133,7 +133,7 @@ class RouterRule(Component):
         return None
 
     def reference_select_by_ids(
-        self, config: MoEConfig, logits: Tensor, ids: Tensor, parameters: Mapping[str, Tensor]
+        self, config: "MoEConfig", logits: Tensor, ids: Tensor, parameters: Mapping[str, Tensor]
     ) -> Tensor:
         """Return the selected experts ``(S, K)`` of one sequence, given its ids ``(S,)``, with `takes_ids`."""
         raise NotImplementedError

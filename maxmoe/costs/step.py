@@ -72,12 +72,9 @@ def measure_step(model: nn.Module, part: StagePart | None, options: StepOptions)
     """
     if declaration_of(model).pipeline_parts is None:
         return _measure(model, options, ())[""]
-    path = pipeline_parts(model).blocks
-    indices = range(len(model.get_submodule(path)))  # type: ignore[arg-type]
-    part = part or StagePart(tuple(map(str, indices)), is_first=True, is_last=True)
-    kinds = kinds_of_blocks(model, part).values()
-    chosen = sorted((name for names in kinds for name in names[:3]), key=int)
-    found = _measure(stage_module(model, part._replace(blocks=tuple(chosen))), options, [f"{path}.{n}" for n in chosen])
+    path, (shortened, kinds) = pipeline_parts(model).blocks, with_few_blocks(model, part, 3)
+    chosen = [name for names in kinds for name in names[:3]]
+    found = _measure(shortened, options, [f"{path}.{name}" for name in chosen])
     of_block = {name: found[f"{path}.{name if name in chosen else names[1]}"] for names in kinds for name in names}
     total = Measured()
     total.add(found[""])
@@ -94,6 +91,15 @@ def measure_step(model: nn.Module, part: StagePart | None, options: StepOptions)
     peaks = (of_block[name].peak + saved_before(last[name], of_block) - saved_before(name, chosen) for name in chosen)
     total.peak = max([found[""].peak + not_run, *peaks])
     return total
+
+
+def with_few_blocks(model: nn.Module, part: StagePart | None, most: int) -> tuple[nn.Module, list[list[str]]]:
+    """Return a model, or a stage, with `most` blocks of each kind, and the names of all blocks of each kind."""
+    indices = range(len(model.get_submodule(pipeline_parts(model).blocks)))  # type: ignore[arg-type]
+    part = part or StagePart(tuple(map(str, indices)), is_first=True, is_last=True)
+    kinds = [*kinds_of_blocks(model, part).values()]
+    chosen = sorted((name for names in kinds for name in names[:most]), key=int)
+    return stage_module(model, part._replace(blocks=tuple(chosen))), kinds
 
 
 def part_kind(model: nn.Module, part: StagePart) -> Hashable:
