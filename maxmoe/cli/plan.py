@@ -31,7 +31,9 @@ def plan(options: argparse.Namespace) -> str:
     """Return the report of the search."""
     text, model = chosen_model(options, max_sequence_length=options.sequence_length)
     step: dict[str, Any] = {name: getattr(options, name) for name in STEP}
-    result = search(model, options.world_size, options.device, state_dtypes=state_dtypes(options), **step)
+    result = search(
+        model, options.world_size, options.device, state_dtypes=state_dtypes(options), progress=True, **step
+    )
     head = (
         f"{text} On {options.world_size} ranks of {options.device}. A step: {options.batch_size} sequences of "
         f"{options.sequence_length} tokens."

@@ -1,6 +1,6 @@
 """Search for the fastest plans of a model on a number of ranks, of which few steps are measured."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -56,8 +56,8 @@ class _Search:
         """Return the bytes that a candidate needs with some recomputation, by what has been measured of others."""
         return candidate.stored + self._per_token[index] * candidate.tokens
 
-    def run(self, candidates: Sequence[Candidate]) -> None:
-        """Measure the fastest candidates, each with the least recomputation that fits."""
+    def steps(self, candidates: Sequence[Candidate]) -> Iterator[None]:
+        """Measure the fastest candidates, each with the least recomputation that fits; yield after each step."""
         num_tried = 0
         for candidate in candidates:
             for index in range(len(self._recompute)):
@@ -66,7 +66,9 @@ class _Search:
                 if num_tried == MOST_MEASURED:
                     return
                 num_tried += 1
-                if self.measure(candidate, index):
+                fits = self.measure(candidate, index)
+                yield
+                if fits:
                     break
 
     def measure(self, candidate: Candidate, index: int) -> bool:
@@ -135,6 +137,7 @@ def search(
     rules: Sequence[str] | None = None,
     state_dtypes: StateDtypes = MIXED_PRECISION,
     num_plans: int = 10,
+    progress: bool = False,
 ) -> SearchResult:
     """Search for the plans of a training step that take least time and fit in memory.
 
@@ -155,6 +158,7 @@ def search(
             them give has the name of the first one.
         state_dtypes: dtypes of gradients, master weights and moments.
         num_plans: largest number of plans to return.
+        progress: show a progress bar, if tqdm is installed.
 
     Returns:
         The fastest plans in order.
@@ -175,7 +179,8 @@ def search(
     step = Step(batch_size, sequence_length, device, state_dtypes)
     run = _Search(planned_copy(module), step, presets if rules is None else rules)
     candidates = run.candidates.of(world_size)
-    run.run(candidates)
+    for _ in _with_bar(run.steps(candidates)) if progress else run.steps(candidates):
+        pass
     if not run.found:
         run.measure_smallest(candidates)
     if not run.found and not run.too_large:
@@ -188,3 +193,12 @@ def search(
         raise NoPlanFits(nearest, int(device.memory), run.number_that_fits(world_size))
     plans = tuple(sorted(run.found, key=lambda plan: plan.seconds)[:num_plans])
     return SearchResult(plans, len(candidates), len(run.found) + len(run.too_large), run.candidates.undeclared)
+
+
+def _with_bar(steps: Iterator[None]) -> Iterator[None]:
+    try:
+        from tqdm import tqdm  # type: ignore[import-untyped]
+    except ImportError:
+        return steps
+    options = {"desc": "measuring", "total": MOST_MEASURED, "unit": " steps"}
+    return tqdm(steps, **options, dynamic_ncols=True)  # type: ignore[no-any-return]

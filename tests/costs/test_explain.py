@@ -213,9 +213,8 @@ def test_is_as_wide_as_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatc
 )
 def test_rows_of_copy_experts_are_not_counted(num_copies: int, dispatch: str, reason: str) -> None:
     size = 2 if dispatch == "ring_of_experts" else 3
-    moe = replace(
-        parallel_decoder.MOE, top_k=4, zero_computation=ZeroComputation(copy=num_copies), num_experts=size * 4
-    )
+    copies = ZeroComputation(copy=num_copies)
+    moe = replace(parallel_decoder.MOE, top_k=4, zero_computation=copies, num_experts=size * 4)
     model = Decoder(replace(parallel_decoder.CONFIG, moe=moe), device="meta")
     for plan in explain(model, Mesh.planned({"expert": size}), "ep-as-dp").dispatch.values():
         assert (plan.strategy, plan.reason) == (dispatch, reason)
