@@ -37,7 +37,7 @@ RULES: dict[str, Options] = {
     "zero by logits": {**BASE, **GROUPS, "router": Selection(by="logits", other_groups="zero")},
     "hash": {**LOSSES, "score_function": "sqrtsoftplus", "router": HashRouting(num_ids=5)},
     "pools": {**LOSSES, "router": POOLS},
-    "pools by sigmoid": {**LOSSES, "score_function": "sigmoid", "normalization": "none", "router": POOLS},
+    "pools by sigmoid": {**LOSSES, "score_function": "sigmoid", "router_bias": True, "router": POOLS},
     "pools by logits": {**LOSSES, "score_function": "identity", "normalization": "softmax", "router": POOLS},
 }
 each_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)

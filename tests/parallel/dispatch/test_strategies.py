@@ -149,6 +149,7 @@ def test_chunks_padding_and_dense_products(layout: MeshRules, num_parts: int) ->
     variants: list[tuple[MoEConfig, int]] = [
         (FAMILIES["deepseek_v3"], 3),
         (FAMILIES["llama4"], 9),
+        (FAMILIES["pools"], 1),  # documents on two ranks
         (replace(FAMILIES["gpt_oss"], implementation="dense"), 2),
     ]
     cases = [masked_cases_of(config) for config, _ in variants]
