@@ -88,8 +88,7 @@ class TransformersMoE(FeedForwardLayer):
         Raises:
             ValueError: for a block of another family, or with other tensors than its family.
         """
-        kind = _OF_FAMILIES.get(family_of_block(block).preset.__name__, TransformersMoE)
-        return kind(block, **training)
+        return _OF_FAMILIES.get(family_of_block(block).preset.__name__, TransformersMoE)(block, **training)
 
     def part(self, name: str) -> Any:
         """Return the module of the block that is a part of the layer; None for a part that the block lacks."""
@@ -97,15 +96,10 @@ class TransformersMoE(FeedForwardLayer):
         return None if own_name is None else getattr(self, own_name)
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None, router_state: Tensor | None = None) -> Any:
-        """Route the tokens and compute their experts.
+        """Route the tokens and compute their experts, as `MoEFeedForward.forward`.
 
-        Args:
-            x: ``(..., S, D)``, as in `MoE.forward`.
-            token_mask: ``(..., S)``, bool, False for padding; None for the mask of the model that calls the layer.
-            router_state: as in `MoE.forward`.
-
-        Returns:
-            Output ``(..., S, D)``. In gpt-oss and Llama 4, whose models drop a second value, a tuple with None.
+        Without a `token_mask`, tokens have the mask of the model that calls the layer. In gpt-oss and Llama 4, whose
+        models drop a second value, the output is a tuple with None.
         """
         mask = mask_of_call(self) if token_mask is None else token_mask
         output = super().forward(x, mask, router_state)
@@ -209,8 +203,7 @@ class SwitchMoE(TransformersMoE):
 
     def __init__(self, block: nn.Module, **training: Any) -> None:
         super().__init__(block, **training)
-        router: Any = self.part("router")
-        router.classifier.to(router.dtype)  # as its first forward does, which may get gathered weights
+        self.part("router").classifier.to(self.part("router").dtype)  # as its first forward does, with gathered weights
 
     def _router_outputs(self, inputs: RouterInputs) -> Any:
         return self.part("router")(inputs.x.view(*inputs.leading_dims, -1))
