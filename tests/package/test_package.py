@@ -16,6 +16,8 @@ import maxmoe
 from maxmoe import ExpertNorms
 from maxmoe._torch import ConvertedModule
 from maxmoe.declaration import Absent
+from maxmoe.nn import MoELayer
+from maxmoe.nn.feed_forward import FeedForwardLayer
 from maxmoe.nn.router_mlp import RouterMLP
 from maxmoe.parallel.apply.interruptions import GuardedModule
 from maxmoe.pipelining.stage import Stage
@@ -80,7 +82,7 @@ def test_no_property_of_a_module_raises() -> None:
     stage = Stage(0, StagePart(("0",), True, True), small_decoder.make(), [], lambda *_: torch.zeros(()))
     modules = [*layers, maxmoe.MoEFeedForward(layers[0].config), quantized, stage]
     seen = set[type[nn.Module]]().union(*map(read_properties, modules))
-    abstract = {ConvertedModule, Checkpointed, GuardedModule, Absent}
+    abstract = {ConvertedModule, Checkpointed, GuardedModule, Absent, MoELayer, FeedForwardLayer}
     assert modules_of_the_package() - abstract == seen
 
 

@@ -231,6 +231,8 @@ class SwitchMoE(TransformersMoE):
 class JetMoeMoE(TransformersMoE):
     """Layer of JetMoE, whose experts are two modules, and whose bias is added to the output."""
 
+    bias: Tensor
+
     def expert_function(self) -> Callable[..., Tensor]:
         """Return a function of the two modules and the activation between them."""
         first, activation, second = map(self.get_submodule, ("input_linear", "activation", "output_linear"))
@@ -243,7 +245,7 @@ class JetMoeMoE(TransformersMoE):
 
     def compute_others(self, inputs: LayerInputs, *_: Any) -> tuple[None, Tensor]:
         """Return the bias of each token."""
-        return None, self.get_parameter("bias").expand_as(inputs.router)
+        return None, self.bias.expand_as(inputs.router)
 
 
 # Families whose blocks compute more than router, experts and shared experts, by their preset.
