@@ -19,7 +19,6 @@ from maxmoe.ops import ActivationFunction
 
 if TYPE_CHECKING:
     from maxmoe.nn.layer import MoELayer
-    from maxmoe.nn.moe import MoE
 
 
 def check_replaced_parts(
@@ -79,19 +78,19 @@ def _check_router_config(config: MoEConfig, router: nn.Module) -> None:
             )
 
 
-def check_parts_are_known(layer: "MoE", what: str) -> None:
+def check_parts_are_known(layer: "MoELayer", what: str) -> None:
     """Raise if a layer computes what its config does not say, with a custom router or activation.
 
     `what` is the function that writes the weights for other libraries, which know only the config.
     """
-    if is_custom_router(layer.router):
+    if is_custom_router(router := layer.part("router")):
         raise ValueError(
             f"{what} needs the router of the config, maxmoe.nn.Router, got "
-            f"{type(adapted_module(layer.router)).__name__}: other libraries would compute another function of the "
+            f"{type(adapted_module(router)).__name__}: other libraries would compute another function of the "
             "weights"
         )
     for name in ("experts", "shared_experts"):
-        activation = getattr(adapted_module(getattr(layer, name) or nn.Identity()), "activation", None)
+        activation = getattr(adapted_module(layer.part(name) or nn.Identity()), "activation", None)
         if callable(activation):
             raise ValueError(
                 f"{what} needs the activation of the config in {name}, got {activation!r}: other libraries would "

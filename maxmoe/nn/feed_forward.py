@@ -59,9 +59,6 @@ class MoEFeedForward(FeedForwardLayer, MoE):  # type: ignore[misc]
 
         block.mlp = maxmoe.MoEFeedForward(config)
 
-    In models of transformers, `maxmoe.integrations.transformers.replace_moe_blocks` puts layers that do the same in the
-    place of all sparse blocks.
-
     Attributes:
         aux_loss_scale: factor of the auxiliary loss, a number or a 0-dim tensor; see `set_aux_loss_scale`.
     """
@@ -105,9 +102,7 @@ def set_aux_loss_scale(model: nn.Module, scale: float | Tensor) -> None:
     Raises:
         ValueError: if the model has no such layer.
     """
-    layers: list[Any] = [
-        each for each in model.modules() if isinstance(each, MoELayer) and hasattr(each, "aux_loss_scale")
-    ]
+    layers: Any = [each for each in model.modules() if isinstance(each, MoELayer) and hasattr(each, "aux_loss_scale")]
     if not layers and not hasattr(model, "layers_of_stages"):
         raise ValueError(f"{type(model).__name__} must have layers of type MoEFeedForward, got none")
     for layer in layers:

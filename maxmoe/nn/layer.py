@@ -63,7 +63,7 @@ class MoELayer(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles have no hooks, because a context holds for the module that it got.
-        return {key: value for key, value in self.__dict__.items() if key != "routing_hooks"}
+        return {key: value for key, value in self.__dict__.items() if key not in ("routing_hooks", "one_operator")}
 
     def part(self, name: str) -> Any:
         """Return a part, with the adapters around it: "router", "experts", "shared_experts" ...; None without it."""
@@ -72,7 +72,8 @@ class MoELayer(nn.Module):
     def route(self, inputs: RouterInputs) -> Routing:
         """Call the router."""
         x, leading_dims, token_mask, *others = inputs
-        router, is_custom = self.part("router"), is_custom_router(self.part("router"))
+        router: nn.Module = self.part("router")
+        is_custom = is_custom_router(router)
         if is_custom or self.config.router == "random":  # only then, because two dims fix the sizes in torch.export
             x = x.view(math.prod(leading_dims[:-1]), leading_dims[-1], x.shape[1])
         if is_custom:
@@ -97,8 +98,7 @@ class MoELayer(nn.Module):
         """Return the output of shared and zero-computation experts, as `TensorParallelRegion.leave` takes them."""
         shared_experts, others, shared = self.part("shared_experts"), self.part("zero_computation_experts"), None
         if shared_experts is not None:
-            weights = () if routing.shared_weights is None else (routing.shared_weights,)
-            shared = shared_experts(inputs.shared_experts, token_mask, *weights)
+            shared = shared_experts(inputs.shared_experts, token_mask, routing.shared_weights)
         # Under autocast, the experts return another dtype than x has.
         return shared, None if others is None else others(inputs.router, routing.top_k, dtype)
 
@@ -142,7 +142,10 @@ class MoELayer(nn.Module):
                 router_state = checked_state(self.config.router_rule, router_state, x, mask)
             if router_inputs is not None or self.config.router_rule.takes_ids is not None:
                 router_inputs = checked_ids(self.config.router_rule, router_inputs, x, mask)
-            computed = self._in_parts(RouterInputs(tokens, leading_dims, mask, given, router_state, router_inputs))
+            # One tensor per part of the layer, because the gradients of the parts are reduced differently.
+            inputs = self.runner.region.enter(tokens)
+            of_router = RouterInputs(inputs.router, leading_dims, mask, given, router_state, router_inputs)
+            computed = self._in_parts(inputs, of_router)
         if hooks:
             observe(hooks, computed[1].experts, leading_dims)
         return computed
@@ -151,32 +154,24 @@ class MoELayer(nn.Module):
         """Compute `hidden_states_and_routing` of tokens without a mask in one process; None where parts must run."""
         return None
 
-    def _in_parts(self, tokens: RouterInputs) -> tuple[Tensor, Routing, Tensor]:
+    def _in_parts(self, inputs: LayerInputs, of_router: RouterInputs) -> tuple[Tensor, Routing, Tensor]:
         """Compute `hidden_states_and_routing` by a call of each part."""
-        region = self.runner.region
-        # One tensor per part of the layer, because the gradients of the parts are reduced differently.
-        inputs = region.enter(tokens.x)
-        routing = self.route(tokens._replace(x=inputs.router))
-        routed, dropped = self._run(inputs.experts, routing.top_k, math.prod(tokens.leading_dims[:-1]))
-        others = self.compute_others(inputs, tokens.token_mask, routing, routed.dtype)
+        routing, leading_dims = self.route(of_router), of_router.leading_dims
+        routed, dropped = self._run(inputs.experts, routing.top_k, math.prod(leading_dims[:-1]))
+        others = self.compute_others(inputs, of_router.token_mask, routing, routed.dtype)
         # The region sums partial outputs of both, in one collective if they are partial over the same axes.
-        hidden_states = region.leave(routed, *others)
+        hidden_states = self.runner.region.leave(routed, *others)
         if routing.state is not None:
-            routing = routing._replace(state=reshaped(routing.state, (*tokens.leading_dims, routing.state.shape[1])))
+            routing = routing._replace(state=reshaped(routing.state, (*leading_dims, routing.state.shape[1])))
         # A view would lose the backward hook that FSDP registers on this tensor.
-        return reshaped(hidden_states.contiguous(), (*tokens.leading_dims, hidden_states.shape[1])), routing, dropped
+        return reshaped(hidden_states.contiguous(), (*leading_dims, hidden_states.shape[1])), routing, dropped
 
     def _run(self, x: Tensor, top_k: TopK, num_sequences: int) -> tuple[Tensor, Tensor]:
         """Return the sum ``(T, D)`` over the routed experts of tokens ``(T, D)``, and the number of dropped slots."""
         region, (latent_in, latent_out) = self.runner.region, self.latent_projections()
         rows = x if latent_in is None else region.copy_to_experts(latent_in(x))
-        rows, dropped = self.runner.run(  # dispatch, experts, combine
-            self.expert_function(),
-            rows,
-            region.assign(top_k),
-            num_sequences=num_sequences,
-            recompute="dispatch" in self.recompute,
-        )
+        experts, top_k, recompute = self.expert_function(), region.assign(top_k), "dispatch" in self.recompute
+        rows, dropped = self.runner.run(experts, rows, top_k, num_sequences=num_sequences, recompute=recompute)
         return rows if latent_out is None else latent_out(region.reduce_from_experts(rows)), dropped
 
     def losses_and_stats(self, routing: Routing, dropped: Tensor, num_sequences: int) -> tuple[Tensor, MoEStats]:

@@ -77,10 +77,9 @@ class MoE(MoELayer):
         self.experts = Experts(config, activation=activation, **options)
         has_shared, has_more = config.num_shared_experts > 0, config.has_zero_computation_outputs
         self.shared_experts = SharedExperts(config, activation=activation, **options) if has_shared else None
-        self.latent_in, self.latent_out = (
-            None if config.latent_size is None else LatentProjection(config, direction, **options)
-            for direction in ("in", "out")
-        )
+        is_latent = config.latent_size is not None
+        self.latent_in = LatentProjection(config, "in", **options) if is_latent else None
+        self.latent_out = LatentProjection(config, "out", **options) if is_latent else None
         self.zero_computation_experts = ZeroComputationExperts(config, **options) if has_more else None
 
     @classmethod

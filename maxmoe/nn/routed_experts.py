@@ -1,7 +1,5 @@
 """Router and routed experts of a layer in one operator, in less time for few tokens than in their modules."""
 
-from typing import Any
-
 from torch import Tensor
 
 from maxmoe import _C
@@ -18,12 +16,12 @@ from maxmoe.nn.routing import Routing
 class OneOperator:
     """The operator that computes what the router and the experts of a layer would compute.
 
-    A layer keeps it until its config, its runner or one of the two modules is replaced. Its copies have none.
+    A layer keeps it until its config, its runner or one of the two modules is replaced.
     """
 
     def __init__(self, config: MoEConfig, runner: ExpertRunner, router: Router, experts: Experts) -> None:
         self.parts = config, runner, router, experts
-        self.has_others = config.num_shared_experts > 0 or config.has_zero_computation_outputs
+        self.has_others = config.num_shared_experts > 0
         # The operator makes one plan, with a row for each slot, of experts in this process that get the tokens.
         every = LocalExperts(0, config.num_experts, config.num_experts, config.num_experts)
         in_process = runner == ExpertRunner(LocalDispatcher(every)) and config.latent_size is None
@@ -45,9 +43,6 @@ class OneOperator:
             config.routed_scaling_factor,
             *experts.activation_arguments.values(),
         )
-
-    def __reduce__(self) -> Any:
-        return type(None), ()
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Routing, Tensor] | None:
         """Return the outputs ``(..., D)`` for tokens x, their routing, and the number ``()`` of dropped slots.

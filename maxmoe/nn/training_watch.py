@@ -44,7 +44,8 @@ class TrainingWatch:
         if torch.compiler.is_compiling():
             return
         watches_loss = aux_loss.requires_grad and not self._loss_is_known
-        has_default_scale = aux_loss.requires_grad and _has_default_scale(layer)
+        has_scale = aux_loss.requires_grad and hasattr(layer, "aux_loss_scale")
+        has_default_scale = has_scale and "aux_loss_scale" not in vars(layer)  # nobody has set it
         watches_settings = (layer.config.score_correction_bias or has_default_scale) and not self._settings_are_known
         if not (watches_loss or watches_settings) or not is_trained(layer):
             return
@@ -118,11 +119,6 @@ class TrainingWatch:
                 "updates it: set correction_bias_update_rate, load a bias, or set score_correction_bias to False",
                 stacklevel=1,
             )
-
-
-def _has_default_scale(layer: "MoELayer") -> bool:
-    """Return whether a layer adds its auxiliary loss with a factor that nobody has set."""
-    return hasattr(layer, "aux_loss_scale") and "aux_loss_scale" not in vars(layer)
 
 
 _optimizer_steps = [0]  # of all optimizers of the process

@@ -88,8 +88,7 @@ class TransformersMoE(FeedForwardLayer):
         Raises:
             ValueError: for a block of another family, or with other tensors than its family.
         """
-        kind = _OF_FAMILIES.get(family_of_block(block).preset.__name__, TransformersMoE)
-        return kind(block, **training)
+        return _OF_FAMILIES.get(family_of_block(block).preset.__name__, TransformersMoE)(block, **training)
 
     def part(self, name: str) -> Any:
         """Return the module of the block that is a part of the layer; None for a part that the block lacks."""
@@ -103,16 +102,10 @@ class TransformersMoE(FeedForwardLayer):
         router_state: Tensor | None = None,
         router_inputs: Tensor | None = None,
     ) -> Any:
-        """Route the tokens and compute their experts.
+        """Route the tokens and compute their experts, as `MoEFeedForward.forward`.
 
-        Args:
-            x: ``(..., S, D)``, as in `MoE.forward`.
-            token_mask: ``(..., S)``, bool, False for padding; None for the mask of the model that calls the layer.
-            router_state: as in `MoE.forward`.
-            router_inputs: as in `MoE.forward`.
-
-        Returns:
-            Output ``(..., S, D)``. In gpt-oss and Llama 4, whose models drop a second value, a tuple with None.
+        Without a `token_mask`, tokens have the mask of the model that calls the layer. In gpt-oss and Llama 4, whose
+        models drop a second value, the output is a tuple with None.
         """
         mask = mask_of_call(self) if token_mask is None else token_mask
         output = super().forward(x, mask, router_state, router_inputs)
@@ -241,8 +234,7 @@ class SwitchMoE(TransformersMoE):
 
     def __init__(self, block: nn.Module, **training: Any) -> None:
         super().__init__(block, **training)
-        router: Any = self.part("router")
-        router.classifier.to(router.dtype)  # as its first forward does, which may get gathered weights
+        self.part("router").classifier.to(self.part("router").dtype)  # as its first forward does, with gathered weights
 
     def _router_outputs(self, inputs: RouterInputs) -> Any:
         return self.part("router")(inputs.x.view(*inputs.leading_dims, -1))
@@ -270,6 +262,8 @@ class SwitchMoE(TransformersMoE):
 class JetMoeMoE(TransformersMoE):
     """Layer of JetMoE, whose experts are two modules, and whose bias is added to the output."""
 
+    bias: Tensor
+
     def expert_function(self) -> Callable[..., Tensor]:
         """Return a function of the two modules and the activation between them."""
         first, activation, second = map(self.get_submodule, ("input_linear", "activation", "output_linear"))
@@ -282,7 +276,7 @@ class JetMoeMoE(TransformersMoE):
 
     def compute_others(self, inputs: LayerInputs, *_: Any) -> tuple[None, Tensor]:
         """Return the bias of each token."""
-        return None, self.get_parameter("bias").expand_as(inputs.router)
+        return None, self.bias.expand_as(inputs.router)
 
 
 # Families whose blocks compute more than router, experts and shared experts, by their preset.
