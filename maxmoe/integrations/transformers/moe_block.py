@@ -176,8 +176,7 @@ class TransformersMoE(FeedForwardLayer):
     def expert_dtype(self) -> torch.dtype:
         """Dtype of the matrices of the routed experts."""
         _, _, name = self._keys["experts.down_proj"].format(expert=0).partition(".")
-        dtype: torch.dtype = attrgetter(name)(self.routed_experts).dtype
-        return dtype
+        return attrgetter(name)(self.routed_experts).dtype  # type: ignore[no-any-return]
 
 
 class ZayaMoE(TransformersMoE):
@@ -230,7 +229,7 @@ class InklingMoE(TransformersMoE):
 
 
 class SwitchMoE(TransformersMoE):
-    """Layer of Switch Transformers, whose router drops tokens of a sequence whose expert is full."""
+    """Layer of Switch Transformers, whose router drops tokens of full experts, which still count for the losses."""
 
     def __init__(self, block: nn.Module, **training: Any) -> None:
         super().__init__(block, **training)
@@ -240,7 +239,6 @@ class SwitchMoE(TransformersMoE):
         return self.part("router")(inputs.x.view(*inputs.leading_dims, -1))
 
     def _routing_of(self, outputs: Any, inputs: RouterInputs) -> Routing:
-        # The slots of dropped tokens are removed; they still count for the losses.
         routing, is_dropped = super()._routing_of(outputs, inputs), ~outputs[0].flatten(0, -2).any(1, keepdim=True)
         if inputs.experts is not None:  # a replay has been recorded without the slots of dropped tokens
             is_dropped &= chooses_itself(inputs.experts).unsqueeze(1)
