@@ -115,7 +115,19 @@ def check_mask(token_mask: Tensor, x: Tensor) -> None:
         )
 
 
-def checked_state(rule: RouterRule, state: Tensor | None, x: Tensor, token_mask: Tensor | None) -> Tensor:
+def router_arguments(
+    rule: RouterRule, state: Tensor | None, ids: Tensor | None, x: Tensor, token_mask: Tensor | None
+) -> dict[str, Tensor]:
+    """Return `state` and `ids` of a router that takes them; raise as `_checked_state` and `_checked_ids`."""
+    found = {}
+    if state is not None or rule.takes_state:
+        found["state"] = _checked_state(rule, state, x, token_mask)
+    if ids is not None or rule.takes_ids is not None:
+        found["ids"] = _checked_ids(rule, ids, x, token_mask)
+    return found
+
+
+def _checked_state(rule: RouterRule, state: Tensor | None, x: Tensor, token_mask: Tensor | None) -> Tensor:
     """Return the state of the layer before, for tokens x ``(..., S, D)``, as ``(T, R)``, with zeros for padding.
 
     `token_mask` is ``(T,)``. Raises if a layer has a state that it does not take, or lacks one that fits.
@@ -137,7 +149,7 @@ def checked_state(rule: RouterRule, state: Tensor | None, x: Tensor, token_mask:
     return state if token_mask is None else state.masked_fill(~token_mask.unsqueeze(1), 0.0)
 
 
-def checked_ids(rule: RouterRule, ids: Tensor | None, x: Tensor, token_mask: Tensor | None) -> Tensor:
+def _checked_ids(rule: RouterRule, ids: Tensor | None, x: Tensor, token_mask: Tensor | None) -> Tensor:
     """Return the ids that a router takes for tokens x ``(..., S, D)``, as ``(B, S)``, int64, with zeros for padding.
 
     `token_mask` is ``(T,)``. Raises if a layer has ids that its router does not take, or lacks ones that fit.

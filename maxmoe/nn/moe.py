@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,9 +23,8 @@ from maxmoe.nn.checks import (
     check_parts_are_known,
     check_replaced_parts,
     check_tokens,
-    checked_ids,
-    checked_state,
     needs_gradient,
+    router_arguments,
 )
 from maxmoe.nn.dispatcher import ExpertRunner, LayerInputs, sum_of
 from maxmoe.nn.experts import Experts
@@ -221,16 +220,14 @@ class MoE(nn.Module):
             x: ``(..., S, D)``, floating, sequences of S tokens; ``(T, D)`` is one sequence.
             token_mask: ``(..., S)``, bool, False for padding; None for no padding.
             router_state: ``(..., S, R)``, floating, what the layer before has returned, for a router that takes it.
-            router_inputs: ``(..., S)``, integer, ids of the tokens or of their documents, for a router that takes them;
-                of any value for padding.
+            router_inputs: ``(..., S)``, integer, ids of tokens or documents for a router that takes them.
 
         Returns:
             Hidden states, auxiliary loss and routing statistics; also the state of a router that has one.
 
         Raises:
             ValueError: if the last dim of x is not `hidden_size`, x does not have the dtype of the parameters, the mask
-                is not bool or has another shape, or a state or ids are missing, superfluous or have another shape, or
-                ids another dtype or range.
+                is not bool or has another shape, or a state or ids are missing, superfluous or do not fit.
         """
         hidden_states, routing, dropped = self.hidden_states_and_routing(x, token_mask, router_state, router_inputs)
         aux_loss, stats = self.losses_and_stats(routing, dropped, math.prod(x.shape[:-2]))
@@ -260,14 +257,11 @@ class MoE(nn.Module):
             check_mask(token_mask, x)
             # Zeroed before the first product, so that NaN in padding reaches neither outputs nor gradients.
             tokens = tokens.masked_fill(~token_mask.reshape(-1, 1), 0.0)
-        if router_state is not None or self.config.router_rule.takes_state:
-            router_state = checked_state(self.config.router_rule, router_state, x, mask)
-        if router_inputs is not None or self.config.router_rule.takes_ids is not None:
-            router_inputs = checked_ids(self.config.router_rule, router_inputs, x, mask)
+        of_router = router_arguments(self.config.router_rule, router_state, router_inputs, x, mask)
         region = self.runner.region
         # One tensor per part of the layer, because the gradients of the parts are reduced differently.
         inputs = region.enter(tokens)
-        routing = self._route(inputs.router, mask, leading_dims, given, router_state, router_inputs)
+        routing = self._route(inputs.router, mask, leading_dims, given, of_router)
         latent_in, latent_out = self.latent_in, self.latent_out
         rows = inputs.experts if latent_in is None else region.copy_to_experts(latent_in(inputs.experts))
         routed, dropped = self.runner.run(  # dispatch, experts, combine
@@ -310,8 +304,7 @@ class MoE(nn.Module):
         token_mask: Tensor | None,
         leading_dims: Sequence[int],
         given: Tensor | None,
-        state: Tensor | None,
-        ids: Tensor | None,
+        of_router: Mapping[str, Tensor],
     ) -> Routing:
         """Route tokens ``(T, D)`` whose leading dims were ``(..., S)``; to given experts ``(T, K)`` in a replay."""
         is_custom = is_custom_router(self.router)
@@ -319,11 +312,7 @@ class MoE(nn.Module):
             x = x.view(math.prod(leading_dims[:-1]), leading_dims[-1], x.shape[1])
         if is_custom:
             return checked_routing(self.router, self.config, x, token_mask, given)
-        options = {} if given is None else {"experts": given}
-        if state is not None:
-            options["state"] = state
-        if ids is not None:
-            options["ids"] = ids
+        options = of_router if given is None else {**of_router, "experts": given}
         routing: Routing = self.router(x, token_mask, **options)
         return routing
 

@@ -118,11 +118,11 @@ class TransformersMoE(MoEFeedForward):
         token_mask: Tensor | None,
         leading_dims: Sequence[int],
         given: Tensor | None,
-        state: Tensor | None,
-        ids: Tensor | None,
+        of_router: Mapping[str, Tensor],
     ) -> Routing:
         """Call the router of the block, whose output transformers records, and select experts by its logits."""
         router, family, bias = self.router, self.family, self._correction_bias
+        state, ids = of_router.get("state"), of_router.get("ids")
         is_outside = bias is not None and "." not in self._keys["router.score_correction_bias"]
         tokens = x.view(*leading_dims, -1) if family.has_capacity or family.has_state else x
         if ids is not None:
