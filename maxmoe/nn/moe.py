@@ -243,12 +243,12 @@ class MoE(nn.Module):
         hooks, mask = self.routing_hooks, None if token_mask is None else token_mask.reshape(-1)
         # Hooks that give no experts do not decide: a recomputation, which may have others, takes the same way.
         given = given_experts(hooks, x.shape[:-1], x.device, mask) if hooks else None
-        needs_parts = any(each is not None for each in (token_mask, given, router_state, router_inputs))
+        is_plain = token_mask is None and given is None and router_state is None and router_inputs is None
         if self.metrics_accumulator is None and torch.is_grad_enabled() and self._balances_step():
             raise ValueError(
                 "load_balance_scope 'step' needs maxmoe.StatsAccumulator(model), whose update() ends the step, got none"
             )
-        if not needs_parts and not is_traced() and (in_one := self._in_one_operator(x)) is not None:
+        if is_plain and not is_traced() and (in_one := self._in_one_operator(x)) is not None:
             return in_one
         leading_dims = x.shape[:-1]
         check_tokens(x, self.config.hidden_size, self.expert_dtype)
