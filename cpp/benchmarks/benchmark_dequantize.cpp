@@ -1,22 +1,23 @@
 #include "kernels/quantized/dequantize.h"
 
 #include "cases.h"
+#include "kernels/quantized/formats.h"
 
 namespace maxmoe::benchmarks {
 namespace {
 
 struct Format {
   const char* name;
-  Codes codes;
+  const Codes* codes;
   ScaleType scale_type;
   int log2_rows_per_scale;
   int log2_columns_per_scale;
 };
-constexpr Format kFormats[] = {{"mxfp4", Codes::e2m1, ScaleType::e8m0, 0, 5},
-                               {"nf4", Codes::nf4, ScaleType::float32, 0, 6},
-                               {"int4", Codes::int4, ScaleType::bfloat16, 0, 7},
-                               {"int8", Codes::int8, ScaleType::float32, 0, 62},
-                               {"fp8", Codes::e4m3, ScaleType::float32, 7, 7}};
+constexpr Format kFormats[] = {{"mxfp4", &Mxfp4::kCodes, ScaleType::e8m0, 0, 5},
+                               {"nf4", &Nf4::kCodes, ScaleType::float32, 0, 6},
+                               {"int4", &Int4::kCodes, ScaleType::bfloat16, 0, 7},
+                               {"int8", &Int8::kCodes, ScaleType::float32, 0, 62},
+                               {"fp8", &Fp8::kCodes, ScaleType::float32, 7, 7}};
 
 template <class T>
 void benchmark(Session& session, const RowsShape& shape, const Format& format) {
@@ -24,7 +25,7 @@ void benchmark(Session& session, const RowsShape& shape, const Format& format) {
   if (!session.is_selected(c)) return;
   const int64_t columns = shape.hidden_size;
   // Any bytes are valid codes. A row of codes ends at a multiple of 4 bytes.
-  const int64_t row_bytes = (columns * bits_per_code(format.codes) + 31) / 32 * 4;
+  const int64_t row_bytes = (columns * format.codes->bits + 31) / 32 * 4;
   const Table<T> codes(shape.num_rows, row_bytes / int64_t{sizeof(T)});
   const Table<T> out(shape.num_rows, columns);
   // 0x3f in every byte is an ordinary scale in every type.

@@ -3,14 +3,13 @@
 #pragma once
 
 #include "cuda/launch.h"
-#include "kernels/experts/activation_formulas.h"
+#include "kernels/experts/activation.h"
 
 namespace maxmoe::cuda {
 
 // In float32, with the approximations of the device.
 struct ApproximateMath : NumberMath<float> {
-  MAXMOE_DEVICE static float exp(float x) { return approximate_exp(x); }
-  MAXMOE_DEVICE static float inverse(float x) { return approximate_inverse(x); }
+  MAXMOE_DEVICE static float sigmoid(float x) { return approximate_inverse(1.0F + approximate_exp(-x)); }
 };
 
 // Approximations change activation and derivative by less than half a unit of 16-bit numbers (test_activate_rows.cpp).

@@ -6,7 +6,7 @@
 // with a message that names operator and argument. Throws std::runtime_error if a kernel cannot be started.
 #pragma once
 
-#include "kernels/experts/activation_kind.h"
+#include "kernels/experts/activation.h"
 #include "kernels/matrix/dtype.h"
 #include "kernels/matrix/matrix_view.h"
 #include "kernels/routing/route.h"

@@ -5,11 +5,10 @@
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/gelu_backward.h>
 #include <ATen/ops/mul.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/relu.h>
 #include <ATen/ops/silu.h>
 #include <ATen/ops/silu_backward.h>
-#include <ATen/ops/tanh_backward.h>
-#include <ATen/ops/threshold_backward.h>
 
 #include <algorithm>
 #include <cmath>
@@ -23,145 +22,61 @@
 namespace maxmoe::ops {
 namespace {
 
-// a * b, in the memory of `a` unless autograd records the product.
-Tensor times(const Tensor& a, const Tensor& b) {
-  const auto is_recorded = [](const Tensor& tensor) { return requires_grad(tensor) || has_tangent(tensor); };
-  return is_recorded(a) || is_recorded(b) ? a * b : a.mul_(b);
-}
+// Operations on tensors. With a 16-bit dtype each of them rounds.
+struct TensorMath {
+  using Scalar = double;
+  using Value = Tensor;
 
-// cap * tanh(x / cap)
-Tensor softcapped(const Tensor& x, double cap) {
-  return (x / cap).tanh() * cap;
-}
+  static Tensor exp(const Tensor& x) { return x.exp(); }
+  static Tensor tanh(const Tensor& x) { return x.tanh(); }
+  static Tensor erf(const Tensor& x) { return x.erf(); }
+  static Tensor sigmoid(const Tensor& x) { return x.sigmoid(); }
+  static Tensor square(const Tensor& x) { return x.square(); }
+  static Tensor cube(const Tensor& x) { return x.pow(3); }
+  static Tensor abs(const Tensor& x) { return x.abs(); }
+  static Tensor positive(const Tensor& x) { return at::relu(x); }
+  static Tensor at_most(const Tensor& x, double limit) { return std::isinf(limit) ? x : x.clamp_max(limit); }
+  static Tensor between(const Tensor& x, double limit) { return std::isinf(limit) ? x : x.clamp(-limit, limit); }
+  static Tensor zero_where(const Tensor& condition, const Tensor& x) { return x.masked_fill(condition, 0); }
+  static Tensor one_where(const Tensor& condition) { return condition; }
 
-constexpr double kSteepness = 1.702;  // swigluoai: f(x) = x * sigmoid(1.702 * x)
-
-// f(x), in new memory.
-Tensor value_of(const ActivationKind& kind, const Tensor& x) {
-  switch (kind.activation) {
-    case Activation::silu:
-      return at::silu(x);
-    case Activation::swigluoai:
-      return times((x * kSteepness).sigmoid(), x);
-    case Activation::gelu:
-      return at::gelu(x, "none");
-    case Activation::gelu_tanh:
-      return at::gelu(x, "tanh");
-    case Activation::relu:
-      return at::relu(x);
-    case Activation::relu2:
-      return at::relu(x).square();
-    case Activation::situ:
-      return times(x.sigmoid(), softcapped(x, kind.gate_softcap));
-  }
-  return {};
-}
-
-// out = grad * f'(x). `out` may be x.
-Tensor& store_gradient(const ActivationKind& kind, Tensor& out, const Tensor& grad, const Tensor& x) {
-  switch (kind.activation) {
-    case Activation::silu:
-      return at::silu_backward_out(out, grad, x);
-    case Activation::swigluoai:
-      // Its derivative at x equals the derivative of silu at 1.702 * x.
-      return at::silu_backward_out(out, grad, x * kSteepness);
-    case Activation::gelu:
-      return at::gelu_backward_out(out, grad, x, "none");
-    case Activation::gelu_tanh:
-      return at::gelu_backward_out(out, grad, x, "tanh");
-    case Activation::relu:
-      return at::threshold_backward_out(out, grad, x, 0);
-    case Activation::relu2:
-      return at::mul_out(out, at::relu(x).mul_(2), grad);
-    case Activation::situ: {
-      const Tensor sigmoid = x.sigmoid();
-      const Tensor tanh = (x / kind.gate_softcap).tanh_();
-      const Tensor of_cap = at::tanh_backward(sigmoid, tanh);
-      const Tensor slope = tanh.mul_(kind.gate_softcap).mul_(sigmoid).mul_(1 - sigmoid).add_(of_cap);
-      return at::mul_out(out, grad, slope);
+  // The functions that ATen computes in one pass, and rounds once. A derivative is the gradient for a gradient of 1.
+  template <bool kWithSlope>
+  static std::optional<ValueAndSlope<TensorMath>> in_one_pass(const ActivationKind& kind, const Tensor& x) {
+    const auto with_slope = [&](const Tensor& value, const auto& backward) {
+      return ValueAndSlope<TensorMath>{value, kWithSlope ? backward(at::ones({}, x.options()).expand_as(x)) : Tensor()};
+    };
+    switch (kind.activation) {
+      case Activation::silu:
+        return with_slope(at::silu(x), [&](const Tensor& one) { return at::silu_backward(one, x); });
+      case Activation::swigluoai:
+        // Its derivative at x equals the derivative of silu at kSteepness * x.
+        return with_slope((x * kSteepness).sigmoid() * x,
+                          [&](const Tensor& one) { return at::silu_backward(one, x * kSteepness); });
+      case Activation::gelu:
+        return with_slope(at::gelu(x), [&](const Tensor& one) { return at::gelu_backward(one, x); });
+      case Activation::gelu_tanh:
+        return with_slope(at::gelu(x, "tanh"), [&](const Tensor& one) { return at::gelu_backward(one, x, "tanh"); });
+      default:
+        return std::nullopt;
     }
   }
-  return out;
-}
-
-// Infinite if the limit is larger than every number of the dtype: then nothing is clipped.
-double limit_of(const ActivationKind& kind, const Tensor& x) {
-  double largest = std::numeric_limits<double>::max();
-  if (x.scalar_type() == at::kHalf) largest = std::numeric_limits<c10::Half>::max();
-  if (x.scalar_type() == at::kBFloat16) largest = std::numeric_limits<c10::BFloat16>::max();
-  return kind.limit > largest ? std::numeric_limits<double>::infinity() : kind.limit;
-}
-
-// x clipped from above if the limit of the kind is for `target`.
-Tensor clipped(const ActivationKind& kind, LimitTarget target, const Tensor& x, double limit) {
-  return std::isinf(limit) || kind.limit_target != target ? x : x.clamp_max(limit);
-}
-
-// f(gate) with its limit, and the tensor that the limit clips, before the clipping: the gate or f(gate).
-struct GateValue {
-  Tensor value;
-  Tensor limited;
 };
 
-GateValue gate_value(const ActivationKind& kind, const Tensor& gate, double limit) {
-  const Tensor value = value_of(kind, clipped(kind, LimitTarget::input, gate, limit));
-  const Tensor limited = kind.limit_target == LimitTarget::input ? gate : value;
-  return {clipped(kind, LimitTarget::output, value, limit), limited};
+// The kind with an infinite limit if it is larger than every number of the dtype: then nothing is clipped.
+ActivationKind in_range(ActivationKind kind, at::ScalarType dtype) {
+  double largest = std::numeric_limits<double>::max();
+  if (dtype == at::kHalf) largest = std::numeric_limits<c10::Half>::max();
+  if (dtype == at::kBFloat16) largest = std::numeric_limits<c10::BFloat16>::max();
+  if (kind.limit > largest) kind.limit = std::numeric_limits<double>::infinity();
+  return kind;
 }
 
-// The factor of f(gate), a function of up.
-Tensor factor_of(const ActivationKind& kind, const Tensor& up, double limit) {
-  if (kind.activation == Activation::situ) return softcapped(up, kind.up_softcap);
-  const Tensor clipped = std::isinf(limit) ? up : up.clamp(-limit, limit);
-  return kind.activation == Activation::swigluoai ? clipped + 1 : clipped;
-}
-
-// up = grad * the derivative of factor_of
-void store_factor_gradient(const ActivationKind& kind, Tensor& up, const Tensor& grad, const Tensor& value,
-                           double limit) {
-  if (kind.activation == Activation::situ) {
-    const Tensor tanh = (up / kind.up_softcap).tanh_();
-    at::mul_out(up, grad, value);
-    at::tanh_backward_out(up, up, tanh);
-    return;
-  }
-  const Tensor is_clipped = std::isinf(limit) ? Tensor() : up.abs().gt(limit);
-  at::mul_out(up, grad, value);
-  if (is_clipped.defined()) up.masked_fill_(is_clipped, 0);
-}
-
-// Every step frees or overwrites the tensors that no later step reads: beside gate, up and grad there are two at a
-// time.
-Tensor activation_gradient_aten(const ActivationKind& kind, const Tensor& grad, Tensor gate, Tensor up,
-                                bool wants_activated) {
-  Tensor activated;
-  if (kind.gate == GateLayout::none) {
-    if (wants_activated) activated = value_of(kind, up);
-    store_gradient(kind, up, grad, up);
-    return activated;
-  }
-  const double limit = limit_of(kind, up);
-  const auto [value, limited] = gate_value(kind, gate, limit);
-  const Tensor factor = factor_of(kind, up, limit);
-  {
-    const Tensor is_clipped = std::isinf(limit) ? Tensor() : limited.gt(limit);
-    store_gradient(kind, gate, grad * factor, clipped(kind, LimitTarget::input, gate, limit));
-    if (is_clipped.defined()) gate.masked_fill_(is_clipped, 0);
-  }
-  if (wants_activated) activated = value * factor;
-  store_factor_gradient(kind, up, grad, value, limit);
-  return activated;
-}
-
-Activation parse_activation(const char* op, std::string_view name) {
-  return parse<Activation>(op, "activation", name,
-                           {{"silu", Activation::silu},
-                            {"gelu", Activation::gelu},
-                            {"gelu_tanh", Activation::gelu_tanh},
-                            {"relu", Activation::relu},
-                            {"relu2", Activation::relu2},
-                            {"swigluoai", Activation::swigluoai},
-                            {"situ", Activation::situ}});
+Tensor activation_gradient_aten(const ActivationKind& kind, const Tensor& grad, Tensor gate, Tensor up) {
+  const auto f = activate_pair<TensorMath, true>(in_range(kind, up.scalar_type()), gate, up);
+  if (gate.defined()) at::mul_out(gate, f.gate_slope, grad);
+  at::mul_out(up, f.up_slope, grad);
+  return f.activated;
 }
 
 LimitTarget parse_limit_target(const char* op, std::string_view name) {
@@ -171,7 +86,7 @@ LimitTarget parse_limit_target(const char* op, std::string_view name) {
 }  // namespace
 
 void ActivationArguments::check(const char* op, GateLayout gate) const {
-  const Activation activation = parse_activation(op, name);
+  const Activation activation = parse<Activation>(op, "activation", name, kActivations);
   const LimitTarget target = parse_limit_target(op, limit_target);
   const bool gated = gate != GateLayout::none;
   const bool has_softcaps = activation == Activation::situ;
@@ -196,7 +111,7 @@ ActivationKind ActivationArguments::kind(const char* op, GateLayout gate, at::Sc
   const bool is_double = dtype == at::kDouble;
   const double largest = is_double ? std::numeric_limits<double>::max() : std::numeric_limits<float>::max();
   const double bound = limit.value_or(infinity);
-  return {parse_activation(op, name),
+  return {parse<Activation>(op, "activation", name, kActivations),
           gate,
           bound > largest ? infinity : bound,
           parse_limit_target(op, limit_target),
@@ -215,9 +130,7 @@ std::pair<Tensor, Tensor> gate_and_up(GateLayout layout, const Tensor& preactiva
 }
 
 Tensor activated_rows(const ActivationKind& kind, const Tensor& gate, const Tensor& up) {
-  if (kind.gate == GateLayout::none) return value_of(kind, up);
-  const double limit = limit_of(kind, up);
-  return times(gate_value(kind, gate, limit).value, factor_of(kind, up, limit));
+  return activate_pair<TensorMath, false>(in_range(kind, up.scalar_type()), gate, up).activated;
 }
 
 Tensor activate(const ActivationKind& kind, const Tensor& gate, const Tensor& up) {
@@ -236,7 +149,7 @@ ActivationResults activation_gradient(const ActivationKind& kind, const Tensor& 
                                       const OptionalTensor& weights, bool wants_activated, bool wants_products) {
   const auto kernels = cuda_kernels(up, "activate_rows_backward");
   if (!kernels.has_value()) {
-    const Tensor rows = activation_gradient_aten(kind, grad, gate, up, wants_activated || wants_products);
+    const Tensor rows = activation_gradient_aten(kind, grad, gate, up);
     return {rows, wants_products ? row_products(rows, grad) : Tensor()};
   }
   ActivationResults results;

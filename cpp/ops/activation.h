@@ -9,7 +9,7 @@
 #include <tuple>
 #include <utility>
 
-#include "kernels/experts/activation_kind.h"
+#include "kernels/experts/activation.h"
 
 namespace maxmoe::ops {
 

@@ -6,7 +6,6 @@
 #include <algorithm>
 
 #include "kernels/quantized/dequantize.h"
-#include "kernels/quantized/value_tables.h"
 #include "ops/backend.h"
 #include "ops/memory.h"
 #include "ops/operators.h"
@@ -16,18 +15,15 @@ namespace {
 
 constexpr const char* kDequantize = "dequantize";
 
-bool has_table(Codes codes) {
-  return codes != Codes::int8 && codes != Codes::e4m3;
-}
-
 // The numbers that codes stand for, in float32 [L, rows, columns], without zero points.
 Tensor looked_up(const QuantizedMatrix& m, const Tensor& codes, const Tensor& table) {
-  if (!has_table(m.codes)) {
-    return codes.contiguous().view(m.codes == Codes::int8 ? at::kChar : at::kFloat8_e4m3fn).to(at::kFloat);
+  if (m.codes->type != ByteType::none) {
+    const auto type = m.codes->type == ByteType::int8 ? at::kChar : at::kFloat8_e4m3fn;
+    return codes.contiguous().view(type).to(at::kFloat);
   }
   const Tensor low = codes.bitwise_and(0x0f);
   const Tensor high = codes.bitwise_right_shift(4);
-  const bool is_high_first = m.codes == Codes::nf4;
+  const bool is_high_first = m.codes->is_high_first;
   const Tensor all = at::stack({is_high_first ? high : low, is_high_first ? low : high}, -1).flatten(2);
   const Tensor index = all.narrow(2, 0, m.columns).to(at::kInt);
   return table.index_select(0, index.view(-1)).view(index.sizes());
@@ -48,10 +44,9 @@ Tensor of_elements(const Tensor& blocks, const QuantizedMatrix& m) {
 Tensor values_of_codes(const Weights& w) {
   if (!w.is_quantized()) return {};
   const QuantizedMatrix m = quantized_view(w).first;
-  if (!has_table(m.codes)) return {};
-  const CodeTable& table = table_of(m.codes, m.zeros != nullptr);
+  if (m.codes->type != ByteType::none) return {};
   const Tensor values = at::empty({16}, w.tensor->options().dtype(at::kFloat));
-  for (int64_t code = 0; code < 16; ++code) values.select(0, code).fill_(table.values[static_cast<size_t>(code)]);
+  for (int64_t code = 0; code < 16; ++code) values.select(0, code).fill_(m.values().values[static_cast<size_t>(code)]);
   return values;
 }
 

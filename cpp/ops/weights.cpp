@@ -1,32 +1,41 @@
 #include "ops/weights.h"
 
+#include <array>
 #include <bit>
+#include <span>
 #include <string>
 
+#include "kernels/quantized/formats.h"
 #include "ops/autograd.h"
 #include "ops/operators.h"
 
 namespace maxmoe::ops {
 namespace {
 
-// A format: its codes and the shape of a block that shares a scale. kWholeRow: a block is a whole row; kAnyGroup: the
-// number of columns follows from the number of scales.
 struct Format {
-  Codes codes;
+  const Codes* codes;
+  std::span<const ScaleType> scale_types;
   int64_t rows_per_scale;
-  int64_t columns_per_scale;
+  int64_t columns_per_scale;  // as in NamedFormat
 };
 
-constexpr int64_t kWholeRow = 0;
-constexpr int64_t kAnyGroup = -1;
 constexpr int64_t kSmallestGroup = 32;
 static_assert(kSmallestGroup >= kMinColumnsPerScale);
 
-constexpr std::pair<const char*, Format> kFormats[] = {
-    {"mxfp4", {Codes::e2m1, 1, 32}},          {"nf4", {Codes::nf4, 1, 64}},
-    {"int4", {Codes::int4, 1, kAnyGroup}},    {"int8", {Codes::int8, 1, kWholeRow}},
-    {"fp8_row", {Codes::e4m3, 1, kWholeRow}}, {"fp8_block", {Codes::e4m3, 128, 128}},
-};
+constexpr auto kFormats = [] {
+  std::array<std::pair<const char*, Format>, Formats::kNumNames> all;
+  size_t i = 0;
+  Formats::with_each([&]<class F> {
+    for (const NamedFormat& named : F::kNames) {
+      all[i++] = {named.name, {&F::kCodes, F::Scales::kAll, named.rows_per_scale, named.columns_per_scale}};
+    }
+  });
+  return all;
+}();
+
+// The dtypes of scales, in the order of ScaleType.
+constexpr std::pair<at::ScalarType, const char*> kScaleDtypes[] = {
+    {at::kByte, "uint8"}, {at::kFloat, "float32"}, {at::kBFloat16, "bfloat16"}, {at::kHalf, "float16"}};
 
 // Without an overflow for any size: `columns` may be any number.
 int64_t blocks_of(int64_t size, int64_t block) {
@@ -42,28 +51,29 @@ int64_t columns_per_scale(const Format& format, int64_t columns, int64_t scales_
   return block;
 }
 
-ScaleType scale_type(at::ScalarType type) {
-  switch (type) {
-    case at::kByte:
-      return ScaleType::e8m0;
-    case at::kFloat:
-      return ScaleType::float32;
-    case at::kBFloat16:
-      return ScaleType::bfloat16;
-    default:
-      return ScaleType::float16;
+// The type of scales of a dtype; none if the format has no such scales.
+std::optional<ScaleType> scale_type(const Format& format, at::ScalarType dtype) {
+  for (const ScaleType type : format.scale_types) {
+    if (kScaleDtypes[static_cast<size_t>(type)].first == dtype) return type;
   }
+  return std::nullopt;
+}
+
+// "float32, bfloat16 or float16"
+std::string scale_dtypes(const Format& format) {
+  std::string names;
+  for (const ScaleType& type : format.scale_types) {
+    if (!names.empty()) names += &type == &format.scale_types.back() ? " or " : ", ";
+    names += kScaleDtypes[static_cast<size_t>(type)].second;
+  }
+  return names;
 }
 
 // The names of the arguments begin with `prefix`.
 void check_scales(const char* op, const std::string& prefix, const Format& format, const Weights& w) {
   const Tensor& scales = *w.scales;
-  const bool is_exponent = format.codes == Codes::e2m1;
-  const auto type = scales.scalar_type();
-  const bool is_legal =
-      is_exponent ? type == at::kByte : type == at::kFloat || type == at::kBFloat16 || type == at::kHalf;
-  MAXMOE_CHECK(is_legal, op, prefix, "scales must be ", is_exponent ? "uint8" : "float32, bfloat16 or float16",
-               " for the format ", *w.format, ", got ", type);
+  MAXMOE_CHECK(scale_type(format, scales.scalar_type()).has_value(), op, prefix, "scales must be ",
+               scale_dtypes(format), " for the format ", *w.format, ", got ", scales.scalar_type());
   const int64_t rows = blocks_of(w.tensor->size(1), format.rows_per_scale);
   int64_t columns = w.columns > 0 ? 1 : 0;
   if (format.columns_per_scale > 0) columns = blocks_of(w.columns, format.columns_per_scale);
@@ -128,13 +138,13 @@ void check_weights(const char* op, const char* name, const char* shape, const We
   Argument(op, name, *w.tensor).has_dims(3, "[L, rows, bytes]");
   MAXMOE_CHECK(w.tensor->scalar_type() == at::kByte, op, argument, " must be uint8 with the format ", *w.format,
                ", got ", w.tensor->scalar_type());
-  const int64_t bytes = blocks_of(w.columns, 8 / bits_per_code(format.codes));
+  const int64_t bytes = blocks_of(w.columns, 8 / format.codes->bits);
   MAXMOE_CHECK(w.columns >= 0 && w.tensor->size(2) == bytes, op, argument, " must have ", bytes, " bytes per row for ",
                w.columns, " columns in the format ", *w.format, ", got shape ", w.tensor->sizes());
   MAXMOE_CHECK(w.scales.has_value(), op, prefix, "scales must be given with the format ", *w.format, ", got None");
   check_scales(op, prefix, format, w);
   if (!w.zeros.has_value()) return;
-  MAXMOE_CHECK(format.codes == Codes::int4, op, prefix, "zeros must be None with the format ", *w.format,
+  MAXMOE_CHECK(format.codes->values_with_zeros != nullptr, op, prefix, "zeros must be None with the format ", *w.format,
                ", got shape ", w.zeros->sizes());
   MAXMOE_CHECK(w.zeros->scalar_type() == at::kByte && w.zeros->sizes() == w.scales->sizes(), op, prefix,
                "zeros must be uint8 of the shape of the scales, ", w.scales->sizes(), ", got ", w.zeros->scalar_type(),
@@ -158,7 +168,7 @@ QuantizedStack quantized_view(const Weights& w) {
   m.row_bytes = w.tensor->stride(1);
   m.rows = w.tensor->size(1);
   m.columns = w.columns;
-  m.scale_type = scale_type(scales.scalar_type());
+  m.scale_type = *scale_type(format, scales.scalar_type());
   m.scales = static_cast<const std::byte*>(scales.const_data_ptr());
   m.zeros = w.zeros.has_value() ? const_pointer<uint8_t>(*w.zeros) : nullptr;
   m.scales_per_row = scales.size(2);

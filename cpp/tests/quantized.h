@@ -5,8 +5,10 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <string>
 #include <vector>
 
+#include "kernels/quantized/formats.h"
 #include "kernels/quantized/quantized_matrix.h"
 #include "matrix.h"
 #include "random.h"
@@ -15,24 +17,35 @@ namespace maxmoe {
 
 // A format: codes, the type of the scales, and the rows and columns of a block as powers of two.
 struct QuantizedFormat {
-  Codes codes;
+  const Codes* codes;
   ScaleType scale_type;
   int log2_rows;
   int log2_columns;
   bool has_zeros;
 };
 
-constexpr int kWholeRow = 62;
-inline const std::vector<QuantizedFormat> kQuantizedFormats = {{Codes::e2m1, ScaleType::e8m0, 0, 5, false},
-                                                               {Codes::nf4, ScaleType::float32, 0, 6, false},
-                                                               {Codes::int4, ScaleType::bfloat16, 0, 5, false},
-                                                               {Codes::int4, ScaleType::float16, 0, 6, true},
-                                                               {Codes::int4, ScaleType::float32, 0, 7, true},
-                                                               {Codes::int4, ScaleType::float32, 0, 8, false},
-                                                               {Codes::int8, ScaleType::float32, 0, kWholeRow, false},
-                                                               {Codes::int8, ScaleType::float16, 0, kWholeRow, false},
-                                                               {Codes::e4m3, ScaleType::bfloat16, 0, kWholeRow, false},
-                                                               {Codes::e4m3, ScaleType::float32, 7, 7, false}};
+constexpr int kLog2WholeRow = 62;
+inline const std::vector<QuantizedFormat> kQuantizedFormats = {
+    {&Mxfp4::kCodes, ScaleType::e8m0, 0, 5, false},
+    {&Nf4::kCodes, ScaleType::float32, 0, 6, false},
+    {&Int4::kCodes, ScaleType::bfloat16, 0, 5, false},
+    {&Int4::kCodes, ScaleType::float16, 0, 6, true},
+    {&Int4::kCodes, ScaleType::float32, 0, 7, true},
+    {&Int4::kCodes, ScaleType::float32, 0, 8, false},
+    {&Int8::kCodes, ScaleType::float32, 0, kLog2WholeRow, false},
+    {&Int8::kCodes, ScaleType::float16, 0, kLog2WholeRow, false},
+    {&Fp8::kCodes, ScaleType::bfloat16, 0, kLog2WholeRow, false},
+    {&Fp8::kCodes, ScaleType::float32, 7, 7, false},
+    // Blocks of 16 columns, as NVFP4 has them.
+    {&Mxfp4::kCodes, ScaleType::e8m0, 0, 4, false},
+    {&Nf4::kCodes, ScaleType::bfloat16, 0, 4, false}};
+
+// A format in the messages of tests.
+inline std::string text(const QuantizedFormat& format) {
+  std::string name;
+  Formats::with(format.codes, [&]<class Format> { name = Format::kNames[0].name; });
+  return name + ", scale type " + std::to_string(static_cast<int>(format.scale_type));
+}
 
 // Whether all scales are between 1/256 and 1; otherwise some are zero, subnormal, the smallest normal or the largest
 // numbers.
@@ -46,7 +59,7 @@ class QuantizedTestMatrix {
                       bool has_nan = false)
       : format_(format), rows_(rows), columns_(columns), random_(seed) {
     for (int code = 0; code < 256; ++code) values_[static_cast<size_t>(code)] = value_of(static_cast<uint8_t>(code));
-    row_bytes_ = (columns * bits_per_code(format.codes) + 7) / 8 + kGap;
+    row_bytes_ = (columns * format.codes->bits + 7) / 8 + kGap;
     for (int64_t i = 0; i < rows * row_bytes_; ++i) codes_.push_back(random_code(has_nan));
     scales_per_row_ = columns == 0 ? 0 : ((columns - 1) >> format.log2_columns) + 1;
     const int64_t rows_of_scales = rows == 0 ? 0 : ((rows - 1) >> format.log2_rows) + 1;
@@ -77,7 +90,7 @@ class QuantizedTestMatrix {
   float element(int64_t row, int64_t column) const {
     const int64_t block = (row >> format_.log2_rows) * scales_per_row_ + (column >> format_.log2_columns);
     float value = values_[code(row, column)];
-    if (format_.codes == Codes::int4) value -= format_.has_zeros ? zeros_[static_cast<size_t>(block)] : 8.0F;
+    if (format_.codes == &Int4::kCodes) value -= format_.has_zeros ? zeros_[static_cast<size_t>(block)] : 8.0F;
     return value * scale(block);
   }
 
@@ -93,10 +106,10 @@ class QuantizedTestMatrix {
   }
 
   uint8_t code(int64_t row, int64_t column) const {
-    const int64_t bits = bits_per_code(format_.codes);
+    const int64_t bits = format_.codes->bits;
     const uint8_t byte = codes_[static_cast<size_t>(row * row_bytes_ + column * bits / 8)];
     if (bits == 8) return byte;
-    const bool is_high = (column % 2 == 0) == (format_.codes == Codes::nf4);
+    const bool is_high = (column % 2 == 0) == (format_.codes == &Nf4::kCodes);
     return is_high ? byte >> 4 : byte & 15;
   }
 
@@ -105,7 +118,7 @@ class QuantizedTestMatrix {
 
   uint8_t random_code(bool has_nan) {
     const auto byte = static_cast<uint8_t>(random_.bits());
-    return format_.codes == Codes::e4m3 && byte % 128 == 127 && !has_nan ? byte - 1 : byte;
+    return format_.codes == &Fp8::kCodes && byte % 128 == 127 && !has_nan ? byte - 1 : byte;
   }
 
   void push_scale(Scales scales) {
@@ -180,18 +193,11 @@ class QuantizedTestMatrix {
                                     0.5626170039176941F,
                                     0.7229568362236023F,
                                     1.0F};
-    switch (format_.codes) {
-      case Codes::e2m1:
-        return small_float(code, 2, 1);
-      case Codes::nf4:
-        return kQuantiles[code % 16];
-      case Codes::int4:
-        return code;
-      case Codes::int8:
-        return static_cast<int8_t>(code);
-      default:
-        return code % 128 == 127 ? std::numeric_limits<float>::quiet_NaN() : small_float(code, 4, 3);
-    }
+    if (format_.codes == &Mxfp4::kCodes) return small_float(code, 2, 1);
+    if (format_.codes == &Nf4::kCodes) return kQuantiles[code % 16];
+    if (format_.codes == &Int4::kCodes) return code;
+    if (format_.codes == &Int8::kCodes) return static_cast<int8_t>(code);
+    return code % 128 == 127 ? std::numeric_limits<float>::quiet_NaN() : small_float(code, 4, 3);
   }
 
   QuantizedFormat format_;

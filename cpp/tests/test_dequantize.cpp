@@ -28,8 +28,7 @@ class DequantizeTest : public testing::Test {
   }
 
   static void check(const QuantizedFormat& format, int64_t rows, int64_t columns, Scales scales) {
-    SCOPED_TRACE(testing::Message() << "codes " << static_cast<int>(format.codes) << ", [" << rows << ", " << columns
-                                    << "]");
+    SCOPED_TRACE(testing::Message() << text(format) << ", [" << rows << ", " << columns << "]");
     const QuantizedTestMatrix matrix(format, rows, columns, scales, 1, true);
     QuantizedStack stack;
     stack.first = matrix.view();
@@ -58,7 +57,7 @@ TYPED_TEST(DequantizeTest, AllCodes) {
     for (int64_t r = 0; r < 40; ++r) {
       for (int64_t c = 0; c < 257; ++c) codes.insert(matrix.code(r, c));
     }
-    EXPECT_EQ(codes.size(), size_t{1} << bits_per_code(format.codes));
+    EXPECT_EQ(codes.size(), size_t{1} << format.codes->bits);
     this->check(format, 40, 257, Scales::moderate);
     this->check(format, 40, 257, Scales::any);
   }

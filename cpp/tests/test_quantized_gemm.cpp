@@ -29,10 +29,8 @@ struct Sizes {
 template <class T, class Multiply>
 void check_product(const QuantizedFormat& format, Sizes s, bool is_transposed, Scales scales,
                    const Multiply& multiply) {
-  SCOPED_TRACE(testing::Message() << "codes " << static_cast<int>(format.codes) << ", scale type "
-                                  << static_cast<int>(format.scale_type) << ", [" << s.rows << ", " << s.depth
-                                  << "] x [" << s.depth << ", " << s.columns << "]"
-                                  << (is_transposed ? ", transposed" : "")
+  SCOPED_TRACE(testing::Message() << text(format) << ", [" << s.rows << ", " << s.depth << "] x [" << s.depth << ", "
+                                  << s.columns << "]" << (is_transposed ? ", transposed" : "")
                                   << (scales == Scales::any ? ", any scales" : ""));
   const auto a = Matrix<T>::random(s.rows, s.depth, 1);
   const QuantizedTestMatrix b(format, is_transposed ? s.columns : s.depth, is_transposed ? s.depth : s.columns, scales,
@@ -136,7 +134,7 @@ TYPED_TEST(QuantizedGemmTest, MoreThanOneOuterBlock) {
 // Scales of E2M1 that are far apart, with rows of A and sums that are so small or large that one of both products, with
 // scaled weights or with scaled sums, would leave the normal numbers.
 TEST(QuantizedGemm, NumbersOfAllMagnitudes) {
-  const QuantizedFormat format{Codes::e2m1, ScaleType::e8m0, 0, 5, false};
+  const QuantizedFormat format{&Mxfp4::kCodes, ScaleType::e8m0, 0, 5, false};
   for (const int exponent_of_a : {-133, -126, -118, -100, -60, -20, 0, 20, 60, 100, 118, 127}) {
     for (const int exponent_of_c : {-133, -120, -100, -60, 0, 60, 100, 127}) {
       for (const int64_t rows : {1, 3}) {

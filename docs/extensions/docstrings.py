@@ -73,13 +73,18 @@ def public_names(module: ModuleType) -> list[str]:
 # Methods of layers that torch and other parts of maxmoe call.
 INTERNAL = {
     "balanced_router",
+    "compute_others",
     "declaration",
+    "expert_dtype",
+    "expert_function",
     "extra_repr",
     "hidden_states_and_routing",
+    "in_one_operator",
+    "latent_projections",
     "losses_and_stats",
     "observed",
+    "route",
     "routed_experts",
-    "set_up_training",
 }
 
 

@@ -4,8 +4,6 @@ A component is a frozen dataclass. `dataclasses.asdict` of a config turns it int
 `MoEConfig` makes it again from such a dict, so that a config is saved as JSON.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from collections.abc import Mapping
@@ -24,7 +22,7 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swigluoai", 
 GroupScore = Literal["top2", "max"]
 RouterIds = Literal["tokens", "documents"]
 
-_KINDS: dict[str, type[Component]] = {}
+_KINDS: dict[str, type["Component"]] = {}
 
 C = TypeVar("C", bound="Component")
 
@@ -34,7 +32,7 @@ class Component:
 
     kind: str
 
-    def check(self, config: MoEConfig) -> None:
+    def check(self, config: "MoEConfig") -> None:
         """Raise a ValueError if the component contradicts other fields of its config."""
 
     @classmethod
@@ -82,6 +80,7 @@ class RouterRule(Component):
     group_score: GroupScore = "top2"
     takes_state: bool = False  # whether the router takes the state of the layer before
     scores_shared_experts: ClassVar[bool] = False  # by further logits, whose weights the shared experts get
+    normalizes: ClassVar[bool] = False  # whether `weigh` normalizes and scales the scores
     takes_ids: ClassVar[RouterIds | None] = None  # what the ids are that the router takes, the argument `router_inputs`
     num_ids: int | None = None  # how many ids there are, from 0; None for ids of any value
 
@@ -95,11 +94,11 @@ class RouterRule(Component):
         """R, width of a state that goes from layer to layer; None for a router without one."""
         return None
 
-    def is_plain(self, config: MoEConfig) -> bool:
+    def is_plain(self, config: "MoEConfig") -> bool:
         """Return whether the logits are a linear map, and `maxmoe.ops.route` alone makes their routing."""
         return type(self) is RouterRule
 
-    def make(self, config: MoEConfig, **options: Any) -> nn.Module | None:
+    def make(self, config: "MoEConfig", **options: Any) -> nn.Module | None:
         """Create the router of a layer, with a device and dtype as options; None for `maxmoe.nn.Router`."""
         return None
 
@@ -107,19 +106,19 @@ class RouterRule(Component):
         """Return the logits ``(T, E)``, given the linear map of the tokens."""
         return products
 
-    def select(self, config: MoEConfig, logits: Tensor, correction_bias: Tensor | None) -> Tensor | None:
+    def select(self, config: "MoEConfig", logits: Tensor, correction_bias: Tensor | None) -> Tensor | None:
         """Return the selected experts ``(T, K)``; None to select the best ones as `maxmoe.ops.route` does."""
         return None
 
-    def weigh(self, config: MoEConfig, weights: Tensor, of_shared: Tensor) -> tuple[Tensor, Tensor]:
-        """Return weights of the selected and of the shared experts, with `scores_shared_experts`.
+    def weigh(self, config: "MoEConfig", weights: Tensor, of_shared: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return weights of the selected and of the shared experts; None for shared experts without weights.
 
         Args:
             config: config of the layer.
-            weights: ``(T, K)``, scores of the selected experts.
-            of_shared: ``(T, n)``, logits of the shared experts.
+            weights: ``(T, K)``, weights of the selected experts; with `normalizes`, their scores.
+            of_shared: ``(T, n)``, logits of the shared experts; None without `scores_shared_experts`.
         """
-        raise NotImplementedError
+        return weights, None
 
     def reference_rows(self, tokens: Tensor, parameters: Mapping[str, Tensor], previous: Tensor | None) -> Tensor:
         """Return the input of the linear map ``(T, R)`` of tokens ``(T, D)``, given the state of the layer before."""
@@ -129,19 +128,19 @@ class RouterRule(Component):
         """Return the logits of the linear map's results."""
         return logits
 
-    def reference_select(self, config: MoEConfig, logits: Tensor, correction_bias: Tensor | None) -> Tensor | None:
+    def reference_select(self, config: "MoEConfig", logits: Tensor, correction_bias: Tensor | None) -> Tensor | None:
         """Return the selected experts ``(T, K)`` of logits ``(T, E)``; None for the best scores."""
         return None
 
     def reference_select_by_ids(
-        self, config: MoEConfig, logits: Tensor, ids: Tensor, parameters: Mapping[str, Tensor]
+        self, config: "MoEConfig", logits: Tensor, ids: Tensor, parameters: Mapping[str, Tensor]
     ) -> Tensor:
         """Return the selected experts ``(S, K)`` of one sequence, given its ids ``(S,)``, with `takes_ids`."""
         raise NotImplementedError
 
     def reference_weights(
         self,
-        config: MoEConfig,
+        config: "MoEConfig",
         weights: Tensor,
         of_shared: Tensor,
         parameters: Mapping[str, Tensor],
@@ -156,7 +155,7 @@ PLAIN = RouterRule()
 class ActivationRule(Component):
     """Activation with numbers of its own, in the place of a name and an `activation_limit`."""
 
-    def arguments(self, config: MoEConfig, *, of_shared: bool) -> dict[str, Any]:
+    def arguments(self, config: "MoEConfig", *, of_shared: bool) -> dict[str, Any]:
         """Return arguments of `maxmoe.ops.expert_ffn` for the routed or for the shared experts."""
         raise NotImplementedError
 
@@ -179,11 +178,11 @@ class SiTU(ActivationRule):
         check_number("gate_softcap", self.gate_softcap, above=0)
         check_number("up_softcap", self.up_softcap, above=0)
 
-    def check(self, config: MoEConfig) -> None:
+    def check(self, config: "MoEConfig") -> None:
         """Raise without a gate, and with a limit, which the softcaps replace."""
         config.require("activation=SiTU(...)", gated=True, activation_limit=None)
 
-    def arguments(self, config: MoEConfig, *, of_shared: bool) -> dict[str, Any]:
+    def arguments(self, config: "MoEConfig", *, of_shared: bool) -> dict[str, Any]:
         """Return the softcaps."""
         return {"activation": "situ", "gate_softcap": self.gate_softcap, "up_softcap": self.up_softcap}
 
@@ -208,7 +207,7 @@ class ZeroComputation(Component):
         for name in ("zero", "copy", "constant"):
             check_int(name, getattr(self, name), at_least=0)
 
-    def check(self, config: MoEConfig) -> None:
+    def check(self, config: "MoEConfig") -> None:
         """Raise with groups, which the other experts form, and if a constant expert would get a scaled input."""
         if self.count:
             config.require(str(self), num_groups=1)
@@ -250,7 +249,7 @@ class ExpertNorms(Component):
         for name in ("eps", "output_eps"):
             check_number(name, getattr(self, name), above=0)
 
-    def check(self, config: MoEConfig) -> None:
+    def check(self, config: "MoEConfig") -> None:
         """Raise for norms of latent rows that the layer does not have, and of outputs that have been weighted."""
         if (self.latent_in or self.latent_out) and config.latent_size is None:
             raise ValueError(f"{self} needs a latent_size, got None")

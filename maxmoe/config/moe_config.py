@@ -209,16 +209,17 @@ class MoEConfig:
 
     def _components(self) -> list[Component]:
         """Return the components of the config; components of a saved config, which are dicts, are made first."""
-        kinds: dict[str, type[Component]] = {
-            "zero_computation": ZeroComputation,
-            "expert_norms": ExpertNorms,
-            "router": RouterRule,
-            "activation": ActivationRule,
+        # A value of these types is no component.
+        kinds: dict[str, tuple[type[Component], type]] = {
+            "zero_computation": (ZeroComputation, type(None)),
+            "expert_norms": (ExpertNorms, type(None)),
+            "router": (RouterRule, str),
+            "activation": (ActivationRule, str),
         }
         found = []
-        for name, kind in kinds.items():
+        for name, (kind, other) in kinds.items():
             value = getattr(self, name)
-            if isinstance(value, str) or (value is None and not issubclass(kind, RouterRule | ActivationRule)):
+            if isinstance(value, other):
                 continue
             found.append(kind.of(name, value))
             object.__setattr__(self, name, found[-1])

@@ -98,12 +98,16 @@ def give_weights(layer: nn.Module, block: nn.Module) -> None:
     """Move the weights of a layer into a block; the layer is left on the meta device."""
     check_whole("to_transformers", layer.state_dict())
     tensors = check_tensors_of(block, layer, "to_transformers")
-    counts = {key: tensor.shape[0] for key, tensor in state_with_stacks(block).items() if key in tensors}
+    theirs, buffers = state_with_stacks(block), dict(layer.named_buffers())
+    counts = {key: tensor.shape[0] for key, tensor in theirs.items() if key in tensors}
     for key, held in tensors.items():
         _joined(key, [on_meta(parameter) for parameter in held.parameters], held, counts[key])
     for key, held in tensors.items():
         requires_grad = any(parameter.requires_grad for parameter in held.parameters)
-        _put(block, key, _joined(key, held.parameters, held, counts[key]), requires_grad)
+        joined = _joined(key, held.parameters, held, counts[key])
+        if buffers.keys() & held.entry.names:  # a correction bias, which is a parameter in some blocks
+            joined = joined.to(theirs[key].dtype)
+        _put(block, key, joined, requires_grad)
         for name in held.entry.names:
             _put(layer, name, on_meta(held.parameters.pop(0)), requires_grad)
 
@@ -135,6 +139,6 @@ def _put(module: nn.Module, name: str, tensor: Tensor | QuantizedStack, requires
     if isinstance(tensor, QuantizedStack):
         put_stack(owner, name, tensor)
     elif name in dict(owner.named_buffers(recurse=False)):
-        setattr(owner, name, tensor.to(owner.get_buffer(name).dtype))
+        setattr(owner, name, tensor.detach().to(owner.get_buffer(name).dtype))
     else:
         setattr(owner, name, nn.Parameter(tensor, requires_grad))

@@ -57,7 +57,7 @@ class Device:
     sources: Sequence[str]
     peak_flops: Mapping[str, float]
     max_share: float
-    memory: int
+    memory: float
     memory_bandwidth: float
     ranks_per_node: int
     intra_node: Link
@@ -68,18 +68,16 @@ class Device:
     def __post_init__(self) -> None:
         if not isinstance(self.sources, list | tuple) or not all(isinstance(line, str) for line in self.sources):
             raise ValueError(f"sources must be a list of texts, got {reprlib.repr(self.sources)}")
-        if not isinstance(self.peak_flops, Mapping) or not all(isinstance(dtype, str) for dtype in self.peak_flops):
+        if not isinstance(self.peak_flops, Mapping):
             raise ValueError(f"peak_flops must be values by dtype, got {reprlib.repr(self.peak_flops)}")
-        for dtype, peak in self.peak_flops.items():
-            check_number(f"peak_flops of {dtype}", peak, above=0.0)
-        for name in ("max_share", "memory_bandwidth"):
-            check_number(name, getattr(self, name), above=0.0)
+        peaks = {f"peak_flops of {dtype}": peak for dtype, peak in self.peak_flops.items()}
+        speeds = {name: getattr(self, name) for name in ("max_share", "memory", "memory_bandwidth")}
+        for name, value in (speeds | peaks).items():
+            check_number(name, value, above=0.0)
         check_number("overlap", self.overlap, at_least=0.0)
         for name in ("max_share", "overlap"):
             if getattr(self, name) > 1:
                 raise ValueError(f"{name} must be at most 1, got {getattr(self, name)}")
-        if not isinstance(self.memory, int) or isinstance(self.memory, bool) or self.memory < 1:
-            raise ValueError(f"memory must be a positive number of bytes, got {self.memory!r}")
         for name in ("ranks_per_node", "cores"):
             check_int(name, getattr(self, name), at_least=0)
 
@@ -133,12 +131,10 @@ def _device(contents: Any) -> Device:
     """Make a device of the contents of a file."""
     if not isinstance(contents, dict):
         raise ValueError(f"a device must be values by name, got {reprlib.repr(contents)}")
-    values = dict(contents)
-    for name in {"intra_node", "inter_node"} & values.keys():
+    links = {}
+    for name in {"intra_node", "inter_node"} & contents.keys():
         try:
-            values[name] = Link(**values[name])
+            links[name] = Link(**contents[name])
         except TypeError as error:
             raise ValueError(f"{name}: {error}, got {reprlib.repr(contents[name])}") from None
-    if isinstance(values.get("memory"), float) and values["memory"].is_integer():
-        values["memory"] = int(values["memory"])
-    return Device(**values)
+    return Device(**contents | links)

@@ -42,17 +42,18 @@ KINDS = {
 }
 # Operators that read and write no memory.
 ALLOCATIONS = re.compile(r"aten\.(new_)?empty|aten\._unsafe_view|c10d|fsdp\.")
-# Purposes of the collectives of parameters. FSDP2 names nothing; all other collectives of a step are named.
+# Purposes of the collectives of parameters.
 GATHER, REDUCTION = "weights", "gradients of weights"
-FSDP_GATHER, FSDP_REDUCTION = "weights of FSDP2", "gradients of FSDP2"
 
 
 class Flow(NamedTuple):
-    """Collectives with the same purpose, kind and mesh axes."""
+    """A collective: what it communicates, and the bytes that a rank sends, and receives."""
 
     purpose: str
     kind: str
     axes: str
+    num_bytes: int
+    is_of_fsdp: bool = False  # of FSDP2, which names nothing; all other collectives of a step are named
 
 
 class Work(NamedTuple):
@@ -67,23 +68,21 @@ class Measured:
     """Costs of a step, or of a part of one, on one rank.
 
     Args:
-        times: number of collectives by their flow.
-        sent: bytes that the rank sends in them, and receives.
-        work: number of operators by their work.
+        flows: number of equal collectives.
+        work: number of equal operators.
         saved: bytes that autograd keeps from the forward to the backward, without parameters and buffers.
         peak: most bytes in memory while the part runs, without parameters, gradients and buffers.
     """
 
-    times: Counter[Flow] = field(default_factory=Counter)
-    sent: Counter[Flow] = field(default_factory=Counter)
+    flows: Counter[Flow] = field(default_factory=Counter)
     work: Counter[Work] = field(default_factory=Counter)
     saved: int = 0
     peak: int = 0
 
     def add(self, other: "Measured", times: int = 1) -> None:
         """Add the costs of another part `times`; the peak is the larger one."""
-        sums: list[tuple[Counter[Any], Counter[Any]]] = [(self.times, other.times), (self.sent, other.sent)]
-        for mine, its in [*sums, (self.work, other.work)]:
+        sums: list[tuple[Counter[Any], Counter[Any]]] = [(self.flows, other.flows), (self.work, other.work)]
+        for mine, its in sums:
             for key, value in its.items():
                 mine[key] += value * times
         self.saved += other.saved * times
@@ -221,16 +220,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         leaves = tree_leaves((args, result))
         group = group_of_collective(leaves)
         num_bytes = _exchanged(func, args, group) if kind == "all-to-all" else _on_a_ring(kind, leaves, group.size())
-        purpose = f"{self._purpose(kind)}, {'backward' if is_backward_running() else 'forward'}"
-        flow = Flow(purpose, kind, self._axes_of(tuple(dist.get_process_group_ranks(group))))
-        self.parts[self._block].times[flow] += 1
-        self.parts[self._block].sent[flow] += num_bytes
+        name, when = take_name(), "backward" if is_backward_running() else "forward"
+        purpose = f"{self._purpose(name, kind)}, {when}"
+        axes = self._axes_of(tuple(dist.get_process_group_ranks(group)))
+        self.parts[self._block].flows[Flow(purpose, kind, axes, num_bytes, name is None)] += 1
 
-    def _purpose(self, kind: str) -> str:
-        """Return what the collective communicates, the same for all parameters; FSDP2 names nothing."""
-        name = take_name()
+    def _purpose(self, name: str | None, kind: str) -> str:
+        """Return what a collective communicates, the same for all parameters."""
         if name is None:
-            return FSDP_GATHER if kind == "all-gather" else FSDP_REDUCTION
+            return GATHER if kind == "all-gather" else REDUCTION
         gradient = re.fullmatch(r"gradient of (.*?)( and \d+ others)?", name)
         if name.removesuffix(", again") in self._parameters:
             return GATHER

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from maxmoe.costs.measured import FSDP_GATHER, FSDP_REDUCTION, GATHER, REDUCTION, Flow, Measured, Work
+from maxmoe.costs.measured import Measured, Work
 from maxmoe.text_table import readable_bytes, report
 
 
@@ -117,11 +117,9 @@ class Estimate:
 
 
 def traffic_of(measured: Measured) -> tuple[Traffic, ...]:
-    """Return the collectives of a step, sorted; what FSDP2 gathers and reduces are weights too."""
-    times, sent = Counter[Flow](), Counter[Flow]()
-    for flow in measured.times:
-        purpose = flow.purpose.replace(FSDP_GATHER, GATHER).replace(FSDP_REDUCTION, REDUCTION)
-        merged = flow._replace(purpose=purpose)
-        times[merged] += measured.times[flow]
-        sent[merged] += measured.sent[flow]
-    return tuple(Traffic(*flow, times[flow], sent[flow]) for flow in sorted(times) if times[flow])
+    """Return the collectives of a step, sorted."""
+    times, sent = Counter[tuple[str, str, str]](), Counter[tuple[str, str, str]]()
+    for flow, count in measured.flows.items():
+        times[flow[:3]] += count
+        sent[flow[:3]] += count * flow.num_bytes
+    return tuple(Traffic(*key, times[key], sent[key]) for key in sorted(times) if times[key])

@@ -1,10 +1,7 @@
 """Search for the fastest plans of a model on a number of ranks, of which few steps are measured."""
 
-import bisect
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 
@@ -21,7 +18,6 @@ from maxmoe.sharding.mesh import STAGE_AXIS, Mesh
 from maxmoe.sharding.rules import LogicalRules, preset_names
 
 MOST_MEASURED = 14  # steps
-NEAREST = 3  # plans that are named where no plan fits
 FACTORS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64)  # of the number of ranks, tried where no plan fits
 # Each recomputes the parts of the one before it, so that it needs more time.
 RECOMPUTE: tuple[tuple[str, ...], ...] = (
@@ -38,71 +34,47 @@ def recompute_choices(model: nn.Module) -> list[tuple[str, ...]]:
     return [*dict.fromkeys(tuple(name for name in names if name in known) for names in RECOMPUTE)]
 
 
-class Search:
-    """Plans that have been measured so far: those that fit in memory are `found`, others are `too_large`."""
+class _Search:
+    """Measured plans of a model: those that fit in memory are `found`, others `too_large`."""
 
-    def __init__(self, model: nn.Module, world_size: int, step: Step, rules: Sequence[str]) -> None:
-        self.model, self.step, self.world_size = model, step, world_size
+    def __init__(self, model: nn.Module, step: Step, rules: Sequence[str]) -> None:
+        self.model, self.step = model, step
         self.found: list[FoundPlan] = []
         self.too_large: list[FoundPlan] = []
         self._recompute = recompute_choices(model)
-        self.peak = step.device.peak(next(each.dtype for each in model.parameters() if each.is_floating_point()))
+        # Least bytes beside stored ones that a token of a micro-batch has needed with each recomputation.
+        self._per_token = [0.0] * len(self._recompute)
+        self._peak = step.device.peak(next(each.dtype for each in model.parameters() if each.is_floating_point()))
         set_recompute(model, ())
-        one_rank = Mesh.planned({})
-        options: dict[str, Any] = {"batch_size": 1, "sequence_length": step.sequence_length, "allow_unused": True}
-        (alone,) = estimate(model, one_rank, LogicalRules(), **options).ranks
-        self.flops = alone.flops * step.batch_size
-        compute = computing(alone.work, self.peak, one_rank, step.device) * step.batch_size
+        mesh, length = Mesh.planned({}), step.sequence_length
+        alone = estimate(model, mesh, LogicalRules(), batch_size=1, sequence_length=length, allow_unused=True)
+        self._flops = alone.flops * step.batch_size
+        compute = computing(alone.ranks[0].work, self._peak, mesh, step.device) * step.batch_size
         self.candidates = Candidates(model, rules, step, compute)
-        self.left, self.others, self.refused = self.candidates.of(world_size)
-        self.num_considered = len(self.left)
-        self.left = [each for each in self.left if each.stored <= step.device.memory] or self._smallest(self.left)
-        self.num_over_memory = self.num_considered - len(self.left)
-        self._exact: set[Candidate] = set()  # those whose own plan has been made
-        self._next: dict[Candidate, int] = {}  # the least recomputation that has not been tried
-        # Least bytes beside stored ones that a token has needed with each recomputation.
-        self._per_token = dict.fromkeys(range(len(self._recompute)), 0.0)
 
-    def _smallest(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        return sorted(candidates, key=lambda each: each.stored)[:NEAREST]
+    def least_bytes(self, candidate: Candidate, index: int) -> float:
+        """Return the bytes that a candidate needs with some recomputation, by what has been measured of others."""
+        return candidate.stored + self._per_token[index] * candidate.tokens
 
-    def _least(self, candidate: Candidate) -> int | None:
-        """Return the least recomputation with which a candidate may fit, by what has been measured for others."""
-        for index in range(self._next.get(candidate, 0), len(self._recompute)):
-            if candidate.stored + self._per_token[index] * candidate.tokens <= self.step.device.memory:
-                return index
-        return None
-
-    def _choose(self) -> tuple[Candidate, int] | None:
-        """Return what is measured next: the fastest candidate that may fit, else the one that needs least memory."""
-        while (candidate := next((each for each in self.left if self._least(each) is not None), None)) is not None:
-            if candidate in self._exact:
-                return candidate, self._least(candidate) or 0
-            self.left.remove(candidate)
-            exact = self.candidates.exact(candidate)
-            self._exact.add(exact)
-            bisect.insort(self.left, exact, key=lambda each: each.seconds)
-        last = len(self._recompute) - 1
-        untried = [each for each in self.left if self._next.get(each, 0) <= last]
-        if self.found or len(self.too_large) >= NEAREST + last or not untried:
-            return None
-        return min(untried, key=lambda each: each.stored + self._per_token[last] * each.tokens), last
-
-    def run(self, progress: Callable[[Iterable[int]], Iterable[int]]) -> bool:
-        """Measure candidates until there are enough; return False if Ctrl-C has ended the search."""
-        with suppress(KeyboardInterrupt):
-            for _ in progress(range(MOST_MEASURED)):
-                if (chosen := self._choose()) is None:
+    def steps(self, candidates: Sequence[Candidate]) -> Iterator[None]:
+        """Measure the fastest candidates, each with the least recomputation that fits; yield after each step."""
+        num_tried = 0
+        for candidate in candidates:
+            for index in range(len(self._recompute)):
+                if self.least_bytes(candidate, index) > self.step.device.memory:
+                    continue
+                if num_tried == MOST_MEASURED:
+                    return
+                num_tried += 1
+                fits = self.measure(candidate, index)
+                yield
+                if fits:
                     break
-                self.measure(*chosen)
-            return True
-        return False
 
-    def measure(self, candidate: Candidate, index: int) -> None:
-        """Measure a step of a candidate with some recomputation."""
+    def measure(self, candidate: Candidate, index: int) -> bool:
+        """Measure a step of a candidate with some recomputation; return False if it needs more memory than there is."""
         mesh, step, count = Mesh.planned(dict(candidate.sizes)), self.step, candidate.num_micro_batches
         set_recompute(self.model, self._recompute[index])
-        self._next[candidate] = index + 1
         try:
             costs = estimate(
                 self.model,
@@ -116,41 +88,41 @@ class Search:
                 state_dtypes=step.state_dtypes,
             )
         except ValueError as error:
-            self.refused.append(f"{mesh}, {candidate.rules}, {candidate.dispatch}: {error}")
-            self.left.remove(candidate)
-            return
-        time = step_time(costs.ranks, count, self.peak, mesh, step.device)
+            self.candidates.refused = f"{mesh}, {candidate.rules}: {error}"
+            return True
+        time = step_time(costs.ranks, count, self._peak, mesh, step.device)
+        rank_seconds = time.seconds * mesh.num_ranks
         plan = FoundPlan(
             rules=candidate.rules,
             mesh=mesh.sizes,
             dispatch=candidate.dispatch,
             recompute=self._recompute[index],
             num_micro_batches=count,
-            memory_parts=dict(costs.memory),
+            costs=costs,
             time=time,
-            flops=costs.flops,
-            tokens_per_second=step.batch_size * step.sequence_length / time.seconds / self.world_size,
-            mfu=self.flops / self.world_size / time.seconds / self.peak,
+            tokens_per_second=step.batch_size * step.sequence_length / rank_seconds,
+            mfu=self._flops / rank_seconds / self._peak,
         )
         per_token = max(0.0, (plan.memory - candidate.stored) / candidate.tokens)
         self._per_token[index] = min(self._per_token[index] or per_token, per_token)
         fits = plan.memory <= step.device.memory
         (self.found if fits else self.too_large).append(plan)
-        if fits:
-            self.left.remove(candidate)
+        return fits
 
-    def number_that_fits(self) -> int | None:
-        """Return the least multiple of the number of ranks on which the plan with least memory fits, measured."""
-        last = len(self._recompute) - 1
-        for factor in FACTORS:
-            number = factor * self.world_size
-            candidates, *_ = self.candidates.of(number)
-            for each in sorted(candidates, key=lambda each: each.stored + self._per_token[last] * each.tokens)[:1]:
-                if each.stored + self._per_token[last] * each.tokens <= self.step.device.memory:
-                    self.left, num_found = [each], len(self.found)
-                    self.measure(each, last)
-                    if len(self.found) > num_found:
-                        return number
+    def measure_smallest(self, candidates: Sequence[Candidate]) -> None:
+        """Measure the candidate that needs least memory with the most recomputation."""
+        if candidates:
+            self.measure(min(candidates, key=lambda each: self.least_bytes(each, -1)), -1)
+
+    def number_that_fits(self, world_size: int) -> int | None:
+        """Return a multiple of a number of ranks on which the smallest plan fits, measured; none has been found yet."""
+        for number in (factor * world_size for factor in FACTORS):
+            candidates = self.candidates.of(number)
+            self.measure_smallest(
+                [each for each in candidates if self.least_bytes(each, -1) <= self.step.device.memory]
+            )
+            if self.found:
+                return number
         return None
 
 
@@ -170,10 +142,9 @@ def search(
     """Search for the plans of a training step that take least time and fit in memory.
 
     The meshes of `world_size` ranks over the axes of the rules that divide the tokens and the experts are put in the
-    order of a least time, by arithmetic on their plans; those whose parameters, gradients and optimizer state need more
-    memory than a rank has are left out. Of the first ones, at most 14 steps are measured as by `estimate`, with the
-    least recomputation that fits. Pipeline stages have the schedule 1F1B with 8 micro-batches for each stage. Ctrl-C
-    ends the search with what has been found. The optimizer is AdamW.
+    order of a least time, by arithmetic on their plans. Of the first ones whose parameters, gradients and optimizer
+    state fit in memory, at most 14 steps are measured as by `estimate`, with the least recomputation that fits.
+    Pipeline stages have the schedule 1F1B with 8 micro-batches for each stage. The optimizer is AdamW.
 
     Args:
         module: module before `maxmoe.parallelize`, on any device, including meta. Only a module that declares
@@ -187,13 +158,13 @@ def search(
             them give has the name of the first one.
         state_dtypes: dtypes of gradients, master weights and moments.
         num_plans: largest number of plans to return.
-        progress: whether to show a progress bar, if tqdm is installed.
+        progress: show a progress bar, if tqdm is installed.
 
     Returns:
-        The fastest plans in order, and what excludes the others.
+        The fastest plans in order.
 
     Raises:
-        NoPlanFits: if no plan fits in memory, with those that need least.
+        NoPlanFits: if no plan fits in memory, with the smallest one and a number of ranks on which one fits.
         ValueError: if no mesh divides the batch, or `parallelize` refuses all plans; for longer sequences than the
             module declares (`max_sequence_length`), a module that cannot be measured, an unknown device or rules, and a
             device without a peak in the dtype of the parameters.
@@ -204,41 +175,30 @@ def search(
     check_sequence_length(module, sequence_length)
     device = Device.load(device)
     device = device if memory is None else replace(device, memory=memory)
-    step = Step(batch_size, sequence_length, device, state_dtypes)
     presets = sorted(preset_names(), key=lambda name: (name != "default", name))
-    run = Search(planned_copy(module), world_size, step, presets if rules is None else rules)
-    if not run.num_considered:
-        reasons = ", ".join(f"{number} meshes: {reason}" for reason, number in run.others.items())
-        reasons += "".join(f", refused: {text}" for text in run.refused[:1])
-        raise ValueError(f"no mesh of {world_size} ranks can run the batch: {reasons or 'the rules have no axes'}")
-    is_complete = run.run(_with_bar if progress else iter)
-    if not run.found and not is_complete:
-        raise KeyboardInterrupt
+    step = Step(batch_size, sequence_length, device, state_dtypes)
+    run = _Search(planned_copy(module), step, presets if rules is None else rules)
+    candidates = run.candidates.of(world_size)
+    for _ in _with_bar(run.steps(candidates)) if progress else run.steps(candidates):
+        pass
+    if not run.found:
+        run.measure_smallest(candidates)
     if not run.found and not run.too_large:
         raise ValueError(
-            f"no plan of {world_size} ranks can be made: {len(run.refused)} are refused, the first one: "
-            f"{run.refused[0]}"
+            f"no plan of {world_size} ranks can run {batch_size} sequences of {sequence_length} tokens: "
+            + (run.candidates.refused or "the axes of the rules divide no tokens, experts or blocks")
         )
     if not run.found:
-        smallest = sorted(run.too_large, key=lambda plan: plan.memory)
-        distinct = {(plan.rules, *plan.mesh.items(), plan.dispatch): plan for plan in reversed(smallest)}
-        raise NoPlanFits([*reversed(distinct.values())][:NEAREST], device.memory, run.number_that_fits())
-    return SearchResult(
-        world_size=world_size,
-        device=device,
-        plans=tuple(sorted(run.found, key=lambda plan: plan.seconds)[:num_plans]),
-        num_considered=run.num_considered,
-        num_over_memory=run.num_over_memory,
-        num_measured=len(run.found) + len(run.too_large),
-        cannot_run=run.others,
-        refused=run.refused,
-        is_complete=is_complete,
-    )
+        nearest = min(run.too_large, key=lambda plan: plan.memory)
+        raise NoPlanFits(nearest, int(device.memory), run.number_that_fits(world_size))
+    plans = tuple(sorted(run.found, key=lambda plan: plan.seconds)[:num_plans])
+    return SearchResult(plans, len(candidates), len(run.found) + len(run.too_large), run.candidates.undeclared)
 
 
-def _with_bar(items: Iterable[Any]) -> Iterable[Any]:
+def _with_bar(steps: Iterator[None]) -> Iterator[None]:
     try:
         from tqdm import tqdm  # type: ignore[import-untyped]
     except ImportError:
-        return items
-    return tqdm(items, desc="measuring", unit=" steps", dynamic_ncols=True)  # type: ignore[no-any-return]
+        return steps
+    options = {"desc": "measuring", "total": MOST_MEASURED, "unit": " steps"}
+    return tqdm(steps, **options, dynamic_ncols=True)  # type: ignore[no-any-return]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from maxmoe.costs.measured import FSDP_GATHER, FSDP_REDUCTION, GATHER, Flow, Measured
+from maxmoe.costs.measured import Flow, Measured
 from maxmoe.costs.report import RankEstimate, traffic_of
 from maxmoe.costs.step import StepOptions, measure_muon, measure_step, part_kind
 from maxmoe.costs.stored import stored_memory
@@ -68,18 +68,14 @@ class _Stages:
             for number, (num_rows, count) in enumerate(self.num_rows.items()):
                 measured = self.measured(stage.index, num_rows)
                 total.add(measured, count)
-                for flow in filter(lambda flow: flow.purpose.startswith((FSDP_GATHER, FSDP_REDUCTION)), measured.times):
-                    wanted = 0 if number else 1
-                    if flow.purpose.startswith(FSDP_GATHER):
-                        wanted *= gathers[stage.index][flow.purpose.replace(FSDP_GATHER, GATHER)]
-                    for sums, one in ((total.times, measured.times), (total.sent, measured.sent)):
-                        sums[flow] += one[flow] * (wanted - count)
+                for flow, times in measured.flows.items():
+                    if flow.is_of_fsdp:
+                        wanted = gathers[stage.index][flow.purpose] if flow.kind == "all-gather" else 1
+                        total.flows[flow] += times * ((0 if number else wanted) - count)
             for other, what in ((stage.index + 1, "hidden states"), (stage.index - 1, "gradients")):
                 if 0 <= other <= last and self.pipeline.stages[other].rank != rank:
-                    flow = Flow(f"{what} to stages", "send", STAGE_AXIS)
                     largest = self.hidden_states(max(self.num_rows)).nbytes
-                    total.times[flow] += self.num_rows.total()
-                    total.sent[flow] += self.num_rows.total() * largest
+                    total.flows[Flow(f"{what} to stages", "send", STAGE_AXIS, largest)] += self.num_rows.total()
         return total
 
     def memory(self, rank: int) -> dict[str, int]:

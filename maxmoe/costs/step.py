@@ -19,7 +19,7 @@ from maxmoe.costs.fake_rank import allocate, fake_rank
 from maxmoe.costs.measured import Measured, measuring
 from maxmoe.declaration import declaration_of
 from maxmoe.expert_load import StatsAccumulator
-from maxmoe.nn import MoE
+from maxmoe.nn import MoELayer
 from maxmoe.nn.training_watch import TrainingWatch
 from maxmoe.optim.muon import Muon
 from maxmoe.optim.parameter_groups import parameter_groups
@@ -72,12 +72,9 @@ def measure_step(model: nn.Module, part: StagePart | None, options: StepOptions)
     """
     if declaration_of(model).pipeline_parts is None:
         return _measure(model, options, ())[""]
-    path = pipeline_parts(model).blocks
-    indices = range(len(model.get_submodule(path)))  # type: ignore[arg-type]
-    part = part or StagePart(tuple(map(str, indices)), is_first=True, is_last=True)
-    kinds = kinds_of_blocks(model, part).values()
-    chosen = sorted((name for names in kinds for name in names[:3]), key=int)
-    found = _measure(stage_module(model, part._replace(blocks=tuple(chosen))), options, [f"{path}.{n}" for n in chosen])
+    path, (shortened, kinds) = pipeline_parts(model).blocks, with_few_blocks(model, part, 3)
+    chosen = [name for names in kinds for name in names[:3]]
+    found = _measure(shortened, options, [f"{path}.{name}" for name in chosen])
     of_block = {name: found[f"{path}.{name if name in chosen else names[1]}"] for names in kinds for name in names}
     total = Measured()
     total.add(found[""])
@@ -94,6 +91,15 @@ def measure_step(model: nn.Module, part: StagePart | None, options: StepOptions)
     peaks = (of_block[name].peak + saved_before(last[name], of_block) - saved_before(name, chosen) for name in chosen)
     total.peak = max([found[""].peak + not_run, *peaks])
     return total
+
+
+def with_few_blocks(model: nn.Module, part: StagePart | None, most: int) -> tuple[nn.Module, list[list[str]]]:
+    """Return a model, or a stage, with `most` blocks of each kind, and the names of all blocks of each kind."""
+    indices = range(len(model.get_submodule(pipeline_parts(model).blocks)))  # type: ignore[arg-type]
+    part = part or StagePart(tuple(map(str, indices)), is_first=True, is_last=True)
+    kinds = [*kinds_of_blocks(model, part).values()]
+    chosen = sorted((name for names in kinds for name in names[:most]), key=int)
+    return stage_module(model, part._replace(blocks=tuple(chosen))), kinds
 
 
 def part_kind(model: nn.Module, part: StagePart) -> Hashable:
@@ -185,7 +191,7 @@ def _on_fake_rank(model: nn.Module, options: StepOptions) -> Iterator[tuple[Mesh
             fully_shard_stage(stage, model, plan, reshards=not options.splits_backward)
         with fake_tensors:
             allocate(model)
-            if any(isinstance(each, MoE) and each.config.load_balance_scope == "step" for each in model.modules()):
+            if any(isinstance(each, MoELayer) and each.config.load_balance_scope == "step" for each in model.modules()):
                 StatsAccumulator(model)  # which such layers need; the model's own observes real calls
             yield mesh, stage if has_stages else model
 
@@ -246,7 +252,7 @@ def _on_meta(module: nn.Module) -> nn.Module:
     copied = copy_modules(module).train()
     replace_tensors(copied, partial(torch.empty_like, device="meta"))
     for each in copied.modules():
-        if isinstance(each, MoE):
+        if isinstance(each, MoELayer):
             each.metrics_accumulator, each.training_watch = None, TrainingWatch()
     return copied
 

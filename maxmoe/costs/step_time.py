@@ -4,7 +4,7 @@ The roofline of each operator, and rings for collectives: no imbalance of expert
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from maxmoe.costs.device import Device
 from maxmoe.costs.measured import GATHER, REDUCTION, Work
@@ -20,13 +20,11 @@ class StepTime:
 
     Args:
         compute: operators, and the update by the optimizer.
-        hidden: collectives of weights that run beside products.
-        exposed: all other collectives.
+        exposed: collectives, without what runs beside operators.
         bubble: waiting for other stages.
     """
 
     compute: float
-    hidden: float
     exposed: float
     bubble: float = 0.0
 
@@ -92,7 +90,7 @@ def rank_time(rank: RankEstimate, peak: float, mesh: Mesh, device: Device) -> St
     update = 2 * state / device.memory_bandwidth * device.slowdown(mesh.num_ranks)
     hidden = device.overlap * min(moved, compute)
     others = total(row for row in rank.traffic if row not in weights)
-    return StepTime(compute + update, hidden, moved - hidden + others)
+    return StepTime(compute + update, moved - hidden + others)
 
 
 def step_time(
@@ -105,4 +103,4 @@ def step_time(
     times = [rank_time(rank, peak, mesh, device) for rank in ranks]
     slowest = max(times, key=lambda time: time.seconds)
     bubble = (sum(time.seconds for time in times) - slowest.seconds) / num_micro_batches
-    return StepTime(slowest.compute, slowest.hidden, slowest.exposed, bubble)
+    return replace(slowest, bubble=bubble)

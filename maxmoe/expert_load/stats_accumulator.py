@@ -165,6 +165,6 @@ class StatsAccumulator:
 
 def is_trained(layer: Any) -> bool:
     """Return whether a layer is in train mode and its router is not frozen."""
-    requires_grad = [parameter.requires_grad for parameter in layer.router.parameters()]
+    requires_grad = [parameter.requires_grad for parameter in layer.part("router").parameters()]
     # FSDP1 leaves no parameters in a module if it flattens them.
     return layer.training and (any(requires_grad) or not requires_grad)

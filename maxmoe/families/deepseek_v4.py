@@ -110,7 +110,6 @@ def _gate(correction_bias: str) -> tuple[Entry, ...]:
     required={"scoring_func": ["sqrtsoftplus"], "n_shared_experts": [1], "norm_topk_prob": [True], "mlp_bias": [False]},
     block=Layout("mlp", _gate("gate.e_score_correction_bias") + stacked() + SHARED),
     stored=Layout("ffn", _gate("gate.bias") + W123 + shared("shared_experts", "w1", "w3", "w2")),
-    takes_ids=True,
 )
 def deepseek_v4() -> MoEConfig:
     """DeepSeek-V4-Flash: scores sqrt(softplus(logits)), six of 256 experts, a shared expert, clipped SwiGLU.

@@ -6,6 +6,7 @@ The loss of transformers is a sum over the K choices, this one a mean, so the we
 layers: for the same total with L layers, divide these weights by L. DeepSeek sums over the layers.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -58,9 +59,6 @@ class Family:
         has_capacity: whether the router gets sequences and drops tokens of experts that are full.
         beyond_layer: what the block computes and `MoE` does not, so that its weights are not converted.
         scales_sum: whether the sparse block multiplies the sum over the experts by the factor of the routing weights.
-        has_state: whether the block takes the state of the router of the block before, and returns its own, the last
-            output of its router.
-        takes_ids: whether the block takes the ids of the tokens, which some layers do not need, as `input_ids`.
     """
 
     model_types: tuple[str, ...] = ()
@@ -76,8 +74,6 @@ class Family:
     has_capacity: bool = False
     beyond_layer: str = ""
     scales_sum: bool = False
-    has_state: bool = False
-    takes_ids: bool = False
 
     def __call__(self, flagship: Callable[[], MoEConfig]) -> Preset:
         """Return the preset, and register the family with it."""
@@ -186,6 +182,13 @@ def value_at(config: Any, path: str, at_least: int | None = None) -> Any:
     return value
 
 
+def number_at(config: Any, path: str, *, above: float = -math.inf, at_least: float = -math.inf) -> Any:
+    """Return an attribute of a transformers config that is a number."""
+    value = value_at(config, path)
+    check_number(f"{path} of the {config.model_type} config", value, above=above, at_least=at_least)
+    return value
+
+
 def activation(config: Any, path: str) -> Any:
     """Return the name of an activation here."""
     value = value_at(config, path)
@@ -202,8 +205,7 @@ def normalization(config: Any, path: str) -> str:
 
 def loss_weight(config: Any, path: str, top_k: str | None = "num_experts_per_tok") -> Any:
     """Return the weight of a balance loss, multiplied by K: there the loss is a sum over the choices, here a mean."""
-    value = value_at(config, path)
-    check_number(f"{path} of the {config.model_type} config", value, at_least=0)
+    value = number_at(config, path, at_least=0)
     return value * (1 if top_k is None else value_at(config, top_k, 1))
 
 

@@ -37,6 +37,7 @@ class SharedExpertScores(RouterRule):
     scale: bool = True
 
     scores_shared_experts: ClassVar[bool] = True
+    normalizes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_bool("scale", self.scale)
@@ -52,8 +53,9 @@ class SharedExpertScores(RouterRule):
         """Create the router with a trained number."""
         return ScaledRouter(config, **options) if self.scale else None
 
-    def weigh(self, config: MoEConfig, weights: Tensor, of_shared: Tensor) -> tuple[Tensor, Tensor]:
+    def weigh(self, config: MoEConfig, weights: Tensor, of_shared: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Divide the scores by their sum."""
+        assert of_shared is not None
         joint = torch.cat([weights, of_shared.sigmoid()], 1)
         joint = joint * (config.routed_scaling_factor / (joint.sum(1, keepdim=True) + 1e-20))
         weights, shared_weights = joint.tensor_split((config.top_k,), 1)

@@ -10,7 +10,7 @@ _ROUTER = router("router.classifier", correction_bias="router.e_score_correction
 
 
 def _copies(config: Any, path: str) -> ZeroComputation:
-    return ZeroComputation(copy=value_at(config, path))
+    return ZeroComputation(copy=value_at(config, path, 0))
 
 
 @Family(

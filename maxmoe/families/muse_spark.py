@@ -5,7 +5,7 @@ from torch import Tensor
 from maxmoe.checks.fields import check_number
 from maxmoe.config import MoEConfig
 from maxmoe.config.components import ExpertNorms, RouterRule, component
-from maxmoe.families.family import FIELDS, Family, Field, sizes, value_at
+from maxmoe.families.family import FIELDS, Family, Field, number_at, sizes
 from maxmoe.families.layouts import GATE_BIASED, Entry, Layout, stacked
 
 
@@ -28,11 +28,11 @@ class ScaledLogits(RouterRule):
 
 
 def _scaled_logits(config: Any, path: str) -> ScaledLogits:
-    return ScaledLogits(scale=value_at(config, path))
+    return ScaledLogits(scale=number_at(config, path, above=0))
 
 
 def _expert_norms(config: Any, path: str) -> ExpertNorms:
-    eps, output_eps = value_at(config, path), value_at(config, "post_norm_eps")
+    eps, output_eps = (number_at(config, name, above=0) for name in (path, "post_norm_eps"))
     return ExpertNorms(latent_in=True, output=True, eps=eps, output_eps=output_eps)
 
 

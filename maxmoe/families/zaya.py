@@ -9,7 +9,7 @@ from maxmoe.checks.fields import check_bool, check_int, check_number
 from maxmoe.config import MoEConfig
 from maxmoe.config.components import RouterRule, ZeroComputation, component
 from maxmoe.declaration import Declaration
-from maxmoe.families.family import FIELDS, Family, LayerField, sizes
+from maxmoe.families.family import FIELDS, Family, LayerField, number_at, sizes, value_at
 from maxmoe.families.layouts import Entry, Layout, router, stacked
 from maxmoe.nn.rms_norm import rms_norm
 from maxmoe.nn.router import Router
@@ -174,7 +174,8 @@ def _gelu(x: Tensor) -> Tensor:
 
 
 def _of_config(config: Any, layer: int) -> RouterMLP:
-    return RouterMLP(hidden_size=config.router_hidden_size, takes_state=layer > 0, norm_eps=config.rms_norm_eps)
+    size, norm_eps = value_at(config, "router_hidden_size", 1), number_at(config, "rms_norm_eps", above=0)
+    return RouterMLP(hidden_size=size, takes_state=layer > 0, norm_eps=norm_eps)
 
 
 def _of_block(config: Any, block: Any) -> RouterMLP:
@@ -199,7 +200,6 @@ def _of_block(config: Any, block: Any) -> RouterMLP:
             *stacked(),
         ),
     ),
-    has_state=True,
 )
 def zaya() -> MoEConfig:
     """ZAYA1-8B: one of 16 experts or none, chosen by a router with hidden layers and a state from the layer before.

@@ -8,6 +8,7 @@ from maxmoe.declaration import Declaration, LogicalNames, ResidualStream
 from maxmoe.nn.dispatcher import Dispatched, Dispatcher, ExpertRunner, Future, LayerInputs, TensorParallelRegion
 from maxmoe.nn.experts import Experts, ExpertWeights, ForeignExperts
 from maxmoe.nn.feed_forward import MoEFeedForward, set_aux_loss_scale
+from maxmoe.nn.layer import MoELayer
 from maxmoe.nn.local_dispatcher import LocalDispatcher, LocalExperts, local_dispatcher
 from maxmoe.nn.losses import BalanceLoss, count_tokens, load_balance_loss, mean_over_tokens, router_z_loss
 from maxmoe.nn.moe import MoE
@@ -20,6 +21,7 @@ from maxmoe.nn.router import Router, balanced_bias, required_bias_histogram
 from maxmoe.nn.routing import Routing, TopK
 from maxmoe.nn.routing_record import RoutingRecord
 from maxmoe.nn.selection import Selection
+from maxmoe.nn.sum_normalization import SumNormalization
 from maxmoe.ranks.token_group import LocalTokens, TokenGroup, TokenGroupAttribute, same_tokens_everywhere
 from maxmoe.recompute.named_parts import Checkpointed, check_recompute, recompute_of, set_recompute
 from maxmoe.recompute.selective import keep_routing
@@ -44,6 +46,7 @@ __all__ = [
     "LogicalNames",
     "MoE",
     "MoEFeedForward",
+    "MoELayer",
     "MoEOutput",
     "ResidualStream",
     "Router",
@@ -52,6 +55,7 @@ __all__ = [
     "Selection",
     "SharedExperts",
     "StatefulMoEOutput",
+    "SumNormalization",
     "TensorParallelRegion",
     "TokenGroup",
     "TokenGroupAttribute",

@@ -18,7 +18,7 @@ from maxmoe.nn.routing import fails
 from maxmoe.ops import ActivationFunction
 
 if TYPE_CHECKING:
-    from maxmoe.nn.moe import MoE
+    from maxmoe.nn.layer import MoELayer
 
 
 def check_replaced_parts(
@@ -54,7 +54,7 @@ def check_replaced_parts(
         raise ValueError("balance_loss needs load_balance_scope 'sequence' or 'batch', got 'step'")
 
 
-def needs_gradient(layer: "MoE", output: Tensor, lost: str) -> bool:
+def needs_gradient(layer: "MoELayer", output: Tensor, lost: str) -> bool:
     """Return whether an output of a layer requires a gradient; raises if a function transform hides that it does.
 
     `lost` says what would be lost, and what to do, for the message.
@@ -78,19 +78,19 @@ def _check_router_config(config: MoEConfig, router: nn.Module) -> None:
             )
 
 
-def check_parts_are_known(layer: "MoE", what: str) -> None:
+def check_parts_are_known(layer: "MoELayer", what: str) -> None:
     """Raise if a layer computes what its config does not say, with a custom router or activation.
 
     `what` is the function that writes the weights for other libraries, which know only the config.
     """
-    if is_custom_router(layer.router):
+    if is_custom_router(router := layer.part("router")):
         raise ValueError(
             f"{what} needs the router of the config, maxmoe.nn.Router, got "
-            f"{type(adapted_module(layer.router)).__name__}: other libraries would compute another function of the "
+            f"{type(adapted_module(router)).__name__}: other libraries would compute another function of the "
             "weights"
         )
     for name in ("experts", "shared_experts"):
-        activation = getattr(adapted_module(getattr(layer, name) or nn.Identity()), "activation", None)
+        activation = getattr(adapted_module(layer.part(name) or nn.Identity()), "activation", None)
         if callable(activation):
             raise ValueError(
                 f"{what} needs the activation of the config in {name}, got {activation!r}: other libraries would "
@@ -115,19 +115,7 @@ def check_mask(token_mask: Tensor, x: Tensor) -> None:
         )
 
 
-def router_arguments(
-    rule: RouterRule, state: Tensor | None, ids: Tensor | None, x: Tensor, token_mask: Tensor | None
-) -> dict[str, Tensor]:
-    """Return `state` and `ids` of a router that takes them; raise as `_checked_state` and `_checked_ids`."""
-    found = {}
-    if state is not None or rule.takes_state:
-        found["state"] = _checked_state(rule, state, x, token_mask)
-    if ids is not None or rule.takes_ids is not None:
-        found["ids"] = _checked_ids(rule, ids, x, token_mask)
-    return found
-
-
-def _checked_state(rule: RouterRule, state: Tensor | None, x: Tensor, token_mask: Tensor | None) -> Tensor:
+def checked_state(rule: RouterRule, state: Tensor | None, x: Tensor, token_mask: Tensor | None) -> Tensor:
     """Return the state of the layer before, for tokens x ``(..., S, D)``, as ``(T, R)``, with zeros for padding.
 
     `token_mask` is ``(T,)``. Raises if a layer has a state that it does not take, or lacks one that fits.
@@ -149,7 +137,7 @@ def _checked_state(rule: RouterRule, state: Tensor | None, x: Tensor, token_mask
     return state if token_mask is None else state.masked_fill(~token_mask.unsqueeze(1), 0.0)
 
 
-def _checked_ids(rule: RouterRule, ids: Tensor | None, x: Tensor, token_mask: Tensor | None) -> Tensor:
+def checked_ids(rule: RouterRule, ids: Tensor | None, x: Tensor, token_mask: Tensor | None) -> Tensor:
     """Return the ids that a router takes for tokens x ``(..., S, D)``, as ``(B, S)``, int64, with zeros for padding.
 
     `token_mask` is ``(T,)``. Raises if a layer has ids that its router does not take, or lacks ones that fit.

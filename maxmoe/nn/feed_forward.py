@@ -10,12 +10,43 @@ from typing_extensions import Self
 
 from maxmoe.convert.blocks import family_of_block
 from maxmoe.nn.checks import needs_gradient
+from maxmoe.nn.layer import MoELayer
 from maxmoe.nn.moe import MoE
 from maxmoe.ranks.token_group import LocalTokens
 from maxmoe.recompute.attached_gradient import with_gradient
 
 
-class MoEFeedForward(MoE):
+class FeedForwardLayer(MoELayer):
+    """Base of layers that return a tensor, and add the gradient of their auxiliary loss; see `MoEFeedForward`."""
+
+    aux_loss_scale: float | Tensor = 1.0
+
+    def forward(
+        self,
+        x: Tensor,
+        token_mask: Tensor | None = None,
+        router_state: Tensor | None = None,
+        router_inputs: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the hidden states of `MoE.forward` with the same arguments, and the state of a router that has one."""
+        hidden_states, routing, dropped = self.hidden_states_and_routing(x, token_mask, router_state, router_inputs)
+        is_recorded = self.losses.are_recorded
+        if torch.is_grad_enabled() or is_recorded:
+            num_sequences, stats = math.prod(x.shape[:-2]), None
+            # On a mesh the statistics are always computed: no rank decides by itself whether their collective runs.
+            if is_recorded or self.metrics_accumulator is not None or not isinstance(self.token_group, LocalTokens):
+                aux_loss, stats = self.losses_and_stats(routing, dropped, num_sequences)
+            else:
+                aux_loss = self.losses.aux_loss(routing, num_sequences)
+            hidden_states = self.observed(hidden_states, routing, aux_loss, stats)
+            lost = "the gradient of the auxiliary loss would be lost: use maxmoe.MoE, and add its aux_loss"
+            if needs_gradient(self, aux_loss, lost):
+                loss = aux_loss * self.aux_loss_scale
+                hidden_states = with_gradient(hidden_states, loss, torch.ones_like(loss))
+        return hidden_states if routing.state is None else (hidden_states, routing.state)
+
+
+class MoEFeedForward(FeedForwardLayer, MoE):  # type: ignore[misc]
     """A `MoE` layer that returns a tensor, for models whose feed-forward blocks return one.
 
     The backward adds the gradient of the auxiliary loss, so that all gradients equal the gradients of
@@ -28,14 +59,9 @@ class MoEFeedForward(MoE):
 
         block.mlp = maxmoe.MoEFeedForward(config)
 
-    In models of transformers, `maxmoe.integrations.transformers.replace_moe_blocks` puts such layers in the place of
-    all sparse blocks.
-
     Attributes:
         aux_loss_scale: factor of the auxiliary loss, a number or a 0-dim tensor; see `set_aux_loss_scale`.
     """
-
-    aux_loss_scale: float | Tensor = 1.0
 
     @classmethod
     def from_transformers(cls, block: nn.Module) -> Self:
@@ -61,37 +87,13 @@ class MoEFeedForward(MoE):
         )
         return layer
 
-    def forward(  # type: ignore[override]
-        self,
-        x: Tensor,
-        token_mask: Tensor | None = None,
-        router_state: Tensor | None = None,
-        router_inputs: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the hidden states of `MoE.forward` with the same arguments, and the state of a router that has one."""
-        hidden_states, routing, dropped = self.hidden_states_and_routing(x, token_mask, router_state, router_inputs)
-        is_recorded = self.losses.are_recorded
-        if torch.is_grad_enabled() or is_recorded:
-            num_sequences, stats = math.prod(x.shape[:-2]), None
-            # On a mesh the statistics are always computed: no rank decides by itself whether their collective runs.
-            if is_recorded or self.metrics_accumulator is not None or not isinstance(self.token_group, LocalTokens):
-                aux_loss, stats = self.losses_and_stats(routing, dropped, num_sequences)
-            else:
-                aux_loss = self.losses.aux_loss(routing, num_sequences)
-            hidden_states = self.observed(hidden_states, routing, aux_loss, stats)
-            lost = "the gradient of the auxiliary loss would be lost: use maxmoe.MoE, and add its aux_loss"
-            if needs_gradient(self, aux_loss, lost):
-                loss = aux_loss * self.aux_loss_scale
-                hidden_states = with_gradient(hidden_states, loss, torch.ones_like(loss))
-        return hidden_states if routing.state is None else (hidden_states, routing.state)
-
 
 def set_aux_loss_scale(model: nn.Module, scale: float | Tensor) -> None:
     """Set the factor of the auxiliary losses that layers of a model add to the gradients, for later forwards.
 
-    These are `MoEFeedForward` layers, and all layers in a `maxmoe.pipeline`. The factor must equal the factor of the
-    mean training loss in ``backward``: 1 / n for the mean over n micro-batches, times the scale of a
-    `maxmoe.parallel.GradScaler` if there is one: ``scaler.scale(torch.tensor(1 / n))``.
+    These are `MoEFeedForward` layers, replaced blocks of transformers, and all layers in a `maxmoe.pipeline`. It must
+    equal the factor of the mean training loss in ``backward``: 1 / n for the mean over n micro-batches, times the scale
+    of a `maxmoe.parallel.GradScaler` if there is one: ``scaler.scale(torch.tensor(1 / n))``.
 
     Args:
         model: model with `MoEFeedForward` layers, or `Pipeline.model`.
@@ -100,7 +102,7 @@ def set_aux_loss_scale(model: nn.Module, scale: float | Tensor) -> None:
     Raises:
         ValueError: if the model has no such layer.
     """
-    layers: list[Any] = [each for each in model.modules() if isinstance(each, MoE) and hasattr(each, "aux_loss_scale")]
+    layers: Any = [each for each in model.modules() if isinstance(each, MoELayer) and hasattr(each, "aux_loss_scale")]
     if not layers and not hasattr(model, "layers_of_stages"):
         raise ValueError(f"{type(model).__name__} must have layers of type MoEFeedForward, got none")
     for layer in layers:

@@ -220,8 +220,9 @@ def select_experts(
         experts = completed(experts, choose)
     is_unpadded, rule = experts is None, config.router_rule
     normalization, scale, of_shared = config.normalization, config.routed_scaling_factor, None
-    if rule.scores_shared_experts:  # normalized below, with the scores of the shared experts
+    if rule.scores_shared_experts:
         logits, of_shared = logits.tensor_split((config.num_selectable_experts,), 1)
+    if rule.normalizes:
         normalization, scale = "none", 1.0
     if experts is None:
         experts = rule.select(config, logits.detach(), correction_bias) if selected is None else selected
@@ -237,10 +238,8 @@ def select_experts(
         scale=scale,
         experts=experts,
     )
-    routing = Routing(logits, probabilities, weights, selected, is_unpadded=is_unpadded)
-    if of_shared is not None:
-        weights, shared_weights = rule.weigh(config, weights, of_shared)
-        routing = routing._replace(weights=weights, shared_weights=shared_weights)
+    weights, shared_weights = rule.weigh(config, weights, of_shared)
+    routing = Routing(logits, probabilities, weights, selected, is_unpadded=is_unpadded, shared_weights=shared_weights)
     return routing if token_mask is None else routing.without_padding(token_mask)
 
 

@@ -33,7 +33,10 @@ class Selection(RouterRule):
         check_choices(self, "by", "group_score", "other_groups")
 
     def is_plain(self, config: MoEConfig) -> bool:
-        """Return whether `maxmoe.ops.route` selects by the rule."""
+        """Return whether `maxmoe.ops.route` selects by the rule, which has no further parts in a subclass."""
+        return type(self) is Selection and self._is_of_route(config)
+
+    def _is_of_route(self, config: MoEConfig) -> bool:
         return self.selects_by_scores and not self._scores_others(config)
 
     def _scores_others(self, config: MoEConfig) -> bool:
@@ -46,7 +49,7 @@ class Selection(RouterRule):
 
     def select(self, config: MoEConfig, logits: Tensor, correction_bias: Tensor | None) -> Tensor | None:
         """Select experts ``(T, K)`` by rules that `maxmoe.ops.route` has, where it does not have this one."""
-        if self.is_plain(config):
+        if self._is_of_route(config):
             return None
         in_groups = partial(
             route,

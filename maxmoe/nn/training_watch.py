@@ -13,7 +13,7 @@ from maxmoe.expert_load.stats_accumulator import is_trained
 from maxmoe.nn.module_path import module_path
 
 if TYPE_CHECKING:
-    from maxmoe.nn.moe import MoE
+    from maxmoe.nn.layer import MoELayer
 
 # Number of backward passes, or optimizer steps, that are watched before a warning.
 PATIENCE = 10
@@ -39,12 +39,13 @@ class TrainingWatch:
         self._first_bias: Tensor | None = None
         self._settings_are_known = False
 
-    def watch(self, layer: "MoE", hidden_states: Tensor, aux_loss: Tensor) -> None:
+    def watch(self, layer: "MoELayer", hidden_states: Tensor, aux_loss: Tensor) -> None:
         """Watch the outputs of a forward of a layer, whose hidden states require a gradient."""
         if torch.compiler.is_compiling():
             return
         watches_loss = aux_loss.requires_grad and not self._loss_is_known
-        has_default_scale = aux_loss.requires_grad and _has_default_scale(layer)
+        has_scale = aux_loss.requires_grad and hasattr(layer, "aux_loss_scale")
+        has_default_scale = has_scale and "aux_loss_scale" not in vars(layer)  # nobody has set it
         watches_settings = (layer.config.score_correction_bias or has_default_scale) and not self._settings_are_known
         if not (watches_loss or watches_settings) or not is_trained(layer):
             return
@@ -53,7 +54,7 @@ class TrainingWatch:
         if watches_settings:
             self._watch_settings(layer, hidden_states, has_default_scale)
 
-    def _watch_loss(self, layer: "MoE", hidden_states: Tensor, aux_loss: Tensor) -> None:
+    def _watch_loss(self, layer: "MoELayer", hidden_states: Tensor, aux_loss: Tensor) -> None:
         if self._num_backwards < PATIENCE:
             aux_loss.register_hook(self._know_loss)  # type: ignore[no-untyped-call]
             hidden_states.register_hook(self._count_backward)  # type: ignore[no-untyped-call]
@@ -72,7 +73,7 @@ class TrainingWatch:
     def _count_backward(self, _gradient: Tensor) -> None:
         self._num_backwards += 1
 
-    def _watch_settings(self, layer: "MoE", hidden_states: Tensor, has_default_scale: bool) -> None:
+    def _watch_settings(self, layer: "MoELayer", hidden_states: Tensor, has_default_scale: bool) -> None:
         router = layer.balanced_router
         bias = None if router is None else router.score_correction_bias
         if bias is not None and self._first_bias is None:
@@ -99,7 +100,7 @@ class TrainingWatch:
         self._backwards_of_steps[-1] += backward != self._last_backward  # a shared layer is called several times
         self._last_backward = backward
 
-    def _warn_of_updates(self, layer: "MoE", bias: Tensor) -> None:
+    def _warn_of_updates(self, layer: "MoELayer", bias: Tensor) -> None:
         """Warn if the correction bias is as it was, unless it is meant to stay."""
         rate = layer.config.correction_bias_update_rate
         assert self._first_bias is not None
@@ -118,11 +119,6 @@ class TrainingWatch:
                 "updates it: set correction_bias_update_rate, load a bias, or set score_correction_bias to False",
                 stacklevel=1,
             )
-
-
-def _has_default_scale(layer: "MoE") -> bool:
-    """Return whether a layer adds its auxiliary loss with a factor that nobody has set."""
-    return hasattr(layer, "aux_loss_scale") and "aux_loss_scale" not in vars(layer)
 
 
 _optimizer_steps = [0]  # of all optimizers of the process

@@ -8,7 +8,7 @@ from torch import nn
 
 from maxmoe.adapters import check_adapters, stacked_factors
 from maxmoe.declaration import NOTHING, declaration_of
-from maxmoe.nn import MoE, check_recompute, recompute_of, set_recompute
+from maxmoe.nn import MoELayer, check_recompute, recompute_of, set_recompute
 from maxmoe.parallel.apply.apply import apply_plan
 from maxmoe.parallel.apply.input_gradients import InputGradientCheck
 from maxmoe.parallel.apply.interruptions import guard_calls
@@ -125,7 +125,7 @@ def check_settings(module: nn.Module, mesh: Mesh, rules: LogicalRules, settings:
     for path, tensor in (*module.named_parameters(), *module.named_buffers()):
         facts[path] = f"shape {tuple(tensor.shape)}, {tensor.dtype}, requires_grad={tensor.requires_grad}"
     check_ranks_agree(facts, mesh.device_mesh.device_type)
-    check_adapters(module, MoE)
+    check_adapters(module, MoELayer)
 
 
 def plan_warnings(plan: Plan, rules: LogicalRules) -> list[str]:

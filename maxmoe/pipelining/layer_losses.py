@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from maxmoe.expert_load.metrics_accumulator import packed, packed_size
 from maxmoe.expert_load.stats import MoEStats
-from maxmoe.nn import MoE, MoEFeedForward, MoEOutput
+from maxmoe.nn import MoELayer, MoEOutput
+from maxmoe.nn.feed_forward import FeedForwardLayer
 from maxmoe.nn.losses import RoutingLosses
 from maxmoe.ranks.named_collectives import all_reduce
 from maxmoe.recompute.attached_gradient import with_gradient
@@ -71,8 +72,8 @@ def add_aux_losses(model: nn.Module, scale: float) -> None:
         hidden_states = with_gradient(output.hidden_states, loss, torch.ones_like(loss))
         return output._replace(hidden_states=hidden_states, aux_loss=output.aux_loss.detach())
 
-    layers: list[Any] = [module for module in model.modules() if isinstance(module, MoE)]
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, MoELayer)]
     for layer in layers:
         layer.aux_loss_scale = scale
-        if not isinstance(layer, MoEFeedForward):  # which adds the gradient itself
+        if not isinstance(layer, FeedForwardLayer):  # which adds the gradient itself
             layer.register_forward_hook(attach)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from maxmoe.adapters import stacked_factors
 from maxmoe.expert_load.metrics_accumulator import unpacked
 from maxmoe.expert_load.stats import MoEStats
-from maxmoe.nn import MoE, check_recompute, recompute_of, set_recompute
+from maxmoe.nn import MoELayer, check_recompute, recompute_of, set_recompute
 from maxmoe.parallel.apply.apply import apply_plan
 from maxmoe.parallel.apply.fsdp import fully_shard_stage
 from maxmoe.parallel.apply.one_thread import ONE_THREAD
@@ -168,8 +168,8 @@ def pipeline(
         return Pipeline(model, run, boundary, loss, plan.tokens, aux_loss_scale)
 
 
-def _layers(model: nn.Module) -> dict[str, MoE]:
-    return {path: module for path, module in model.named_modules() if isinstance(module, MoE)}
+def _layers(model: nn.Module) -> dict[str, MoELayer]:
+    return {path: module for path, module in model.named_modules() if isinstance(module, MoELayer)}
 
 
 class Pipeline:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from maxmoe._torch import reshaped, tree_leaves
-from maxmoe.nn import Checkpointed, MoE
+from maxmoe.nn import Checkpointed, MoELayer
 from maxmoe.parallel.apply.fsdp import reset_fsdp
 from maxmoe.parallel.apply.parameter_hooks import leave_units
 from maxmoe.pipelining.micro_batches import MicroBatch
@@ -80,7 +80,7 @@ class Stage(nn.Module):
         """
         yield from super().parameters(recurse)
         for layer in self.model.modules() if recurse else ():
-            if isinstance(layer, MoE) and layer.metrics_accumulator is not None:
+            if isinstance(layer, MoELayer) and layer.metrics_accumulator is not None:
                 yield layer.metrics_accumulator.leaf
 
     def forward(self, x: Tensor, micro_batch: Tensor) -> Tensor:

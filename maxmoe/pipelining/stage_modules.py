@@ -9,7 +9,7 @@ from torch import nn
 
 from maxmoe._torch.copies import shallow_copy
 from maxmoe.declaration import Absent, PipelineParts, declaration_of
-from maxmoe.nn import MoE
+from maxmoe.nn import MoELayer
 from maxmoe.quantization import weights
 
 
@@ -165,8 +165,8 @@ def work_per_token(module: nn.Module) -> float:
         return 0.0
     own = sum(float(weight.numel()) for weight in weights(module, recurse=False) if weight.dim() > 1)
     work = own + sum(work_per_token(child) for child in module.children())
-    if isinstance(module, MoE):
-        routed = sum(weight.numel() for weight in weights(module.experts) if weight.dim() > 1)
+    if isinstance(module, MoELayer):
+        routed = sum(weight.numel() for weight in weights(module.part("experts")) if weight.dim() > 1)
         work -= routed * (1 - module.config.top_k / module.config.num_selectable_experts)
     return work
 

@@ -91,7 +91,7 @@ def routing(
         logits,
         config.top_k,
         score_function=config.score_function,
-        normalization="none" if rule.scores_shared_experts else config.normalization,
+        normalization="none" if rule.normalizes else config.normalization,
         scale=config.routed_scaling_factor,
         experts=selected_by_scores(config, logits, bias, rule.group_score) if selected is None else selected,
     )
@@ -162,10 +162,11 @@ def shared_experts(
 ) -> Tensor:
     """Return the outputs of the shared expert, scaled by sigmoid(x . output_gate) if it has that gate.
 
-    With weights [T, n], the sum of the outputs of n shared experts times their weights.
+    With a router that scores n shared experts, the sum of their outputs times their weights [T, n]; with other weights
+    [T, 1], the outputs times these.
     """
     matrices = [parameters.get(f"shared_experts.{name}") for name in PROJECTIONS]
-    if weights is not None:
+    if weights is not None and config.router_rule.scores_shared_experts:
         rows = []
         for token, of_experts in zip(tokens, weights, strict=True):
             row = wide(torch.zeros_like(token))
@@ -178,6 +179,8 @@ def shared_experts(
     if config.shared_expert_gate:
         gate = wide(parameters["shared_experts.output_gate"])
         out = [torch.sigmoid(wide(token) @ gate) * y for token, y in zip(tokens, out, strict=True)]
+    if weights is not None:
+        out = [weight * y for weight, y in zip(weights, out, strict=True)]
     return stack(out, tokens, tokens.shape[1])
 
 

@@ -1,6 +1,8 @@
 """Specification of the formats of quantized weights, from their published definitions."""
 
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,35 +14,47 @@ _NF4 = [
     *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 ]
-_FOUR_BITS = ("mxfp4", "int4", "nf4")
 
 
-def code_value(code: int, format: str) -> float:
-    """Return the value of a code, without zero point and scale."""
-    match format:
-        case "mxfp4":  # E2M1 of the OCP Microscaling formats: no infinity, no NaN
-            return _float(code, exponent_bits=2, mantissa_bits=1)
-        case "fp8_block" | "fp8_row":  # E4M3 of the OCP 8-bit floating-point formats: no infinity
-            return math.nan if code % 128 == 127 else _float(code, exponent_bits=4, mantissa_bits=3)
-        case "nf4":
-            return _NF4[code]
-        case "int4":
-            return float(code)
-        case "int8":  # two's complement
-            return float(code - 256 if code >= 128 else code)
-        case _:
-            raise ValueError(f"format {format!r} is not known")
-
-
-def _float(code: int, *, exponent_bits: int, mantissa_bits: int) -> float:
-    """Return the value of sign, exponent and mantissa; an exponent of zero is subnormal."""
-    sign: float = -1.0 if code >> (exponent_bits + mantissa_bits) else 1.0
-    exponent = code >> mantissa_bits & 2**exponent_bits - 1
-    fraction = (code & 2**mantissa_bits - 1) / 2**mantissa_bits
+def _float(exponent_bits: int, mantissa_bits: int) -> Callable[[int], float]:
+    """Return the value of a code of sign, exponent and mantissa; an exponent of zero is subnormal."""
     bias = 2 ** (exponent_bits - 1) - 1
-    if exponent == 0:
-        return sign * math.ldexp(fraction, 1 - bias)
-    return sign * math.ldexp(1 + fraction, exponent - bias)
+
+    def value(code: int) -> float:
+        sign: float = -1.0 if code >> (exponent_bits + mantissa_bits) else 1.0
+        exponent = code >> mantissa_bits & 2**exponent_bits - 1
+        fraction = (code & 2**mantissa_bits - 1) / 2**mantissa_bits
+        if exponent == 0:
+            return sign * math.ldexp(fraction, 1 - bias)
+        return sign * math.ldexp(1 + fraction, exponent - bias)
+
+    return value
+
+
+def _e4m3(code: int) -> float:
+    """Return the value of a code of the OCP 8-bit floating-point formats: no infinity."""
+    return math.nan if code % 128 == 127 else _float(4, 3)(code)
+
+
+class _Format(NamedTuple):
+    """Bits and values of codes, rows and columns of a block, and whether the first of two codes is in the high half."""
+
+    bits: int
+    value: Callable[[int], float]
+    columns: int | None  # None for the whole row
+    rows: int = 1
+    high_first: bool = False
+
+
+_ANY_GROUP = -1  # the smallest group size with the number of scales
+_FORMATS = {
+    "mxfp4": _Format(4, _float(2, 1), 32),  # E2M1 of the OCP Microscaling formats: no infinity, no NaN
+    "nf4": _Format(4, lambda code: _NF4[code], 64, high_first=True),
+    "int4": _Format(4, float, _ANY_GROUP),
+    "int8": _Format(8, lambda code: float(code - 256 if code >= 128 else code), None),  # two's complement
+    "fp8_row": _Format(8, _e4m3, None),
+    "fp8_block": _Format(8, _e4m3, 128, rows=128),
+}
 
 
 def dequantize(
@@ -63,31 +77,22 @@ def dequantize(
             for expert in range(len(codes))
         ]
         return torch.stack(parts) if parts else codes.new_empty((0, codes.shape[1], columns), dtype=dtype)
-    rows = codes.shape[0]
-    if format in _FOUR_BITS:
+    rows, known = codes.shape[0], _FORMATS[format]
+    if known.bits == 4:
         low, high = codes & 15, codes >> 4
-        pair = (high, low) if format == "nf4" else (low, high)
+        pair = (high, low) if known.high_first else (low, high)
         codes = torch.stack(pair, dim=-1).flatten(1)[:, :columns]
-    table = torch.tensor([code_value(code, format) for code in range(16 if format in _FOUR_BITS else 256)])
+    table = torch.tensor([known.value(code) for code in range(2**known.bits)])
     values = table.to(codes.device)[codes.int()]
     if format == "int4":
-        values = values - (8 if zeros is None else _spread(zeros.float(), format, rows, columns))
-    factors = scales.float() if format != "mxfp4" else torch.pow(2.0, scales.double() - 127).float()
-    return (values * _spread(factors, format, rows, columns)).to(dtype)
+        values = values - (8 if zeros is None else _spread(zeros.float(), known, rows, columns))
+    factors = scales.float() if scales.dtype != torch.uint8 else torch.pow(2.0, scales.double() - 127).float()
+    return (values * _spread(factors, known, rows, columns)).to(dtype)
 
 
-def _spread(blocks: Tensor, format: str, rows: int, columns: int) -> Tensor:
+def _spread(blocks: Tensor, format: _Format, rows: int, columns: int) -> Tensor:
     """Return the number of each weight's block ``(rows, columns)``; the last block may be shorter."""
-    height = 128 if format == "fp8_block" else 1
-    match format:
-        case "mxfp4":
-            width = 32
-        case "nf4":
-            width = 64
-        case "fp8_block":
-            width = 128
-        case "int4":  # the smallest group size with this number of blocks
-            width = next(2**n for n in range(5, 64) if -(-columns // 2**n) <= blocks.shape[1])
-        case _:  # the whole row
-            width = max(1, columns)
-    return blocks.repeat_interleave(height, 0)[:rows].repeat_interleave(width, 1)[:, :columns]
+    width = format.columns or max(1, columns)
+    if width == _ANY_GROUP:
+        width = next(2**n for n in range(5, 64) if -(-columns // 2**n) <= blocks.shape[1])
+    return blocks.repeat_interleave(format.rows, 0)[:rows].repeat_interleave(width, 1)[:, :columns]

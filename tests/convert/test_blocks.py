@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from maxmoe import MoE, presets
+from maxmoe.convert.blocks import config_of_block, family_of_block
 from support import memory, small_models
 from support.sampling import by_default
 from support.small_models import block_of
@@ -21,6 +22,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in 
     **{name: (name, {}) for name in small_models.SAME_LAYERS},
     "dbrx_not_normalised": ("dbrx", {"ffn_config": {"moe_normalize_expert_weights": None}}),
     "qwen2_moe_normalised": ("qwen2_moe", {"norm_topk_prob": True}),
+    "cohere2_moe_sigmoid": ("cohere2_moe", {"expert_selection_fn": "sigmoid"}),
+    "cohere2_moe_sum": (
+        "cohere2_moe",
+        {"expert_selection_fn": "sigmoid", "shared_expert_combination_strategy": "sum", "norm_topk_prob": False},
+    ),
+    "cohere2_moe_without_shared": ("cohere2_moe", {"num_shared_experts": 0}),
     "deepseek_v2_lite": ("deepseek_v2", {"topk_method": "greedy"}),
     "kolibri1_normalised": ("kolibri1", {"norm_topk_prob": True}),
     "axk2_without_groups": ("axk2", {"n_group": None, "topk_group": None}),
@@ -41,26 +48,24 @@ def run_layer(layer: nn.Module, x: Tensor) -> Tensor:
     return hidden_states
 
 
-def routing_of(block: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+def routing_of(block: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """Weights and experts of the block's router, in ascending order of experts."""
-    tokens = x.flatten(0, 1)
     if type(block).__name__ == "ZayaSparseMoeBlock":  # whose router hides the tokens that skip the layer
         scores = block.gate(x)[0].softmax(-1)
         experts = (scores + block.gate.balancing_biases).topk(1).indices
         return scores.gather(1, experts), experts
-    if hasattr(block, "e_score_correction_bias"):
-        _, weights, experts = block.gate(tokens, block.e_score_correction_bias)
-    elif hasattr(block, "route_tokens_to_experts"):
-        weights, experts = block.route_tokens_to_experts(block.router(tokens))
-    elif hasattr(block, "gate"):
-        _, weights, experts, *_ = block.gate(tokens)
-    elif len(outputs := block.router(tokens)) == 3:
-        _, weights, experts = outputs
+    outputs: list[Any] = []
+    router = block.gate if hasattr(block, "gate") else block.router
+    with router.register_forward_hook(lambda _router, _inputs, output: outputs.append(output)):
+        block(x)
+    if hasattr(block, "route_tokens_to_experts"):
+        weights, experts = block.route_tokens_to_experts(*outputs)
+    elif len(outputs[0]) > 2:
+        _, weights, experts, *_ = outputs[0]
     else:  # Llama 4 gives the weights of all experts, 0 for those not chosen
-        scores, _ = block.router(tokens)
-        weights, experts = scores.topk(block.top_k)
-    if type(block).__name__ in ("BeamMoE", "Step3p7SparseMoeBlock"):
-        weights = weights * block.routed_scaling_factor  # the block scales the sum
+        weights, experts = outputs[0][0].topk(block.top_k)
+    if family_of_block(block).scales_sum:
+        weights = weights * config_of_block(block).routed_scaling_factor
     order = experts.argsort(-1)
     return weights.gather(1, order), experts.gather(1, order)
 
@@ -96,15 +101,16 @@ def test_gradients_are_those_of_the_block(name: str) -> None:
     x, cotangent = torch.randn(2, 9, 16), torch.randn(2, 9, 16)
     run_layer(layer, x).backward(cotangent)
     run_block(block, x).backward(cotangent)
-    expected = {key: parameter.grad for key, parameter in block.named_parameters()}
+    expected = {key: parameter.grad for key, parameter in block.named_parameters() if parameter.requires_grad}
     carrier = copy.deepcopy(block)
     with torch.no_grad():
         for parameter in layer.parameters():
             assert parameter.grad is not None
             parameter.copy_(parameter.grad)
     layer.to_transformers(carrier)
-    for key, parameter in carrier.named_parameters():
-        torch.testing.assert_close(parameter.detach(), expected[key], rtol=1e-4, atol=1e-4)
+    carried = dict(carrier.named_parameters())
+    for key, gradient in expected.items():
+        torch.testing.assert_close(carried[key].detach(), gradient, rtol=1e-4, atol=1e-4)
 
 
 @each_family

@@ -24,6 +24,7 @@ from support.small_models import MODELS, REPLACED_ONLY, block_of, import_models
 ON_RANKS: dict[str, dict[str, Any]] = {
     "kolibri1": {"num_experts": 8, "norm_topk_prob": True},
     "axk2": {},
+    "cohere2_moe": {"expert_selection_fn": "sigmoid"},
     "mistral_large4": {},
     "beam": {},
     "inkling": {},

@@ -211,6 +211,7 @@ def test_a_load_that_is_not_balanced(monkeypatch: pytest.MonkeyPatch) -> None:
             {"sequence_length": 99},
             r"sequence_length \(99\) must not exceed max_sequence_length \(16\)",
         ),
+        ("ep-as-dp", {"expert": 4}, {"num_chunks": 0}, "num_chunks must be a positive int, got 0"),
         ("ep-as-dp", {"expert": 4}, {"imbalance": 4.5}, r"ranks that share the experts \(4\), got 4\.5"),
         ("ep-as-dp", {"expert": 4}, {"imbalance": 0.5}, r"imbalance must be a finite float >= 1\.0, got 0\.5"),
         ("pure-fsdp", {"fsdp": 2}, {"imbalance": 2.0}, r"ranks that share the experts \(1\), got 2\.0"),

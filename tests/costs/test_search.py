@@ -1,42 +1,42 @@
-"""`maxmoe.costs.search` against measuring all plans, `estimate`, and steps that run."""
+"""`maxmoe.costs.search` against measuring all plans, and steps that run; devices and the time of operators on them."""
 
 import math
-import sys
-from collections.abc import Callable
-from dataclasses import replace
+import re
+from dataclasses import asdict, replace
 from functools import cache
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import Tensor, nn
 
 import maxmoe
 from maxmoe import MoEConfig
 from maxmoe.costs import Device, FoundPlan, NoPlanFits, StateDtypes, estimate, search
-from maxmoe.costs.candidates import Candidates, factorisations
+from maxmoe.costs.candidates import STRATEGIES, Candidates, Step, factorisations
+from maxmoe.costs.device import device_names
+from maxmoe.costs.measured import Work
 from maxmoe.costs.search import recompute_choices
-from maxmoe.costs.step_time import step_time
+from maxmoe.costs.step_time import computing, sending, step_time
 from maxmoe.models import Decoder, DecoderConfig, DecoderOutput
 from maxmoe.nn import set_recompute
 from maxmoe.parallel import token_sharding
+from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.sharding import Mesh
 from support.run_ranks import run_ranks
-from support.sampling import by_default
 
 MOE = MoEConfig(hidden_size=64, intermediate_size=32, num_experts=8, top_k=2, num_shared_experts=1)
 CONFIG = DecoderConfig(
-    vocab_size=128, hidden_size=64, num_layers=4, num_dense_layers=1, num_heads=4, intermediate_size=64, moe=MOE
+    vocab_size=128, hidden_size=64, num_layers=2, num_dense_layers=1, num_heads=4, intermediate_size=64, moe=MOE
 )
-STEP: dict[str, Any] = {"batch_size": 16, "sequence_length": 32}
-SEARCH = sys.modules["maxmoe.costs.search"]  # the name in the package is the function
+STEP: dict[str, Any] = {"batch_size": 8, "sequence_length": 32}
 DEVICE = replace(Device.load("h100"), ranks_per_node=2)
-
-
-@cache  # a search leaves a model as it was
-def model() -> Decoder:
-    return Decoder(CONFIG, device="meta")
+DTYPES = StateDtypes(master=torch.bfloat16)
+MODEL = Decoder(CONFIG, device="meta", dtype=torch.bfloat16)  # a search leaves it as it was
+MESHES: list[tuple[str, Dispatch]] = [("data", "auto"), ("fsdp", "auto"), *(("expert", each) for each in STRATEGIES)]
 
 
 @pytest.mark.parametrize(("number", "count"), [(1, 3), (12, 3), (16, 4), (30, 2), (7, 1)])
@@ -45,65 +45,26 @@ def test_factorisations_are_those_of_brute_force(number: int, count: int) -> Non
     assert sorted(factorisations(number, count)) == expected
 
 
-MESHES = {
-    "ep-as-dp": [{"data": 2}, {"fsdp": 2}, {"expert": 2}],
-    "pipeline-large-moe": [{"stage": 2}, {"tensor": 2}],
-}
-
-
-def measured(rules: str, mesh: dict[str, int], dispatch: str, recompute: tuple[str, ...]) -> tuple[float, int]:
+@cache
+def measured(axis: str, dispatch: Dispatch, recompute: tuple[str, ...]) -> tuple[float, int]:
     """Seconds and bytes of a step of two ranks."""
-    whole, many = Decoder(replace(CONFIG, recompute=recompute), device="meta"), 16 if "stage" in mesh else 1
-    options: dict[str, Any] = {"num_micro_batches": many if "stage" in mesh else None, "allow_unused": True, **STEP}
-    costs = estimate(whole, Mesh.planned(mesh), rules, dispatch=dispatch, **options)
-    time = step_time(costs.ranks, many, DEVICE.peak(torch.float32), Mesh.planned(mesh), DEVICE)
-    return time.seconds, sum(costs.memory.values())
+    set_recompute(whole := Decoder(CONFIG, device="meta", dtype=torch.bfloat16), recompute)
+    mesh = Mesh.planned({axis: 2})
+    costs = estimate(whole, mesh, "ep-as-dp", dispatch=dispatch, allow_unused=True, state_dtypes=DTYPES, **STEP)
+    seconds = step_time(costs.ranks, 1, DEVICE.peak(torch.bfloat16), mesh, DEVICE).seconds
+    return seconds, sum(costs.memory.values())
 
 
-@pytest.mark.parametrize("rules", by_default([["ep-as-dp"], [*MESHES]], [["ep-as-dp"]]), ids=str)
-def test_the_first_plan_is_the_fastest_of_all(rules: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SEARCH, "MOST_MEASURED", 100)
-    measured(
-        "ep-as-dp", {"data": 2}, "auto", ()
-    )  # the first step of a process counts some additions of gradients twice
-    all_plans = []  # for each mesh and strategy, with more and more recomputation
-    for name in rules:
-        for mesh in MESHES[name]:
-            strategies = ("ragged_all_to_all", "ring_of_experts", "gather_weights") if "expert" in mesh else ("auto",)
-            for dispatch in strategies:
-                all_plans.append([measured(name, mesh, dispatch, names) for names in recompute_choices(model())])
-    memories = sorted(memory for plans in all_plans for _, memory in plans)
-    for limit in (2**40, memories[len(memories) // 4]):
-        found = search(model(), 2, DEVICE, memory=limit, rules=rules, **STEP).plans
-        fitting = [next((seconds for seconds, memory in plans if memory <= limit), math.inf) for plans in all_plans]
-        assert found[0].seconds == min(fitting)
-        assert all(plan.memory <= limit for plan in found)
-        assert [plan.seconds for plan in found] == sorted(plan.seconds for plan in found)
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("dtypes", [StateDtypes(), StateDtypes(master=torch.bfloat16, moments=torch.bfloat16)])
-def test_memory_is_that_of_estimate_and_arithmetic_is_below_it(dtypes: StateDtypes) -> None:
-    whole = Decoder(CONFIG, device="meta", dtype=torch.bfloat16)
-    result = search(whole, 2, DEVICE, state_dtypes=dtypes, rules=["default"], num_plans=20, **STEP)
-    assert any(plan.has_stages for plan in result.plans) and any(not plan.has_stages for plan in result.plans)
-    step = SEARCH.Step(*STEP.values(), DEVICE, dtypes)
-    stored = {(each.sizes, each.dispatch): each.stored for each in Candidates(whole, ["default"], step, 1.0).of(2)[0]}
-    for plan in result.plans:
-        set_recompute(whole, plan.recompute)
-        costs = estimate(
-            whole,
-            Mesh.planned(plan.mesh),
-            plan.rules,
-            dispatch=plan.dispatch,
-            num_micro_batches=plan.num_micro_batches if plan.has_stages else None,
-            state_dtypes=dtypes,
-            **STEP,
-        )
-        assert plan.memory_parts == costs.memory
-        exact = sum(size for name, size in costs.memory.items() if name not in ("activations", "temporary"))
-        counted = stored[tuple(plan.mesh.items()), plan.dispatch]
-        assert counted <= exact if plan.has_stages else counted == pytest.approx(exact, rel=1e-3)
+def test_the_first_plan_is_the_fastest_of_all_that_fit() -> None:
+    _, memory = min(measured(*each, ()) for each in MESHES)
+    limit, fitting = memory - 1, []  # the fastest plan of all does not fit
+    for each in MESHES:
+        plans = (measured(*each, recompute) for recompute in recompute_choices(MODEL))
+        fitting += [next((seconds for seconds, memory in plans if memory <= limit), math.inf)]
+    found = search(MODEL, 2, DEVICE, memory=limit, rules=["ep-as-dp"], state_dtypes=DTYPES, **STEP).plans
+    assert found[0].seconds == min(fitting)
+    assert all(plan.memory <= limit for plan in found)
+    assert [plan.seconds for plan in found] == sorted(plan.seconds for plan in found)
 
 
 def run_all(plans: list[FoundPlan]) -> list[float]:
@@ -129,47 +90,28 @@ def mean_square(output: DecoderOutput, _targets: Tensor) -> Tensor:
 
 
 def test_the_plans_run_as_they_are_printed() -> None:
-    result = search(model(), 2, DEVICE, rules=["ep-as-dp", "pipeline-large-moe"], num_plans=40, **STEP)
-    text = str(result)
-    assert "To run plan 1:" in text and result.plans[0].call in text and f"{result.num_measured} steps were" in text
-    found = [plan for plan in result.plans if not plan.has_stages][:2]
-    found += [plan for plan in result.plans if plan.has_stages][:1]
-    assert len(found) == 3
-    for losses in run_ranks(run_all, 2, found):
-        assert len(losses) == 3 and all(map(math.isfinite, losses))
+    result = search(MODEL, 2, DEVICE, state_dtypes=DTYPES, rules=["default"], **STEP)
+    assert "To run plan 1:" in str(result) and result.plans[0].call in str(result)
+    with_stages = [plan.has_stages for plan in result.plans]
+    for losses in run_ranks(run_all, 2, [result.plans[with_stages.index(which)] for which in (False, True)]):
+        assert len(losses) == 2 and all(map(math.isfinite, losses))
+    # What a rank stores is at least what arithmetic says, by which plans are left out.
+    step = Step(*STEP.values(), DEVICE, DTYPES)
+    stored = {(each.sizes, each.dispatch): each.stored for each in Candidates(MODEL, ["default"], step, 1.0).of(2)}
+    for plan in result.plans:
+        exact = plan.memory - plan.costs.memory["activations"] - plan.costs.memory["temporary"]
+        counted = stored[tuple(plan.mesh.items()), plan.dispatch]
+        assert counted <= exact if plan.has_stages else counted == pytest.approx(exact, rel=1e-3)
 
 
 def test_where_no_plan_fits_more_ranks_are_named() -> None:
-    options: dict[str, Any] = {"rules": ["pure-fsdp"], "memory": 1_800_000, **STEP}
-    with pytest.raises(NoPlanFits, match=r"(?s)no plan fits in .*bytes\) are missing.*It fits on 8 ranks") as raised:
-        search(model(), 2, DEVICE, **options)
-    nearest = raised.value.nearest
-    assert [plan.memory for plan in nearest] == sorted(plan.memory for plan in nearest) and nearest
-    assert all(f"{plan.memory - 1_800_000} bytes" in str(raised.value) for plan in nearest)
-    assert raised.value.num_ranks == 8 and search(model(), 8, DEVICE, **options).plans
-    with pytest.raises(NoPlanFits):
-        search(model(), 4, DEVICE, **options)
-    options |= {"rules": ["ep-as-dp"], "memory": 100_000}
-    with pytest.raises(NoPlanFits, match="No plan was found that fits on more ranks") as raised:
-        search(model(), 2, DEVICE, **options)
-    assert len(raised.value.nearest) == 3
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"batch_size": 3}, "no mesh of 4 ranks can run the batch"),
-        ({"device": "h10"}, "there is no device 'h10'; the nearest are 'h100'"),
-        ({"device": replace(DEVICE, peak_flops={"float16": 1.0})}, "has no peak in float32, only in float16"),
-        ({"rules": ["ep-as-pd"]}, "there is no preset 'ep-as-pd'"),
-        ({"memory": 0}, "memory must be a positive number of bytes"),
-        ({"world_size": 0}, "world_size must be a positive int"),
-    ],
-)
-def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
-    options: dict[str, Any] = {"world_size": 4, "device": DEVICE, "rules": ["ep-as-dp"], **STEP, **changes}
-    with pytest.raises(ValueError, match=message):
-        search(model(), options.pop("world_size"), options.pop("device"), **options)
+    options: dict[str, Any] = {"rules": ["pure-fsdp"], "memory": 1_000_000, **STEP}
+    with pytest.raises(NoPlanFits, match=r"(?s)no plan fits in .* bytes\) are missing.*It fits on . ranks") as raised:
+        search(MODEL, 2, DEVICE, **options)
+    assert f"{raised.value.nearest.memory - options['memory']} bytes" in str(raised.value)
+    assert raised.value.num_ranks is not None and search(MODEL, raised.value.num_ranks, DEVICE, **options).plans
+    with pytest.raises(NoPlanFits, match="No plan was found that fits on more ranks"):
+        search(MODEL, 2, DEVICE, **options | {"memory": 100_000})
 
 
 class Mixer(nn.Module):
@@ -180,34 +122,87 @@ class Mixer(nn.Module):
 
 
 def test_sequences_of_modules_that_may_mix_tokens_stay_whole() -> None:
-    step = SEARCH.Step(*STEP.values(), DEVICE, StateDtypes())
-    mixing = nn.Sequential(Decoder(CONFIG, device="meta"), Mixer())
-    found, others, _ = Candidates(mixing, ["cp-as-ep"], step, 1.0).of(2)
-    assert found and not any("context" in dict(each.sizes) for each in found)
-    assert any("sequences are sharded, and Mixer declare nothing" in reason for reason in others)
-    assert any("context" in dict(each.sizes) for each in Candidates(model(), ["cp-as-ep"], step, 1.0).of(2)[0])
+    step = Step(*STEP.values(), DEVICE, DTYPES)
+    for model, is_sharded in ((MODEL, True), (nn.Sequential(MODEL, Mixer()), False)):
+        found = Candidates(model, ["cp-as-ep"], step, 1.0)
+        assert any("context" in dict(each.sizes) for each in found.of(2)) == is_sharded
+        assert found.undeclared == ([] if is_sharded else ["Mixer"])
 
 
-def interrupting(real: Callable[..., Any], limit: int) -> Callable[..., Any]:
-    calls = []
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch_size": 3}, "no plan of 4 ranks can run 3 sequences of 32 tokens"),
+        ({"device": "h10"}, "there is no device 'h10'; the nearest are 'h100'"),
+        ({"device": replace(DEVICE, peak_flops={"float16": 1.0})}, "has no peak in bfloat16, only in float16"),
+        ({"rules": ["ep-as-pd"]}, "there is no preset 'ep-as-pd'"),
+        ({"memory": 0}, "memory must be a finite float > 0.0, got 0"),
+        ({"world_size": 0}, "world_size must be a positive int"),
+    ],
+)
+def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
+    options: dict[str, Any] = {"world_size": 4, "device": DEVICE, "rules": ["ep-as-dp"], **STEP, **changes}
+    with pytest.raises(ValueError, match=message):
+        search(MODEL, **options)
 
-    def estimated(*arguments: Any, **options: Any) -> Any:
-        calls.append(1)
-        if len(calls) > limit:
-            raise KeyboardInterrupt
-        return real(*arguments, **options)
 
-    return estimated
+# Devices
 
 
-def test_an_interrupted_search_has_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A search first measures a step on one rank."""
-    monkeypatch.setenv("COLUMNS", "1000")
-    for limit in (1, 3):
-        monkeypatch.setattr(SEARCH, "estimate", interrupting(estimate, limit))
-        if limit == 1:
-            with pytest.raises(KeyboardInterrupt):
-                search(model(), 2, DEVICE, rules=["ep-as-dp"], **STEP)
-            continue
-        found = search(model(), 2, DEVICE, rules=["ep-as-dp"], **STEP)
-        assert len(found.plans) == 2 and not found.is_complete and "the search was interrupted" in str(found)
+@pytest.mark.parametrize("name", device_names())
+def test_every_device_has_sources_and_survives_a_file(name: str, tmp_path: Path) -> None:
+    device = Device.load(name)
+    assert device.name == name and device.sources
+    (tmp_path / "copy.yaml").write_text(yaml.safe_dump(asdict(device)))
+    assert Device.load(tmp_path / "copy.yaml") == device
+
+
+H100 = asdict(Device.load("h100"))
+
+
+@pytest.mark.parametrize(
+    ("contents", "message"),
+    [
+        (H100 | {"memori": 1}, "has no field 'memori'; the nearest are 'memory'"),
+        (H100 | {"memory": -1}, "memory must be a finite float > 0.0, got -1"),
+        (H100 | {"max_share": 1.5}, "max_share must be at most 1, got 1.5"),
+        (H100 | {"peak_flops": [1]}, "peak_flops must be values by dtype"),
+        (H100 | {"peak_flops": {"bfloat16": "fast"}}, "peak_flops of bfloat16 must be a finite float"),
+        (H100 | {"intra_node": {"latency": 0}}, "intra_node: .*missing 1 required positional argument: 'bandwidth'"),
+        (H100 | {"sources": "none"}, "sources must be a list of texts"),
+        ([1, 2], r"a device must be values by name, got \[1, 2\]"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named(contents: object, message: str, tmp_path: Path) -> None:
+    (path := tmp_path / "device.yaml").write_text(yaml.safe_dump(contents))
+    with pytest.raises(ValueError, match=f"{re.escape(str(path))}: .*{message}"):
+        Device.load(path)
+
+
+def test_ranks_share_the_cores_of_a_node() -> None:
+    assert [Device.load("cpu").slowdown(number) for number in (1, 2, 4, 8)] == [1.0, 1.0, 2.0, 4.0]
+    assert Device.load("h100").slowdown(2048) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "axes", "num_ranks", "num_nodes", "within", "crossing"),
+    [
+        ("all-gather", ["expert"], 8, 1, 1.0, 0.0),  # the last axis is within a node
+        ("all-gather", ["fsdp"], 4, 4, 1.0, 1.0),  # one rank of each node
+        ("all-gather", ["fsdp", "expert"], 32, 4, 1.0, 1 / 8),  # a ring leaves a node by the cards of eight ranks
+        ("all-to-all", ["fsdp", "expert"], 32, 4, 7 / 31, 24 / 31),  # to 24 of 31 other ranks
+    ],
+)
+def test_the_slower_network_decides(
+    kind: str, axes: list[str], num_ranks: int, num_nodes: int, within: float, crossing: float
+) -> None:
+    device, mesh, count = Device.load("h100"), Mesh.planned({"fsdp": 4, "expert": 8}), 10**9
+    latency = (num_ranks - num_nodes) * 1.9e-6 + (num_nodes - 1) * 4e-6
+    bandwidth = max(within * count / 360e9, crossing * count / 45e9)
+    assert sending(kind, axes, 3, count, mesh, device) == pytest.approx(3 * latency + bandwidth)
+
+
+def test_an_operator_is_as_slow_as_products_or_as_memory() -> None:
+    device, mesh = Device.load("h100"), Mesh.planned({})
+    product, copy = Work(989 * 10**12, 10), Work(0, 335 * 10**10)
+    assert computing({product: 2, copy: 3}, 989e12, mesh, device) == pytest.approx(2 / device.max_share + 3)

@@ -8,14 +8,19 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("transformers")
+
+import transformers
+
 from maxmoe import MoE, MoEConfig, presets
 from maxmoe.families.deepseek_v4 import HashRouting
 from maxmoe.families.step3p7 import LimitedOutput
 from maxmoe.families.zaya import RouterMLP
 from support import golden_fixtures, small_models
+from support.moe_layers import assert_meets_specification, make
 from support.published_configs import PUBLISHED
 
-transformers = pytest.importorskip("transformers")
+LOSSES: dict[str, Any] = {"load_balance_loss_weight": 0.3, "router_z_loss_weight": 0.2}
 
 
 def public_config(name: str, **overrides: Any) -> SimpleNamespace:
@@ -75,8 +80,16 @@ def test_config_of_transformers_is_the_preset_of_its_size(name: str) -> None:
     assert config.num_experts in {
         attributes.get(f"{kind}_experts") for kind in ("num", "num_local", "n_routed", "moe_num")
     }
-    names = ("num_experts_per_tok", "moe_topk", "moe_top_k")
+    names = ("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
     assert config.top_k == next((attributes[each] for each in names if each in attributes), 1)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_small_layer_meets_the_specification(name: str) -> None:
+    """With the rules of the family, which its file has in loops as well."""
+    config = presets.from_transformers(small_models.config_of(name), layer=0)
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    assert_meets_specification(make(**fields | LOSSES))
 
 
 def test_layers_of_a_model_that_differ() -> None:

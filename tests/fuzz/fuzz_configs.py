@@ -23,9 +23,12 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from fuzz import loop  # noqa: E402
-from maxmoe import MoE, MoEConfig, presets  # noqa: E402
+from maxmoe import ExpertNorms, MoE, MoEConfig, SiTU, StatsAccumulator, ZeroComputation, presets  # noqa: E402
 from maxmoe.families.family import families  # noqa: E402
+from maxmoe.families.inkling import SharedExpertScores  # noqa: E402
+from maxmoe.families.muse_spark import ScaledLogits  # noqa: E402
 from maxmoe.models import Decoder, DecoderConfig  # noqa: E402
+from maxmoe.nn import Selection  # noqa: E402
 from support.memory import at_most  # noqa: E402
 
 FIELDS = dataclasses.fields(MoEConfig)
@@ -36,6 +39,8 @@ VALUES: list[Any] = [
     *("", "7", "no", "nan", "True", "Silu", b"silu", [7], {"a": 1}, (), 1j, object, MoEConfig),
     *(np.int64(4), np.float32(0.5), np.float64(0.5), np.bool_(True)),
     *(np.array([1, 2]), torch.tensor(4), torch.tensor(0.5)),
+    *(SiTU(gate_softcap=4.0, up_softcap=25.0), ZeroComputation(zero=1, copy=2, constant=1), ExpertNorms(output=True)),
+    *(Selection(by="logits"), SharedExpertScores(), ScaledLogits(scale=0.5)),
 ]
 ARRAYS = (np.ndarray, torch.Tensor)  # not in files
 SMALL = 64  # sizes that are computed
@@ -92,6 +97,8 @@ def layer_config(random: Random) -> str:
 
 def compute(layer: MoE, x: torch.Tensor, moderate: bool, settings: Any) -> None:
     """Forward and backward."""
+    if settings.load_balance_scope == "step":
+        StatsAccumulator(layer)
     output = layer(x.requires_grad_())
     (output.hidden_states.sum() + output.aux_loss).backward()
     if moderate:
@@ -125,11 +132,14 @@ def family_config(random: Random) -> str:
     places = {ours: their if isinstance(their, str) else their.attribute for ours, their in family.fields.items()}
     theirs = {their: getattr(family.preset(), ours) for ours, their in places.items()}
     known = {"norm_topk_prob": False, "router_aux_loss_coef": 0.1, "hidden_act": "silu", "num_experts_per_tok": 2}
+    known |= {"zero_expert_num": 4, "output_multiplier": 0.25, "rms_norm_eps": 1e-6}
     known["shared_expert_intermediate_size"] = theirs.get("moe_intermediate_size", 8)
     theirs |= {their: value for their, value in known.items() if their in theirs}
+    theirs |= {"post_norm_eps": 1e-8} if "rms_norm_eps" in theirs else {}
     theirs |= {their: values[0] for their, values in family.required.items()}
     if family.layer_fields:
         theirs |= {"swiglu_limits": [7.0, 7.0], "swiglu_limits_shared": random.choice([None, [0.0, 0.0], [0.0, 2.0]])}
+        theirs |= {"router_hidden_size": 8, "rms_norm_eps": 1e-6}
     for their in theirs:
         if random.random() < 0.1:
             theirs[their] = random.choice([value for value in VALUES if not isinstance(value, ARRAYS)] + WORDS)

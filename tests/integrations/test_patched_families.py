@@ -46,7 +46,8 @@ def test_equals_the_code_of_the_family(exact: None, preset: str, is_padded: bool
     eager: Any = block_of(preset, expert_capacity=1).double()  # one of 7 tokens has no place in 6 experts
     if hasattr(eager.router, "dtype"):
         eager.router.dtype = torch.float64
-    ours = TransformersMoE(copy.deepcopy(eager), load_balance_loss_weight=0.0, router_z_loss_weight=0.0)
+    losses = {"load_balance_loss_weight": 0.0, "router_z_loss_weight": 0.0}
+    ours = TransformersMoE.from_transformers(copy.deepcopy(eager), **losses)
     x, cotangent = (torch.randn(3, 7, 16, dtype=torch.float64, generator=torch.manual_seed(at)) for at in (1, 2))
     mask = padding(3, "left").bool()
     # The router of Switch Transformers counts padding.
@@ -82,7 +83,7 @@ def test_tokens_that_a_router_drops_are_counted() -> None:
     layers = [layer for layer in model.modules() if isinstance(layer, TransformersMoE)]
     one_hot: list[Tensor] = []
     for layer in layers:
-        layer.router.register_forward_hook(lambda _router, _inputs, outputs: one_hot.append(outputs[0]))
+        layer.part("router").register_forward_hook(lambda _router, _inputs, outputs: one_hot.append(outputs[0]))
     accumulator = StatsAccumulator(model)
     step(model, IDS)
     stats = list(accumulator.update().layers.values())

@@ -38,13 +38,14 @@ def seen_masks(model: nn.Module) -> list[Tensor | None]:
     seen: list[Tensor | None] = []
 
     def record(block: Any) -> None:
-        route = block._route
+        route = block.route
 
-        def recorded(x: Tensor, mask: Tensor | None, dims: Any, *rest: Tensor | None) -> Any:
-            seen.append(None if mask is None else mask.view(*dims))
-            return route(x, mask, dims, *rest)
+        def recorded(inputs: Any) -> Any:
+            mask = inputs.token_mask
+            seen.append(None if mask is None else mask.view(*inputs.leading_dims))
+            return route(inputs)
 
-        block._route = recorded
+        block.route = recorded
 
     for module in model.modules():
         if isinstance(module, TransformersMoE):

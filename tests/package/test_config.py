@@ -113,7 +113,7 @@ WRONG_TYPES = {
     "int": ("7", 7.0, True, None, float("nan"), np.int64(7), [7]),
     "float": ("7", "nan", True, [7.0], 1j, float("nan"), float("inf"), -float("inf"), -1.0, np.float32(1)),
     "bool": ("no", "True", 0, 1, 1.0, None, np.True_),
-    "component": (7, 1.0, True, [1], SIZES["top_k"]),
+    "component": (7, 1.0, True, [1], "zero"),
     "str": (7, None, "Silu", "", ["silu"], np.array(["silu", "sum"])),
 }
 

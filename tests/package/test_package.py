@@ -17,6 +17,8 @@ from maxmoe import ExpertNorms
 from maxmoe._torch import ConvertedModule
 from maxmoe.declaration import Absent
 from maxmoe.families.zaya import RouterMLP
+from maxmoe.nn import MoELayer
+from maxmoe.nn.feed_forward import FeedForwardLayer
 from maxmoe.parallel.apply.interruptions import GuardedModule
 from maxmoe.pipelining.stage import Stage
 from maxmoe.pipelining.stage_modules import StagePart
@@ -89,7 +91,7 @@ def test_no_property_of_a_module_raises() -> None:
     stage = Stage(0, StagePart(("0",), True, True), small_decoder.make(), [], lambda *_: torch.zeros(()))
     modules = [*layers, maxmoe.MoEFeedForward(layers[0].config), quantized, stage]
     seen = set[type[nn.Module]]().union(*map(read_properties, modules))
-    abstract = {ConvertedModule, Checkpointed, GuardedModule, Absent}
+    abstract = {ConvertedModule, Checkpointed, GuardedModule, Absent, MoELayer, FeedForwardLayer}
     assert modules_of_the_package() - abstract == seen
 
 

@@ -3,6 +3,8 @@
 from types import SimpleNamespace
 from typing import Any
 
+from support.small_models import MODELS, config_class
+
 DEEPSEEK: dict[str, Any] = {"hidden_act": "silu", "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 QWEN: dict[str, Any] = {"hidden_act": "silu", "router_aux_loss_coef": 0.001}
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -132,43 +134,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "norm_topk_prob": False,
         "hidden_act": "silu",
     },
-    "axk2": {
-        "model_type": "axk2",
-        "hidden_size": 2048,
-        "moe_intermediate_size": 512,
-        "n_routed_experts": 128,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 8,
-        "n_group": None,
-        "topk_group": None,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        "hidden_act": "silu",
-    },
-    "mistral_large4": {
-        "model_type": "mistral_large4_text",
-        "hidden_size": 6144,
-        "moe_intermediate_size": 6144,
-        "n_routed_experts": 128,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 4,
-        "n_group": 1,
-        "topk_group": 1,
-        "routed_scaling_factor": 1.0,
-        "hidden_act": "silu",
-    },
-    "beam": {
-        "model_type": "beam",
-        "hidden_size": 5120,
-        "moe_intermediate_size": 2560,
-        "num_experts": 256,
-        "num_experts_per_tok": 8,
-        "n_group": 8,
-        "topk_group": 4,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        "hidden_act": "silu",
-    },
     "step3p7": {
         "model_type": "step3p5",
         "num_hidden_layers": 45,
@@ -196,41 +161,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.5,
         "swiglu_limit": 10.0,
         "router_aux_loss_coef": 0.001,
-        "hidden_act": "silu",
-    },
-    "zaya": {
-        "model_type": "zaya",
-        "num_hidden_layers": 40,
-        "hidden_size": 2048,
-        "moe_intermediate_size": 2048,
-        "num_experts": 16,
-        "num_experts_per_tok": 1,
-        "router_hidden_size": 256,
-        "rms_norm_eps": 1e-5,
-        "hidden_act": "silu",
-    },
-    "muse_spark": {
-        "model_type": "muse_spark_text",
-        "hidden_size": 8192,
-        "moe_intermediate_size": 4096,
-        "moe_hidden_size": 4096,
-        "num_local_experts": 256,
-        "num_experts_per_tok": 8,
-        "routed_scaling_factor": 1.0,
-        "output_multiplier": 0.1767766952966369,
-        "rms_norm_eps": 1e-5,
-        "post_norm_eps": 1e-8,
-        "hidden_act": "silu",
-    },
-    "inkling": {
-        "model_type": "inkling_text",
-        "hidden_size": 6144,
-        "moe_intermediate_size": 3072,
-        "n_routed_experts": 256,
-        "n_shared_experts": 2,
-        "num_experts_per_tok": 6,
-        "shared_expert_sink": True,
-        "route_scale": 8.0,
         "hidden_act": "silu",
     },
     "minimax_m2": {
@@ -321,3 +251,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "dropout_rate": 0.0,
     },
 }
+# The other models have the numbers that their config has by default in transformers.
+for _name in MODELS.keys() - PUBLISHED.keys():
+    _config = config_class(_name)()
+    PUBLISHED[_name] = {**vars(_config), "model_type": _config.model_type}

@@ -35,28 +35,22 @@ class Variant:
 
 
 VARIANTS = (
-    Variant("mxfp4", torch.uint8),
-    Variant("nf4", torch.float32),
+    *(
+        Variant(name, dtype)
+        for name, known in FORMATS.items()
+        if not known.has_groups
+        for dtype in dict.fromkeys((known.scale_dtypes[0], known.scale_dtypes[-1]))
+    ),
     Variant("int4", torch.bfloat16, 32),
     Variant("int4", torch.float16, 64, has_zeros=True),
     Variant("int4", torch.float32, 128, has_zeros=True),
     Variant("int4", torch.float32, 256),
-    Variant("int8", torch.float32),
-    Variant("int8", torch.bfloat16),
-    Variant("fp8_row", torch.float32),
-    Variant("fp8_row", torch.float16),
-    Variant("fp8_block", torch.float32),
-    Variant("fp8_block", torch.bfloat16),
 )
 
 # Scales that are zero, subnormal, around the smallest normal number, as small as AVX512-BF16 multiplies without
 # subnormals, and the largest.
 EDGES = (0.0, 2.0**-149, 2.0**-133, 2.0**-127, 2.0**-126, 1.5 * 2.0**-125, 2.0**-101, 2.0**-100, 1.0, 3.0e38, -0.5)
 EDGES_E8M0 = (0, 1, 2, 3, 26, 27, 28, 126, 127, 128, 253, 254)
-
-
-# The largest magnitudes of codes.
-LARGEST = {"mxfp4": 6, "nf4": 1, "int4": 15, "int8": 128, "fp8_row": 448, "fp8_block": 448}
 
 
 def stack_of(format: str, *shape: int, dtype: torch.dtype = torch.bfloat16) -> QuantizedStack:
@@ -71,7 +65,7 @@ def random_scales(variant: Variant, shape: tuple[int, ...], edges: bool) -> Tens
         values = torch.tensor(EDGES_E8M0 if edges else range(116, 125), dtype=torch.uint8)
         return values[torch.randint(len(values), shape)]
     if not edges:
-        return (torch.rand(shape).clamp(1 / 256) / LARGEST[variant.format]).to(variant.scale_dtype)
+        return (torch.rand(shape).clamp(1 / 256) / FORMATS[variant.format].values[-1]).to(variant.scale_dtype)
     values = torch.tensor(EDGES).to(variant.scale_dtype)
     values = values[values.isfinite()]
     return values[torch.randint(len(values), shape)]

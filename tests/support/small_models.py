@@ -106,6 +106,51 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "swa_head_dim": 8,
         },
     ),
+    "cohere2_moe": (
+        "cohere2_moe",
+        "Cohere2Moe",
+        {
+            "intermediate_size": 10,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "num_shared_experts": 2,
+        },
+    ),
+    "lfm2_moe": (
+        "lfm2_moe",
+        "Lfm2Moe",
+        QWEN
+        | {
+            "num_experts": 8,
+            "num_dense_layers": 0,
+            "routed_scaling_factor": 2.5,
+            "layer_types": ["full_attention"] * 2,
+        },
+    ),
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        "Ernie4_5_Moe",
+        {
+            "moe_intermediate_size": 10,
+            "moe_num_experts": 8,
+            "moe_k": 3,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 0,
+            "moe_norm_min": 0.5,
+        },
+    ),
+    "laguna": (
+        "laguna",
+        "Laguna",
+        QWEN
+        | {
+            "num_experts": 8,
+            "shared_expert_intermediate_size": 20,
+            "moe_routed_scaling_factor": 2.5,
+            "moe_router_logit_softcapping": 0.5,
+            "mlp_layer_types": ["sparse"] * 2,
+        },
+    ),
     "zaya": (
         "zaya",
         "Zaya",
@@ -242,11 +287,16 @@ CONVERTED_MODELS = [name for name in MODELS if name not in REPLACED_ONLY]
 STANDARD_MODELS = [name for name in CONVERTED_MODELS if name not in ("longcat_flash", "dbrx")]
 
 
+def config_class(preset: str) -> Any:
+    """The class of the config of the language model."""
+    folder, name, _ = (MODELS | SAME_LAYERS)[preset]
+    module = importlib.import_module(f"transformers.models.{folder}.configuration_{folder}")
+    return getattr(module, f"{name}TextConfig" if preset in TEXT_CONFIGS else f"{name}Config")
+
+
 def config_of(preset: str, **overrides: Any) -> Any:
     """The config of the language model."""
-    folder, name, sizes = (MODELS | SAME_LAYERS)[preset]
-    module = importlib.import_module(f"transformers.models.{folder}.configuration_{folder}")
-    config_class = getattr(module, f"{name}TextConfig" if preset in TEXT_CONFIGS else f"{name}Config")
+    sizes = (MODELS | SAME_LAYERS)[preset][2]
     options = SIZES | sizes | overrides
     for name in ("layer_types", "mlp_layer_types", "swiglu_limits", "swiglu_limits_shared"):  # one for each layer
         if name in sizes:
@@ -273,7 +323,7 @@ def config_of(preset: str, **overrides: Any) -> Any:
         del options["num_attention_heads"], options["head_dim"]
     if preset == "nemotron_h":
         options["layers_block_type"] = ["moe"] * options.pop("num_hidden_layers")
-    return config_class(**options)
+    return config_class(preset)(**options)
 
 
 def import_models(*presets: str) -> list[ModuleType]:

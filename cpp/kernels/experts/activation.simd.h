@@ -4,7 +4,7 @@
 #include <Eigen/Core>
 #include <cmath>
 
-#include "kernels/experts/activation_formulas.h"
+#include "kernels/experts/activation.h"
 #include "kernels/matrix/row.simd.h"
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
@@ -24,12 +24,15 @@ struct BlockMath {
   MAXMOE_INLINE static auto erf(const auto& x) {
     return x.unaryExpr([](S v) { return std::erf(v); });
   }
-  MAXMOE_INLINE static auto inverse(const auto& x) { return x.inverse(); }
+  MAXMOE_INLINE static auto sigmoid(const auto& x) { return (S(1) + (-x).exp()).inverse(); }
   MAXMOE_INLINE static auto square(const auto& x) { return x.square(); }
   MAXMOE_INLINE static auto cube(const auto& x) { return x.cube(); }
   MAXMOE_INLINE static auto abs(const auto& x) { return x.abs(); }
+  MAXMOE_INLINE static auto positive(const auto& x) { return (x <= S(0)).select(S(0), x); }
   MAXMOE_INLINE static auto at_most(const auto& x, S limit) { return x.template min<Eigen::PropagateNaN>(limit); }
-  MAXMOE_INLINE static auto at_least(const auto& x, S limit) { return x.template max<Eigen::PropagateNaN>(limit); }
+  MAXMOE_INLINE static auto between(const auto& x, S limit) {
+    return x.template min<Eigen::PropagateNaN>(limit).template max<Eigen::PropagateNaN>(-limit);
+  }
   MAXMOE_INLINE static auto zero_where(const auto& condition, const auto& x) { return condition.select(S(0), x); }
   MAXMOE_INLINE static auto one_where(const auto& condition) { return condition.template cast<S>(); }
 };

@@ -6,7 +6,7 @@
 #pragma once
 
 #include "kernels/executor.h"
-#include "kernels/experts/activation_kind.h"
+#include "kernels/experts/activation.h"
 #include "kernels/matrix/dtype.h"
 #include "kernels/product/projection.h"
 

@@ -4,7 +4,6 @@
 #include <array>
 
 #include "kernels/quantized/row_words.simd.h"
-#include "kernels/quantized/value_tables.h"
 
 #if MAXMOE_DECODES_PAIRS
 
@@ -62,98 +61,6 @@ MAXMOE_INLINE __m512i rounded_products(const float* values, float scale) {
   const __m512 factor = _mm512_set1_ps(scale);
   return rounded_products(_mm512_load_ps(values), factor, _mm512_load_ps(values + 16), factor);
 }
-
-// E4M3 times one scale, rounded to bfloat16.
-class E4M3Table {
- public:
-  explicit E4M3Table(float scale) {
-    const float* values = kE4M3.values;
-    table_ = ValueTable::of({rounded_products(values, scale), rounded_products(values + 32, scale),
-                             rounded_products(values + 64, scale), rounded_products(values + 96, scale)});
-  }
-
-  MAXMOE_INLINE ValueBytes operator()(__m512i codes) const {
-    // The sign: high ^ (codes & 0x80).
-    return {table_.low_of(codes),
-            _mm512_ternarylogic_epi32(table_.high_of(codes), codes, _mm512_set1_epi8(static_cast<char>(0x80)), 0x78)};
-  }
-
- private:
-  ValueTable table_;
-};
-
-// 64 codes of 8 bits, of which 16 at a time become floats: their values times kUnit.
-template <Codes codes>
-class CodeFloats;
-
-// E4M3: bfloat16 holds the values exactly. Their bytes, which are looked up, are the upper halves of floats.
-template <>
-class CodeFloats<Codes::e4m3> {
- public:
-  static constexpr float kUnit = 1.0F;
-  using Table = E4M3Table;
-  static Table table() { return Table(1.0F); }
-
-  CodeFloats(const Table& table, __m512i codes) : values_(table(codes)) {}
-
-  // Lane i is the float of code Place()(i).
-  template <class Place>
-  MAXMOE_INLINE __m512 lanes() const {
-    static constexpr ByteOrder kOrder = byte_order([](size_t i) { return Place()(i / 4) + i % 2 * 64; });
-    return _mm512_castsi512_ps(
-        _mm512_maskz_permutex2var_epi8(0xcccccccccccccccc, values_.low, load_order(kOrder), values_.high));
-  }
-
- private:
-  ValueBytes values_;
-};
-
-// Integers: the highest byte of 32 bits counts 2^24 times.
-template <>
-class CodeFloats<Codes::int8> {
- public:
-  static constexpr float kUnit = 0x1p24F;
-  struct Table {};
-  static Table table() { return {}; }
-
-  CodeFloats(Table /*table*/, __m512i codes) : codes_(codes) {}
-
-  // Lane i is the float of code Place()(i).
-  template <class Place>
-  MAXMOE_INLINE __m512 lanes() const {
-    static constexpr ByteOrder kOrder = byte_order([](size_t i) { return Place()(i / 4); });
-    return _mm512_cvtepi32_ps(_mm512_maskz_permutexvar_epi8(0x8888888888888888, load_order(kOrder), codes_));
-  }
-
- private:
-  __m512i codes_;
-};
-
-// Lookups of E2M1, times 2^kExponent, as bfloat16. They read the lower 4 bits of 16: the table is there twice.
-template <int kExponent>
-class E2M1Table {
- public:
-  static MAXMOE_INLINE __m512i look_up(__m512i codes) {
-    static constexpr Values kValues = values();
-    return _mm512_permutexvar_epi16(codes, _mm512_load_si512(kValues.halves));
-  }
-
- private:
-  struct alignas(64) Values {
-    uint16_t halves[32];
-  };
-  static constexpr Values values() {
-    Values result{};
-    for (size_t i = 0; i < 32; ++i) {
-      const uint32_t bits = std::bit_cast<uint32_t>(kE2M1.values[i % 16]);
-      const uint32_t exponent = uint32_t{kExponent} << 23;
-      // If exponents are lowered afterwards, the table has no -0, which would become another number.
-      const uint32_t raised = kExponent != 0 && kE2M1.values[i % 16] == 0.0F ? 0 : bits + exponent;
-      result.halves[i] = static_cast<uint16_t>(raised >> 16);
-    }
-    return result;
-  }
-};
 
 }  // namespace maxmoe::MAXMOE_ISA_NAMESPACE
 

@@ -16,18 +16,19 @@ class ColumnTables {
   static constexpr int kBits = 4;
   static constexpr bool kIsCommon = false;
   static constexpr int kMinRowsAhead = 4;
+  static constexpr bool kTakesFourVectors = false;
 
-  static bool fits(const CodeColumns& c) { return bits_per_code(c.m.codes) == 4 && have_ordinary_scales(c); }
+  static bool fits(const CodeColumns& c) { return have_ordinary_scales(c); }
 
   explicit ColumnTables(const CodeColumns& c)
       : scales_(scales_of(c)), zeros_(c, c.m.zeros, 1), type_(c.m.scale_type), has_zeros_(c.m.zeros != nullptr) {
-    const auto& values = table_of(c.m.codes, has_zeros_).values;
+    const auto& values = c.m.values().values;
     for (size_t i = 0; i < 16; ++i) {
       for (size_t column = 0; column < 8; ++column) values_[i / 2][i % 2 * 8 + column] = values[i];
     }
     // Bits 3 to 6 of an index are the code, bits 0 to 2 the column.
-    const int64_t even = is_high_first(c.m.codes) ? 1 : -3;
-    const int64_t odd = is_high_first(c.m.codes) ? -3 : 1;
+    const int64_t even = c.m.codes->is_high_first ? 1 : -3;
+    const int64_t odd = c.m.codes->is_high_first ? -3 : 1;
     for (int64_t i = 0; i < 2; ++i) {
       const int64_t bit = 32 * i;
       controls_[i] = multishift_control(bit + even, bit + odd, bit + 8 + even, bit + 8 + odd, bit + 16 + even,

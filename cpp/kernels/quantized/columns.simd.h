@@ -1,8 +1,8 @@
 // Columns of B whose codes run along the inner dimension, and their scales, with AVX-512.
 #pragma once
 
+#include "kernels/quantized/quantized_matrix.h"
 #include "kernels/quantized/row_words.simd.h"
-#include "kernels/quantized/value_tables.h"
 
 #if MAXMOE_DECODES_PAIRS
 
@@ -88,6 +88,22 @@ class ScaleReader {
 
 MAXMOE_INLINE ScaleReader scales_of(const CodeColumns& c) {
   return {c, reinterpret_cast<const uint8_t*>(c.m.scales), bytes_per_scale(c.m.scale_type)};
+}
+
+// Whether the bytes of all scales of some columns are between two numbers.
+MAXMOE_INLINE bool have_bytes_between(const CodeColumns& c, int smallest, int largest) {
+  const int64_t count = c.num_scales();
+  __mmask64 is_other = 0;
+  for (const int64_t row : c.rows) {
+    const std::byte* of_row = c.m.scales + c.m.scale_index(row, c.depth.begin);
+    for (int64_t i = 0; i < count; i += 64) {
+      const __mmask64 mask = count - i >= 64 ? ~__mmask64{0} : (__mmask64{1} << (count - i)) - 1;
+      const __m512i scales = _mm512_maskz_loadu_epi8(mask, of_row + i);
+      is_other |= _mm512_mask_cmplt_epu8_mask(mask, scales, _mm512_set1_epi8(static_cast<char>(smallest))) |
+                  _mm512_mask_cmpgt_epu8_mask(mask, scales, _mm512_set1_epi8(static_cast<char>(largest)));
+    }
+  }
+  return is_other == 0;
 }
 
 // Scales as floats, from their bits in the low bits of the lanes.

@@ -1,29 +1,24 @@
-// Rows of codes to rows of numbers, run by run: the codes of a row that have one scale. 16-bit numbers of 4-bit codes
-// and bfloat16 of E4M3 are looked up in a table of the run (decoded_halves.simd.h). Otherwise codes become floats,
-// which are scaled and rounded (decoded_floats.simd.h).
+// Rows of codes to rows of numbers, run by run: the codes of a row that have one scale.
 #include "kernels/quantized/decode_rows.simd.h"
 
-#include "kernels/quantized/decoded_halves.simd.h"
+#include "kernels/quantized/formats.h"
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 namespace {
 
-// The value of a code.
-MAXMOE_INLINE float value_of(const QuantizedMatrix& m, uint8_t code) {
-  if (m.codes == Codes::int8) return static_cast<float>(static_cast<int8_t>(code));
-  if (m.codes == Codes::e4m3) return code < 128 ? kE4M3.values[code] : -kE4M3.values[code - 128];
-  return table_of(m.codes, m.zeros != nullptr).values[code];
-}
-
 // Decodes the codes of a run from number `begin` on, one by one.
-template <class T>
+template <class Format, class T>
 void decode_each(const QuantizedMatrix& m, Run run, int64_t begin, T* out) {
-  const bool is_byte = bits_per_code(m.codes) == 8;
+  const auto value_of = [&](int64_t i) {
+    if constexpr (Format::kCodes.bits == 8) {
+      return Format::value(run.codes[i]);
+    } else {
+      const bool is_in_high_half = (i % 2 == 1) != Format::kCodes.is_high_first;
+      return m.values().values[run.codes[i / 2] >> (is_in_high_half ? 4 : 0) & 0xf];
+    }
+  };
   for (int64_t i = begin; i < run.count; ++i) {
-    const uint8_t byte = run.codes[is_byte ? i : i / 2];
-    const bool is_in_high_half = (i % 2 == 1) != is_high_first(m.codes);
-    const int code = is_byte ? byte : byte >> (is_in_high_half ? 4 : 0) & 0xf;
-    const float value = (value_of(m, static_cast<uint8_t>(code)) - run.zero) * run.scale;
+    const float value = (value_of(i) - run.zero) * run.scale;
     if constexpr (std::is_same_v<T, double>) {
       out[i] = static_cast<double>(value);
     } else {
@@ -62,58 +57,23 @@ MAXMOE_INLINE void for_each_run(const QuantizedMatrix& m, Range rows, Range colu
 
 #if defined(__AVX2__)
 
-// Calls for_each_run with a function that decodes the codes of a run that fill whole vectors, and returns their number.
-// The other codes are decoded one by one.
-template <int kBits, class T, class Decode>
-MAXMOE_INLINE void decode_runs(const QuantizedMatrix& m, Range rows, Range columns, MatrixView<T> out, int64_t ahead,
-                               const Decode& decode) {
-  for_each_run<kBits>(m, rows, columns, out, ahead, [&](const Run& run, T* target) MAXMOE_INLINE_LAMBDA {
-    const int64_t decoded = decode(run, target);
-    if (decoded < run.count) decode_each(m, run, decoded, target);
-  });
-}
-
-template <bool kIsHighFirst, class T>
-void decode_rows_of_4_bits(const QuantizedMatrix& m, Range rows, Range columns, MatrixView<T> out, int64_t ahead) {
-  const CodeTable& values = table_of(m.codes, m.zeros != nullptr);
-  if constexpr (std::is_same_v<T, BFloat16> && !kIsHighFirst) {
-    if (m.codes == Codes::e2m1 && m.scale_type == ScaleType::e8m0 && m.zeros == nullptr) {
-      const E2M1Halves halves;
-      return decode_runs<4>(m, rows, columns, out, ahead,
-                            [&](const Run& run, T* target) MAXMOE_INLINE_LAMBDA { return halves.decode(run, target); });
+// Decodes a run: its rest, which fills no whole vector, in padded memory.
+template <class Format, class T>
+MAXMOE_INLINE void decode_run(const RunDecoder<T> auto& decoder, const QuantizedMatrix& m, const Run& run, T* out) {
+  const int64_t decoded = decoder.decode(run, out);
+  const int64_t rest = run.count - decoded;
+  if (rest == 0) return;
+  if (rest < kCodesAtATime) {
+    uint8_t codes[kCodesAtATime] = {};
+    T padded[kCodesAtATime];
+    const int64_t begin = decoded * Format::kCodes.bits / 8;
+    std::memcpy(codes, run.codes + begin, static_cast<size_t>((run.count * Format::kCodes.bits + 7) / 8 - begin));
+    if (decoder.decode(Run{codes, kCodesAtATime, run.scale, run.zero}, padded) == kCodesAtATime) {
+      std::memcpy(static_cast<void*>(out + decoded), padded, static_cast<size_t>(rest) * sizeof(T));
+      return;
     }
   }
-  if constexpr (sizeof(T) == 2) {
-    const RunTable<T> of_run(values.values.data());
-    decode_runs<4>(m, rows, columns, out, ahead, [&](const Run& run, T* target) MAXMOE_INLINE_LAMBDA {
-      return decode_halves<kIsHighFirst>(run, HalfTable(of_run.halves(run.scale, run.zero)), target);
-    });
-  } else {
-    const FloatTable<kIsHighFirst> table(values);
-    decode_runs<4>(m, rows, columns, out, ahead, [&](const Run& run, T* target) MAXMOE_INLINE_LAMBDA {
-      return decode_floats(run, target, [&](const uint8_t* codes, int64_t i) MAXMOE_INLINE_LAMBDA {
-        return table.floats(codes + i / 2);
-      });
-    });
-  }
-}
-
-template <class T>
-void decode_rows_of_8_bits(const QuantizedMatrix& m, Range rows, Range columns, MatrixView<T> out, int64_t ahead) {
-  if (m.codes == Codes::int8) {
-    return decode_runs<8>(m, rows, columns, out, ahead, [](const Run& run, T* target) MAXMOE_INLINE_LAMBDA {
-      return decode_floats(
-          run, target, [](const uint8_t* codes, int64_t i) MAXMOE_INLINE_LAMBDA { return floats_of_int8(codes + i); });
-    });
-  }
-  [[maybe_unused]] const E4M3Halves halves;
-  decode_runs<8>(m, rows, columns, out, ahead, [&](const Run& run, T* target) MAXMOE_INLINE_LAMBDA {
-    int64_t decoded = 0;
-    if constexpr (std::is_same_v<T, BFloat16>) decoded = halves.decode(run, target);
-    if (decoded > 0) return decoded;
-    return decode_floats(
-        run, target, [](const uint8_t* codes, int64_t i) MAXMOE_INLINE_LAMBDA { return floats_of_e4m3(codes + i); });
-  });
+  decode_each<Format>(m, run, decoded, out);
 }
 
 #endif
@@ -122,15 +82,18 @@ void decode_rows_of_8_bits(const QuantizedMatrix& m, Range rows, Range columns, 
 
 template <class T>
 void decode_rows(const QuantizedMatrix& m, Range rows, Range columns, MatrixView<T> out, int64_t ahead) {
+  Formats::with(m.codes, [&]<class Format> {
+    constexpr int kBits = Format::kCodes.bits;
 #if defined(__AVX2__)
-  if (bits_per_code(m.codes) == 8) return decode_rows_of_8_bits(m, rows, columns, out, ahead);
-  if (is_high_first(m.codes)) return decode_rows_of_4_bits<true>(m, rows, columns, out, ahead);
-  decode_rows_of_4_bits<false>(m, rows, columns, out, ahead);
+    const RunDecoder<T> auto decoder = typename DecodersOf<Format>::template Runs<T>(m);
+    for_each_run<kBits>(m, rows, columns, out, ahead, [&](const Run& run, T* target) MAXMOE_INLINE_LAMBDA {
+      decode_run<Format>(decoder, m, run, target);
+    });
 #else
-  const auto decode = [&](const Run& run, T* target) { decode_each(m, run, 0, target); };
-  bits_per_code(m.codes) == 8 ? for_each_run<8>(m, rows, columns, out, ahead, decode)
-                              : for_each_run<4>(m, rows, columns, out, ahead, decode);
+    for_each_run<kBits>(m, rows, columns, out, ahead,
+                        [&](const Run& run, T* target) { decode_each<Format>(m, run, 0, target); });
 #endif
+  });
 }
 
 #define MAXMOE_INSTANTIATE_FOR(T) \

@@ -4,7 +4,7 @@
 #include <cmath>
 
 #include "kernels/isa/vector.simd.h"
-#include "kernels/quantized/value_tables.h"
+#include "kernels/quantized/quantized_matrix.h"
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 
@@ -25,34 +25,6 @@ constexpr int64_t kCodesAtATime = 32;
 struct Floats32 {
   __m256 of[4];
 };
-
-// The floats of 8-bit codes.
-MAXMOE_INLINE Floats32 floats_of_int8(const uint8_t* source) {
-  Floats32 floats;
-  for (int i = 0; i < 4; ++i) {
-    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(source + int64_t{8} * i));
-    floats.of[i] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
-  }
-  return floats;
-}
-
-// E4M3 as float16, whose exponent bias is 8 larger. The conversion to float takes subnormal numbers as they are.
-MAXMOE_INLINE Floats32 floats_of_e4m3(const uint8_t* source) {
-  Floats32 floats;
-  for (int i = 0; i < 2; ++i) {
-    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + int64_t{16} * i));
-    const __m256i shifted = _mm256_srai_epi16(_mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 8), 1);
-    const __m256i halves = _mm256_and_si256(shifted, _mm256_set1_epi16(static_cast<int16_t>(0xbf80)));
-    const __m256i largest = _mm256_set1_epi16(0x3f80);
-    const __m256i is_nan = _mm256_cmpeq_epi16(_mm256_and_si256(halves, largest), largest);
-    // 0x3f80 becomes 0x7e00, a NaN.
-    const __m256i result = _mm256_xor_si256(halves, _mm256_and_si256(is_nan, _mm256_set1_epi16(0x3f80 ^ 0x7e00)));
-    floats.of[2 * i] = _mm256_cvtph_ps(_mm256_castsi256_si128(result));
-    floats.of[2 * i + 1] = _mm256_cvtph_ps(_mm256_extracti128_si256(result, 1));
-  }
-  for (__m256& x : floats.of) x = _mm256_mul_ps(x, _mm256_set1_ps(256.0F));
-  return floats;
-}
 
 // The codes of 16 bytes, one per byte: the codes of bytes 0 to 7 in the lower half, of bytes 8 to 15 in the upper half.
 template <bool kIsHighFirst>

@@ -43,6 +43,7 @@ MAXMOE_INLINE void store_halves(HalfTable::Halves32 halves, void* out) {
 template <class T>
 class RunTable {
  public:
+  explicit RunTable(const CodeTable& table) : RunTable(table.values.data()) {}
   explicit RunTable(const float* values) {
     constexpr bool kIsSplit = std::is_same_v<T, BFloat16> && kLanes<float> == 8;
     alignas(64) float ordered[16];
@@ -88,70 +89,27 @@ MAXMOE_INLINE int64_t decode_halves(const Run& run, const HalfTable& table, T* o
   return i;
 }
 
-// E2M1 with scales that are powers of two, to bfloat16: the values are looked up, and their exponents are raised. A
-// table for each run instead took 1.5 times the time of a skinny product of 1 row, 1.35 of 4 rows, and made no
-// difference from 16 rows on (AVX2, across the inner dimension, AMD Zen 5 class).
-class E2M1Halves {
+// Codes of 4 bits, with any scales and zero points.
+template <class Format, class T>
+class TableRuns {
  public:
-  E2M1Halves() : table_(RunTable<BFloat16>(kE2M1.values.data()).halves(1.0F, 0.0F)) {}
+  explicit TableRuns(const QuantizedMatrix& m) : table_(m.values()) {}
 
-  MAXMOE_INLINE int64_t decode(const Run& run, BFloat16* out) const {
-    if (!(run.scale >= kSmallestScale && run.scale <= kLargestScale)) return 0;
-    const uint32_t exponent = (std::bit_cast<uint32_t>(run.scale) >> 23) - 127;
-    const __m256i raised_by = _mm256_set1_epi16(static_cast<int16_t>(exponent << 7));
-    const auto raised = [&](__m256i numbers) MAXMOE_INLINE_LAMBDA {
-      const __m256i is_zero = _mm256_cmpeq_epi16(_mm256_slli_epi16(numbers, 1), _mm256_setzero_si256());
-      return _mm256_add_epi16(numbers, _mm256_andnot_si256(is_zero, raised_by));
-    };
-    int64_t i = 0;
-    for (; i + kCodesAtATime <= run.count; i += kCodesAtATime) {
-      const auto numbers = table_.look_up(bytes_for_unpacking<false>(run.codes + i / 2));
-      store_halves({raised(numbers.first), raised(numbers.second)}, out + i);
+  // Decodes the codes of a run that fill whole vectors. Returns their number.
+  MAXMOE_INLINE int64_t decode(const Run& run, T* out) const {
+    if constexpr (kIsHalf) {
+      return decode_halves<kIsHighFirst>(run, HalfTable(table_.halves(run.scale, run.zero)), out);
+    } else {
+      return decode_floats(
+          run, out, [&](const uint8_t* codes, int64_t i) MAXMOE_INLINE_LAMBDA { return table_.floats(codes + i / 2); });
     }
-    return i;
   }
 
  private:
-  HalfTable table_;
-};
+  static constexpr bool kIsHighFirst = Format::kCodes.is_high_first;
+  static constexpr bool kIsHalf = sizeof(T) == 2;
 
-// E4M3 to bfloat16. A code is m / 8 + 1 times a power of two; the numbers of m are rounded alike for each power, unless
-// one is subnormal or infinite. Entry i of the table is the number of code i; codes 0 to 7 are subnormal. A code above
-// 15 takes an entry from 8 to 15, whose exponent is raised by the exponent of the code less 1.
-class E4M3Halves {
- public:
-  E4M3Halves() : table_(kE4M3.values) {}
-
-  MAXMOE_INLINE int64_t decode(const Run& run, BFloat16* out) const {
-    const float magnitude = __builtin_fabsf(run.scale);
-    if (!(magnitude >= kSmallestScale && magnitude <= kLargestScale)) return 0;
-    const HalfTable table(table_.halves(run.scale, 0.0F));
-    const auto bytes = [](int value) { return _mm256_set1_epi8(static_cast<int8_t>(value)); };
-    int64_t i = 0;
-    for (; i + kCodesAtATime <= run.count; i += kCodesAtATime) {
-      const __m256i source = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(run.codes + i));
-      const __m256i codes = _mm256_permute4x64_epi64(source, 0xd8);  // unpacking takes 8 codes of each half
-      const __m256i magnitudes = _mm256_and_si256(codes, bytes(0x7f));
-      if (_mm256_movemask_epi8(_mm256_cmpeq_epi8(magnitudes, bytes(0x7f))) != 0) break;  // a NaN
-      // A code above 15 has the index, 8 to 15, with the same lower 3 bits.
-      const __m256i index = _mm256_min_epu8(magnitudes, _mm256_or_si256(_mm256_and_si256(codes, bytes(7)), bytes(8)));
-      const __m256i raised = _mm256_sub_epi8(magnitudes, index);  // 8 times the number that is added to the exponent
-      const __m256i signs = _mm256_and_si256(codes, bytes(0x80));
-      // The sum is to wrap around: adding 0x8000 changes the sign.
-      const auto sum = [&](__m256i numbers, __m256i raised_by, __m256i sign) MAXMOE_INLINE_LAMBDA {
-        return _mm256_add_epi16(numbers, _mm256_or_si256(_mm256_slli_epi16(raised_by, 4), sign));
-      };
-      const auto numbers = table.look_up(index);
-      const __m256i zero = _mm256_setzero_si256();
-      store_halves({sum(numbers.first, _mm256_unpacklo_epi8(raised, zero), _mm256_unpacklo_epi8(zero, signs)),
-                    sum(numbers.second, _mm256_unpackhi_epi8(raised, zero), _mm256_unpackhi_epi8(zero, signs))},
-                   out + i);
-    }
-    return i;
-  }
-
- private:
-  RunTable<BFloat16> table_;
+  std::conditional_t<kIsHalf, RunTable<T>, FloatTable<kIsHighFirst>> table_;
 };
 
 }  // namespace maxmoe::MAXMOE_ISA_NAMESPACE

@@ -1,11 +1,10 @@
-// The contract of a decoder of pairs, and the table that chooses one by format and direction.
+// The decoders that a format has: DecodersOf, and their contracts. Without a specialization these are decoders of any
+// 16 values.
 //
-//                 along the inner dimension            across it                     without pairs of bfloat16
-//   MXFP4         ScaledE2M1                           E2M1RowPairs                  decode_rows.simd.cpp, for both
-//   NF4, INT4     ColumnTables                         TableRowPairs                 directions; along the inner
-//   FP8           ScaledE4M3Table for common scales,   E4M3RowPairs for common       dimension words.simd.h for skinny
-//                 ScaledE4M3                           scales, ByteRowPairs          products
-//   INT8          ScaledInt8                           ByteRowPairs
+//   Columns    of pairs of bfloat16, along the inner dimension      the first one that fits, with AVX512-BF16
+//   Rows       of pairs of bfloat16, across the inner dimension     the same
+//   ForWords   of floats along the inner dimension, for skinny products (words.simd.h), with AVX2
+//   Runs<T>    of rows to T, for everything else (decode_rows.simd.cpp), with AVX2
 //
 // AVX512-BF16 treats subnormal numbers as zero. Where no decoder has the bits of the definition, rows are decoded by
 // decode_rows, as they are on all other processors.
@@ -14,13 +13,16 @@
 #include <concepts>
 
 #include "kernels/quantized/column_tables.simd.h"
-#include "kernels/quantized/e2m1.simd.h"
+#include "kernels/quantized/decoded_halves.simd.h"
 #include "kernels/quantized/row_decoders.simd.h"
 #include "kernels/quantized/scaled_bytes.simd.h"
+#include "kernels/quantized/words.simd.h"
 
-#if MAXMOE_DECODES_PAIRS
+#if defined(__AVX2__)
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
+
+#if MAXMOE_DECODES_PAIRS
 
 // Decodes a vector of columns whose quantized values run along the inner dimension, word by word (lines.simd.h).
 template <class Decoder>
@@ -34,6 +36,8 @@ concept ColumnDecoder = requires(Decoder decoder, const Decoder& begun, const Co
   // Number of rows of a skinny product from which on the next word is decoded before a word is multiplied. With fewer
   // rows this makes no difference, or is slower.
   { Decoder::kMinRowsAhead } -> std::same_as<const int&>;
+  // Whether a product of one or two rows is faster with four vectors of columns at a time than with two.
+  { Decoder::kTakesFourVectors } -> std::same_as<const bool&>;
   requires std::constructible_from<Decoder, const CodeColumns&>;
   // Reads the scales of a block of the inner dimension. Blocks come in order.
   { decoder.begin_block(int64_t{}) } -> std::same_as<void>;
@@ -67,37 +71,48 @@ struct Decoders {
 };
 
 template <ColumnDecoder... Decoder>
-using ColumnDecodersOf = Decoders<Decoder...>;
+using ColumnDecoders = Decoders<Decoder...>;
 template <RowDecoder... Decoder>
-using RowDecodersOf = Decoders<Decoder...>;
+using RowDecoders = Decoders<Decoder...>;
 
-using ColumnDecoders = ColumnDecodersOf<ScaledE2M1, ColumnTables, ScaledE4M3Table, ScaledE4M3, ScaledInt8>;
-template <ScaleType... kType>
-using RowDecodersWith =
-    RowDecodersOf<E2M1RowPairs, E4M3RowPairs, TableRowPairs<kType, false>..., TableRowPairs<kType, true>...,
-                  ByteRowPairs<Codes::e4m3, kType>..., ByteRowPairs<Codes::int8, kType>...>;
-using RowDecoders = RowDecodersWith<ScaleType::float32, ScaleType::bfloat16, ScaleType::float16, ScaleType::e8m0>;
+// A decoder of rows for each type of scales.
+template <bool kIsHighFirst, class Scales>
+struct TableRowDecoders;
+template <bool kIsHighFirst, ScaleType... kType>
+struct TableRowDecoders<kIsHighFirst, ScaleTypes<kType...>> : RowDecoders<TableRowPairs<kType, kIsHighFirst>...> {};
 
-// Whether a decoder fits all vectors of columns.
-template <ColumnDecoder Decoder, int kVectors>
-MAXMOE_INLINE bool fits_all(const ForVectors<CodeColumns, kVectors>& columns) {
-  const auto scale_of = [](const CodeColumns& c) { return c.m.scale_index(c.rows[0], 0); };
-  for (const CodeColumns& c : columns.of) {
-    if (!Decoder::fits(c) || (Decoder::kIsCommon && scale_of(c) != scale_of(columns.of[0]))) return false;
-  }
-  return true;
-}
+// The same, which are tried after decoders `First`.
+template <class Floats, class Scales, class... First>
+struct ByteRowDecoders;
+template <class Floats, ScaleType... kType, class... First>
+struct ByteRowDecoders<Floats, ScaleTypes<kType...>, First...> : RowDecoders<First..., ByteRowPairs<Floats, kType>...> {
+};
 
-template <int kVectors, class Body>
-MAXMOE_INLINE bool with_column_decoder(const ForVectors<CodeColumns, kVectors>& columns, const Body& body) {
-  return ColumnDecoders::with_first([&]<class Decoder> { return fits_all<Decoder>(columns); }, body);
-}
+#endif
 
-// All scales of m must be ordinary.
-template <class Body>
-MAXMOE_INLINE bool with_row_decoder(const QuantizedMatrix& m, const Body& body) {
-  return RowDecoders::with_first([&]<class Decoder> { return Decoder::fits(m); }, body);
-}
+// Decodes runs of codes to T, after construction with a QuantizedMatrix.
+template <class Decoder, class T>
+concept RunDecoder = std::constructible_from<Decoder, const QuantizedMatrix&> &&
+                     requires(const Decoder& decoder, const Run& run, T* out) {
+                       // Decodes the first codes of a run. Returns their number.
+                       { decoder.decode(run, out) } -> std::same_as<int64_t>;
+                     };
+
+// Decoders of 16 values.
+template <class Format>
+struct TableDecoders {
+#if MAXMOE_DECODES_PAIRS
+  using Columns = ColumnDecoders<ColumnTables>;
+  using Rows = TableRowDecoders<Format::kCodes.is_high_first, typename Format::Scales>;
+#endif
+  using ForWords = TableWords<Format>;
+  template <class T>
+  using Runs = TableRuns<Format, T>;
+};
+
+// The decoders of a format. A format specializes it in its file.
+template <class Format>
+struct DecodersOf : TableDecoders<Format> {};
 
 }  // namespace maxmoe::MAXMOE_ISA_NAMESPACE
 

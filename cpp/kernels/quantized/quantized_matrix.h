@@ -1,67 +1,24 @@
-// Views of quantized matrices, as published checkpoints have them: codes of 4 or 8 bits, and scales. A code is a
-// quantized value as it is stored.
+// Views of quantized matrices, as published checkpoints have them: codes of 4 or 8 bits, and scales. The first of two
+// 4-bit codes in a byte is in the low half, unless the format has the high half first.
 //
 // An element is lookup(code) - zero, times a scale: one product in float, rounded once to the type that a kernel
 // computes in. Rows are contiguous in memory: for the weights of published checkpoints a row is an output feature.
 #pragma once
 
-#include <bit>
-#include <cstddef>
-#include <cstdint>
-
-#include "kernels/matrix/dtype.h"
 #include "kernels/matrix/matrix_view.h"
+#include "kernels/quantized/codes.h"
 
 namespace maxmoe {
 
-// The values of codes. Two 4-bit codes share a byte. The first one is in the low half, but for NF4 in the high half.
-enum class Codes {
-  e2m1,  // MXFP4: 0, 0.5, 1, 1.5, 2, 3, 4, 6, and with the highest bit their negatives
-  nf4,   // QLoRA: quantiles of the normal distribution
-  int4,  // 0 to 15, of which a zero point is subtracted: 8 if none is given
-  int8,  // -128 to 127
-  e4m3,  // a float with 4 bits of exponent and 3 of mantissa, without infinities
-};
-
-constexpr int bits_per_code(Codes codes) {
-  return codes == Codes::int8 || codes == Codes::e4m3 ? 8 : 4;
-}
-
-// Whether the first of two 4-bit codes is in the high half of their byte.
-constexpr bool is_high_first(Codes codes) {
-  return codes == Codes::nf4;
-}
-
-// The types of scales. E8M0 is the exponent of a power of two, 2^(byte - 127).
-enum class ScaleType { e8m0, float32, bfloat16, float16 };
-
-MAXMOE_INLINE float read_scale(ScaleType type, const std::byte* scales, int64_t index) {
-  switch (type) {
-    case ScaleType::e8m0: {
-      const auto exponent = static_cast<uint32_t>(scales[index]);
-      // 2^-127 is subnormal.
-      return std::bit_cast<float>(exponent == 0 ? uint32_t{1} << 22 : exponent << 23);
-    }
-    case ScaleType::float32:
-      return reinterpret_cast<const float*>(scales)[index];
-    case ScaleType::bfloat16:
-      return widen(reinterpret_cast<const BFloat16*>(scales)[index]);
-    default:
-      return widen(reinterpret_cast<const Float16*>(scales)[index]);
-  }
-}
-
-constexpr int64_t bytes_per_scale(ScaleType type) {
-  if (type == ScaleType::e8m0) return 1;
-  return type == ScaleType::float32 ? 4 : 2;
-}
-
-// The smallest number of columns that share a scale. Blocks are powers of two, so that 32 consecutive columns from a
-// multiple of 32 on always have one scale.
+// The smallest number of columns of a block with which decoders across the inner dimension read 32 columns at a time.
+// Blocks are powers of two, so that 32 consecutive columns from a multiple of 32 on have one scale then.
 constexpr int64_t kMinColumnsPerScale = 32;
 
+// Codes of a matrix without a format, which has no memory.
+inline constexpr Codes kNoCodes{.bits = 8};
+
 struct QuantizedMatrix {
-  Codes codes = Codes::int8;
+  const Codes* codes = &kNoCodes;  // of one of the formats (formats.h)
   const uint8_t* data = nullptr;
   int64_t row_bytes = 0;  // from one row to the next
   int64_t rows = 0;
@@ -94,10 +51,10 @@ struct QuantizedMatrix {
     part.columns = end - begin;
     return part;
   }
-  MAXMOE_INLINE int64_t bytes_of(int64_t num_columns) const { return (num_columns * bits_per_code(codes) + 7) / 8; }
+  MAXMOE_INLINE int64_t bytes_of(int64_t num_columns) const { return (num_columns * codes->bits + 7) / 8; }
   // The byte with the code of an element, whose column in the whole matrix is even.
   MAXMOE_INLINE const uint8_t* code(int64_t row, int64_t column) const {
-    return data + (first_row + row) * row_bytes + (first_column + column) * bits_per_code(codes) / 8;
+    return data + (first_row + row) * row_bytes + (first_column + column) * codes->bits / 8;
   }
   // The number of the block of columns with one scale per row that holds a column.
   MAXMOE_INLINE int64_t block(int64_t column) const { return (first_column + column) >> log2_columns_per_scale; }
@@ -107,6 +64,10 @@ struct QuantizedMatrix {
   }
   MAXMOE_INLINE float scale(int64_t index) const { return read_scale(scale_type, scales, index); }
   MAXMOE_INLINE float zero(int64_t index) const { return static_cast<float>(zeros[index]); }
+  // The values of 4-bit codes, from which zero points are subtracted.
+  MAXMOE_INLINE const CodeTable& values() const {
+    return zeros == nullptr ? *codes->values : *codes->values_with_zeros;
+  }
 };
 
 // Calls body(part, index) for the parts of the given columns that have one scale per row and are in one of the lines of

@@ -2,7 +2,8 @@
 // decoders use as few instructions as possible in the units of multiply-adds.
 #pragma once
 
-#include "kernels/quantized/e2m1.simd.h"
+#include "kernels/quantized/byte_tables.simd.h"
+#include "kernels/quantized/quantized_matrix.h"
 
 #if MAXMOE_DECODES_PAIRS
 
@@ -80,42 +81,14 @@ class RowPairs {
   int64_t end_;
 };
 
-// E2M1 with scales that are powers of two, as ScaledE2M1. With TableRowPairs instead 16 rows took 1.13 times the time,
-// 64 rows 1.06 (AMD Zen 5 class).
-class E2M1RowPairs : public RowPairs {
- public:
-  static bool fits(const QuantizedMatrix& m) { return m.codes == Codes::e2m1 && m.zeros == nullptr; }
-
-  using RowPairs::RowPairs;
-
-  MAXMOE_INLINE PairsX2 decode() {
-    const Rows rows = next();
-    const auto exponent = [&](int64_t index) { return static_cast<uint32_t>(m_.scales[index]); };
-    const uint32_t lowered = (kLargest - exponent(rows.first_scale)) << 7 | (kLargest - exponent(rows.second_scale))
-                                                                                << 23;
-    // 0xffff lowers every exponent to zero.
-    const __m512i lowered_by = _mm512_set1_epi32(static_cast<int>(rows.has_second ? lowered : lowered | 0xffff0000U));
-    const __m512i words = interleaved_rows(load_two_rows<4>(rows.first, rows.second));
-    const auto look_up = [&](__m512i codes) MAXMOE_INLINE_LAMBDA {
-      return _mm512_subs_epu16(ScaledE2M1::Table::look_up(codes), lowered_by);  // zeros stay zeros
-    };
-    return {look_up(words), look_up(_mm512_srli_epi16(words, 4))};
-  }
-
- private:
-  static constexpr uint32_t kLargest = ScaledE2M1::kLargest;
-};
-
 // 4-bit codes: for each row, the 16 values times its scale are one half of a table.
 template <ScaleType kType, bool kIsHighFirst>
 class TableRowPairs : public RowPairs {
  public:
-  static bool fits(const QuantizedMatrix& m) {
-    return bits_per_code(m.codes) == 4 && is_high_first(m.codes) == kIsHighFirst && m.scale_type == kType;
-  }
+  static bool fits(const QuantizedMatrix& m) { return m.scale_type == kType; }
 
   TableRowPairs(const QuantizedMatrix& m, Range depth, int64_t column)
-      : RowPairs(m, depth, column), table_(_mm512_load_ps(table_of(m.codes, m.zeros != nullptr).values.data())) {}
+      : RowPairs(m, depth, column), table_(_mm512_load_ps(m.values().values.data())) {}
 
   MAXMOE_INLINE PairsX2 decode() {
     const Rows rows = next();
@@ -143,44 +116,12 @@ class TableRowPairs : public RowPairs {
   __m512 table_;
 };
 
-// E4M3 where both rows of a step have the same scales.
-class E4M3RowPairs : public RowPairs {
- public:
-  static bool fits(const QuantizedMatrix& m) {
-    return m.codes == Codes::e4m3 && m.log2_rows_per_scale > 0 && m.first_row % 2 == 0;
-  }
-
-  E4M3RowPairs(const QuantizedMatrix& m, Range depth, int64_t column) : RowPairs(m, depth, column), table_(0.0F) {}
-
-  MAXMOE_INLINE PairsX2 decode() {
-    const Rows rows = next();
-    if (rows.first_scale != index_) {
-      index_ = rows.first_scale;
-      table_ = E4M3Table(m_.scale(index_));
-    }
-    const ValueBytes values = table_(load_two_rows<8>(rows.first, rows.second));
-    const __m512i exists = _mm512_set1_epi32(rows.has_second ? -1 : 0xffff);
-    return {_mm512_and_si512(pairs<0>(values), exists), _mm512_and_si512(pairs<1>(values), exists)};
-  }
-
- private:
-  // Columns of both rows from `first` on, every second one.
-  template <int first>
-  static MAXMOE_INLINE __m512i pairs(ValueBytes values) {
-    static constexpr ByteOrder kOrder =
-        byte_order([](size_t i) { return i / 2 % 2 * 32 + i / 4 * 2 + first + i % 2 * 64; });
-    return _mm512_permutex2var_epi8(values.low, load_order(kOrder), values.high);
-  }
-
-  E4M3Table table_;
-  int64_t index_ = -1;
-};
-
-// 8-bit codes with any scales.
-template <Codes codes, ScaleType kType>
+// 8-bit codes with any scales. An object of class Floats has 64 codes, of which 16 at a time become floats: their
+// values times Floats::kUnit.
+template <class Floats, ScaleType kType>
 class ByteRowPairs : public RowPairs {
  public:
-  static bool fits(const QuantizedMatrix& m) { return m.codes == codes && m.scale_type == kType; }
+  static bool fits(const QuantizedMatrix& m) { return m.scale_type == kType; }
 
   using RowPairs::RowPairs;
 
@@ -194,8 +135,6 @@ class ByteRowPairs : public RowPairs {
   }
 
  private:
-  using Floats = CodeFloats<codes>;
-
   // Lanes alternate between the rows; the columns are every second one from `first` on, in two halves.
   template <size_t first, size_t half>
   struct Place {

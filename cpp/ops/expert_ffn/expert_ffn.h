@@ -5,7 +5,7 @@
 #include <string_view>
 #include <tuple>
 
-#include "kernels/experts/activation_kind.h"
+#include "kernels/experts/activation.h"
 #include "ops/activation.h"
 #include "ops/operator.h"
 #include "ops/projection.h"

@@ -7,222 +7,170 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import Self
 
 from maxmoe.adapters import adapted_module
 from maxmoe.config import MoEConfig
 from maxmoe.convert.blocks import check_tensors_of, config_of_block, family_of_block
 from maxmoe.declaration import Declaration, FusedGate, declaration_of
+from maxmoe.expert_load.stats import MoEStats
 from maxmoe.families.family import Family
 from maxmoe.families.layouts import Entry
 from maxmoe.integrations.transformers._transformers import experts_implementation, is_experts
 from maxmoe.integrations.transformers.token_masks import mask_of_call
-from maxmoe.nn import Experts, MoE, MoEFeedForward, Router, Routing, ZeroComputationExperts, load_balance_loss
+from maxmoe.nn import Experts, MoE, Router, Routing, ZeroComputationExperts
 from maxmoe.nn.dispatcher import LayerInputs, sum_of
+from maxmoe.nn.feed_forward import FeedForwardLayer
+from maxmoe.nn.layer import RouterInputs
 from maxmoe.nn.module_path import module_path
 from maxmoe.nn.router import make_router, select_experts
 from maxmoe.nn.routing import chooses_itself
 from maxmoe.ops import RaggedPlan, ragged_sort, ragged_unsort, route
 
+# Parts of a layer, each with a parameter that tells which module of a block is the part.
+_PARTS = {
+    "router": "router.weight",
+    "experts": "experts.down_proj",
+    "shared_experts": "shared_experts.up_proj",
+    "output_gate": "shared_experts.output_gate",
+    "latent_in": "latent_in.weight",
+    "latent_norm": "latent_in.norm.weight",
+    "latent_out": "latent_out.weight",
+}
 
-def _part(name: str) -> Any:
-    """Return a property: the module of the block with the parameter that `MoE` has under a name; None without one."""
 
-    def part(layer: "TransformersMoE") -> nn.Module | None:
-        module = dict(layer.named_children()).get(layer._keys.get(name, "").split(".")[0])
-        return None if isinstance(module, nn.Identity) else module  # in Nemotron, without latent experts
-
-    return property(part)
-
-
-class TransformersMoE(MoEFeedForward):
-    """`MoEFeedForward` whose parts are the modules of a sparse block of transformers, under their names.
+class TransformersMoE(FeedForwardLayer):
+    """Layer as `MoEFeedForward` whose parts are the modules of a sparse block of transformers, under their names.
 
     The router of the block gives the logits, in its dtype; its experts run on the operators of maxmoe, which
     ``experts_implementation="maxmoe"`` calls. Therefore the state dict, the adapters of PEFT and the router logits that
-    a model returns do not change. `replace_moe_blocks` makes such layers.
-
-    Args:
-        block: sparse block of a family in `maxmoe.presets`, whose modules the layer takes over.
-        training: fields of `maxmoe.MoEConfig` that a block leaves to the training loop, as in `replace_moe_blocks`.
+    a model returns do not change. `replace_moe_blocks` makes such layers, and `from_transformers` makes one.
 
     Attributes:
         family: family of the block.
-
-    Raises:
-        ValueError: for a block of another family, or with other tensors than its family.
     """
 
-    # Every process computes the shared experts whole.
-    router, shared_experts = _part("router.weight"), _part("shared_experts.up_proj")
-    experts = _part("experts.down_proj")  # the last of two modules in JetMoE
-    latent_out = _part("latent_out.weight")
-    latent_projection, latent_norm = _part("latent_in.weight"), _part("latent_in.norm.weight")
-    output_gate = _part("shared_experts.output_gate")
-
     def __init__(self, block: nn.Module, **training: Any) -> None:
-        super(MoE, self).__init__()  # skips MoE.__init__, which creates the parts of a MoE
-        self.config = config = replace(config_of_block(block), **training)
+        config = replace(config_of_block(block), **training)
         check_tensors_of(block, MoE(config, device="meta"), "replace_moe_blocks")
+        super().__init__(config)
         self.family = family = family_of_block(block)
-        self._keys = {entry.names[0]: entry.key for entry in family.block.entries}
-        first, *others = dict.fromkeys(each.key.split(".")[0] for each in family.block.entries if each.is_of_experts)
-        self._first_experts = first if others else None  # in JetMoE, the module of gate and up
         for name, module in block.named_children():
             setattr(self, name, module)
         for name, buffer in block.named_buffers(recurse=False):
             self.register_buffer(name, buffer)
         for name in family.own_parameters:
             self.register_parameter(name, block.get_parameter(name))
+        # Every process computes the shared and the zero-computation experts whole.
         has_more = config.has_zero_computation_outputs
         self.zero_computation_experts = ZeroComputationExperts(config, device="meta") if has_more else None
-        self.set_up_training(load_balance_loss)
+        self._keys = keys = {entry.names[0]: entry.key for entry in family.block.entries}
+        names = {part: keys[name].split(".")[0] for part, name in _PARTS.items() if name in keys}
+        # Names, because adapters take the places of modules. Nemotron has an Identity in the place of a projection.
+        self._names = {part: name for part, name in names.items() if type(getattr(self, name)) is not nn.Identity}
         # Updates the correction bias of the block. The tuple keeps it out of the state dict.
         self._balance = (make_router(config, device="meta"),) if config.score_correction_bias else ()
-        if is_experts(self.experts):
-            self.experts.recompute_names, self.experts.recompute = Experts.recompute_names, Experts.recompute
+        experts: Any = self.part("experts")
+        if is_experts(experts):
+            experts.recompute_names, experts.recompute = Experts.recompute_names, Experts.recompute
         else:
-            self.experts.uses_maxmoe = True  # read by patched_families.py
-        if family.has_capacity:
-            self.router.classifier.to(self.router.dtype)  # as its first forward does, which may get gathered weights
-        _declare(self, self.router, config, family.block.entries)
+            experts.uses_maxmoe = True  # read by patched_families.py
+        _declare(self, self.part("router"), config, family.block.entries)
         self.train(block.training)
 
-    @property
-    def latent_in(self) -> Callable[[Tensor], Tensor] | None:  # type: ignore[override]
-        """Projection before latent experts, with the norm after it if the block has one."""
-        projection, norm = self.latent_projection, self.latent_norm
-        return projection if norm is None else lambda x: norm(projection(x))
-
-    @classmethod
-    def from_transformers(cls, block: nn.Module) -> Self:
-        """Create a layer from the sparse block of a transformers model, with the modules of the block."""
-        return cls(block)
-
-    def forward(self, x: Tensor, token_mask: Tensor | None = None) -> Any:  # type: ignore[override]
-        """Route the tokens and compute their experts.
+    @staticmethod
+    def from_transformers(block: nn.Module, **training: Any) -> "TransformersMoE":
+        """Create a layer from the sparse block of a transformers model, with the modules of the block.
 
         Args:
-            x: ``(..., S, D)``, as in `MoE.forward`.
-            token_mask: ``(..., S)``, bool, False for padding; None for the mask of the model that calls the layer.
+            block: sparse block of a family in `maxmoe.presets`, whose modules the layer takes over.
+            training: fields of `maxmoe.MoEConfig` that a block leaves to the training loop, as in `replace_moe_blocks`.
 
-        Returns:
-            Output ``(..., S, D)``. In gpt-oss and Llama 4, whose models drop a second value, a tuple with None.
+        Raises:
+            ValueError: for a block of another family, or with other tensors than its family.
         """
-        hidden_states = super().forward(x, mask_of_call(self) if token_mask is None else token_mask)
-        return (hidden_states, None) if self.family.returns_scores else hidden_states
+        return _OF_FAMILIES.get(family_of_block(block).preset.__name__, TransformersMoE)(block, **training)
 
-    def _route(
+    def part(self, name: str) -> Any:
+        """Return the module of the block that is a part of the layer; None for a part that the block lacks."""
+        own_name = self._names.get(name)
+        return None if own_name is None else getattr(self, own_name)
+
+    def forward(
         self,
         x: Tensor,
-        token_mask: Tensor | None,
-        leading_dims: Sequence[int],
-        given: Tensor | None,
-        of_router: Mapping[str, Tensor],
-    ) -> Routing:
-        """Call the router of the block, whose output transformers records, and select experts by its logits."""
-        router, family, bias = self.router, self.family, self._correction_bias
-        state, ids = of_router.get("state"), of_router.get("ids")
-        is_outside = bias is not None and "." not in self._keys["router.score_correction_bias"]
-        tokens = x.view(*leading_dims, -1) if family.has_capacity or family.has_state else x
-        if ids is not None:
-            outputs = router(x, ids)
-        elif family.has_state:
-            outputs = router(tokens, None if state is None else state.view(*leading_dims, -1))
-        else:
-            outputs = router(tokens, bias) if is_outside else router(tokens)
-        if self.config.router_rule.scores_shared_experts:
-            return self._routed_with_shared(outputs, token_mask, given)
-        logits = router_logits(family, outputs)
+        token_mask: Tensor | None = None,
+        router_state: Tensor | None = None,
+        router_inputs: Tensor | None = None,
+    ) -> Any:
+        """Route the tokens and compute their experts, as `MoEFeedForward.forward`.
+
+        Without a `token_mask`, tokens have the mask of the model that calls the layer. In gpt-oss and Llama 4, whose
+        models drop a second value, the output is a tuple with None.
+        """
+        mask = mask_of_call(self) if token_mask is None else token_mask
+        output = super().forward(x, mask, router_state, router_inputs)
+        return (output, None) if self.family.returns_scores else output
+
+    def route(self, inputs: RouterInputs) -> Routing:
+        """Call the router of the block, whose output transformers records, and select experts by it."""
+        return self._routing_of(self._router_outputs(inputs), inputs)
+
+    def _router_outputs(self, inputs: RouterInputs) -> Any:
+        """Call the router of the block; it takes the correction bias if the bias lies beside it."""
+        is_outside = "." not in self._keys.get("router.score_correction_bias", ".")
+        return self.part("router")(inputs.x, *([correction_bias_of(self, self._keys)] if is_outside else []))
+
+    def _routing_of(self, outputs: Any, inputs: RouterInputs) -> Routing:
+        """Select experts by the logits among the outputs of the router of the block."""
+        logits, bias = router_logits(self.family, outputs), correction_bias_of(self, self._keys)
         try:
-            selected = None if ids is None else outputs[2]
-            routing = select_experts(self.config, logits, bias, token_mask, given, selected)
+            selected = self._selected(outputs, inputs)
+            return select_experts(self.config, logits, bias, inputs.token_mask, inputs.experts, selected)
         except ValueError as error:
             raise ValueError(f"{module_path(self)}: {error}") from error
-        if family.has_state:
-            routing = routing._replace(state=outputs[-1].flatten(0, -2))
-        if not family.has_capacity:
-            return routing
-        is_dropped = ~outputs[0].flatten(0, -2).any(1)
-        # A replay has been recorded without the slots of dropped tokens.
-        return _without(routing, is_dropped if given is None else is_dropped & chooses_itself(given))
 
-    def _routed_with_shared(
-        self, outputs: Sequence[Tensor], token_mask: Tensor | None, given: Tensor | None
-    ) -> Routing:
-        """Take experts and weights as the router of the block gives them; it has no logits of the shared experts."""
-        if given is not None:
-            check_replayable(self.config, module_path(self))
-        logits, weights, experts, shared_weights = outputs
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        logits, score_function = logits.to(wide), self.config.score_function
-        _, experts, probabilities = route(logits, self.config.top_k, score_function=score_function, experts=experts)
-        routing = Routing(logits, probabilities, weights.to(wide), experts, shared_weights=shared_weights)
-        return routing if token_mask is None else routing.without_padding(token_mask)
+    def _selected(self, outputs: Any, inputs: RouterInputs) -> Tensor | None:
+        """Return the experts that the router of the block has selected by ids; None to select them by the logits."""
+        return None
 
-    def _expert_function(self, x: Tensor, weights: Tensor | None, plan: RaggedPlan, *foreign: Any) -> Tensor:
-        """Compute rows as `maxmoe.nn.Experts`, by a call of the experts of the block, around which adapters may lie."""
-        experts: Any = self.routed_experts
-        if is_experts(experts) and experts_implementation(experts.config) != "maxmoe":
+    def expert_function(self) -> Callable[..., Tensor]:
+        """Return a function with the arguments of `Experts.forward` that calls the experts of the block."""
+        experts, own = self.part("experts"), self.routed_experts
+        if is_experts(own) and experts_implementation(own.config) != "maxmoe":
             raise ValueError(
                 f"{module_path(self)}: the experts implementation of a model with replaced blocks must be 'maxmoe', "
-                f"got {experts_implementation(experts.config)!r}"
+                f"got {experts_implementation(own.config)!r}"
             )
-        if self._first_experts is None:
-            rows: Tensor = self.experts(x, plan, weights, *foreign)
-            return rows
-        first, activation = self.get_submodule(self._first_experts), self.get_submodule("activation")
-        gate, up = first(ragged_sort(x, plan), plan).chunk(2, dim=-1)
-        return ragged_unsort(self.experts(activation(gate) * up, plan), plan, weights).to(x.dtype)
+        return lambda x, weights, plan, *foreign: experts(x, plan, weights, *foreign)
 
-    def _compute_others(
+    def latent_projections(self) -> tuple[Callable[[Tensor], Tensor] | None, Callable[[Tensor], Tensor] | None]:
+        """Return the projections, the first with the norm after it if the block has one."""
+        projection, norm = self.part("latent_in"), self.part("latent_norm")
+        return projection if norm is None else lambda x: norm(projection(x)), self.part("latent_out")
+
+    def compute_others(
         self, inputs: LayerInputs, _token_mask: Tensor | None, routing: Routing, dtype: torch.dtype
     ) -> tuple[None, Tensor | None]:
         """Compute the shared and the zero-computation experts, which every process has whole."""
-        shared_experts, output_gate = self.shared_experts, self.output_gate
+        shared_experts, gate = self.part("shared_experts"), self.part("output_gate")
         parts = []
         if shared_experts is not None:
-            weights = () if routing.shared_weights is None else (routing.shared_weights,)
-            out = shared_experts(inputs.router, *weights)
-            parts.append(out if output_gate is None else output_gate(inputs.router).sigmoid() * out)
+            weights, are_scored = routing.shared_weights, self.config.router_rule.scores_shared_experts
+            out = shared_experts(inputs.router, *((weights,) if are_scored else ()))
+            if weights is not None and not are_scored:
+                out = out * weights.to(out.dtype)
+            parts.append(out if gate is None else gate(inputs.router).sigmoid() * out)
         if self.zero_computation_experts is not None:
             parts.append(self.zero_computation_experts(inputs.router, routing.top_k, dtype))
-        parts += [getattr(self, name).expand_as(inputs.router) for name in self.family.own_parameters]
         return None, sum_of(*parts) if parts else None
-
-    def hidden_states_and_routing(
-        self, x: Tensor, token_mask: Tensor | None, router_state: Tensor | None, router_inputs: Tensor | None
-    ) -> tuple[Tensor, Routing, Tensor]:
-        """Return hidden states and routing as `MoE`; tokens that the router of the block has dropped are counted."""
-        hidden_states, routing, dropped = super().hidden_states_and_routing(x, token_mask, router_state, router_inputs)
-        if self.family.has_capacity:
-            is_dropped = routing.experts < 0
-            mask = routing.token_mask
-            dropped = dropped + (is_dropped if mask is None else is_dropped & mask.unsqueeze(1)).sum()
-        return hidden_states, routing, dropped
-
-    @property
-    def declaration(self) -> Declaration:
-        """Declare whether the router counts the tokens of a sequence."""
-        declaration = super().declaration
-        return replace(declaration, needs_whole_sequences=True) if self.family.has_capacity else declaration
-
-    @property
-    def _correction_bias(self) -> Tensor | None:
-        return correction_bias_of(self, self._keys) if self.config.score_correction_bias else None
 
     @property
     def balanced_router(self) -> Router | None:
         """Router that updates the correction bias of the block; None without such a bias."""
         for router in self._balance:
-            router.score_correction_bias = self._correction_bias
+            router.score_correction_bias = correction_bias_of(self, self._keys)
             return router
         return None
-
-    @property
-    def routed_experts(self) -> nn.Module:  # type: ignore[override]
-        """Module of the routed experts, without adapters that wrap it."""
-        return adapted_module(self.experts)
 
     @property
     def expert_dtype(self) -> torch.dtype:
@@ -232,55 +180,113 @@ class TransformersMoE(MoEFeedForward):
         return dtype
 
 
-class StatefulTransformersMoE(TransformersMoE):
-    """`TransformersMoE` of a block that takes and returns the state of its router, as in ZAYA."""
+class ZayaMoE(TransformersMoE):
+    """Layer of ZAYA, whose block takes and returns the state of its router, the last of the router's outputs."""
 
     def forward(  # type: ignore[override]
         self, x: Tensor, router_state: Tensor | None = None, token_mask: Tensor | None = None
     ) -> Any:
-        """Route the tokens and compute their experts.
+        """Return output and state as `TransformersMoE.forward`; the model gives the state as the second argument."""
+        return super().forward(x, token_mask, router_state)
 
-        Args:
-            x: ``(..., S, D)``, as in `MoE.forward`.
-            router_state: ``(..., S, R)``, what the block of the layer before has returned; None in the first layer.
-            token_mask: as in `TransformersMoE.forward`.
+    def _router_outputs(self, inputs: RouterInputs) -> Any:
+        x, state = (None if rows is None else rows.view(*inputs.leading_dims, -1) for rows in (inputs.x, inputs.state))
+        return self.part("router")(x, state)
 
-        Returns:
-            Output ``(..., S, D)`` and state.
-        """
-        mask = mask_of_call(self) if token_mask is None else token_mask
-        return MoEFeedForward.forward(self, x, mask, router_state)
+    def _routing_of(self, outputs: Any, inputs: RouterInputs) -> Routing:
+        return super()._routing_of(outputs, inputs)._replace(state=outputs[-1].flatten(0, -2))
 
 
-class TransformersMoEOfIds(TransformersMoE):
-    """`TransformersMoE` of a block that takes the ids of the tokens, as in DeepSeek-V4."""
+class DeepseekV4MoE(TransformersMoE):
+    """Layer of DeepSeek-V4, whose model gives the ids of the tokens to all blocks; few routers select by them."""
 
     def forward(  # type: ignore[override]
         self, x: Tensor, input_ids: Tensor | None = None, token_mask: Tensor | None = None
     ) -> Any:
-        """Route the tokens and compute their experts.
-
-        Args:
-            x: ``(..., S, D)``, as in `MoE.forward`.
-            input_ids: ``(..., S)``, integer, ids of the tokens, which not every layer needs.
-            token_mask: as in `TransformersMoE.forward`.
-
-        Returns:
-            Output ``(..., S, D)``.
-        """
-        mask = mask_of_call(self) if token_mask is None else token_mask
+        """Return the output as `TransformersMoE.forward`; the model gives the ids as the second argument."""
         ids = None if self.config.router_rule.takes_ids is None else input_ids
-        return MoEFeedForward.forward(self, x, mask, router_inputs=ids)
+        return super().forward(x, token_mask, router_inputs=ids)
+
+    def _router_outputs(self, inputs: RouterInputs) -> Any:
+        return super()._router_outputs(inputs) if inputs.ids is None else self.part("router")(inputs.x, inputs.ids)
+
+    def _selected(self, outputs: Any, inputs: RouterInputs) -> Tensor | None:
+        selected: Tensor | None = None if inputs.ids is None else outputs[2]
+        return selected
 
 
-def layer_of_block(block: nn.Module, **training: Any) -> TransformersMoE:
-    """Return the layer that replaces a block; `training` as in `replace_moe_blocks`."""
-    family, kind = family_of_block(block), TransformersMoE
-    if family.has_state:
-        kind = StatefulTransformersMoE
-    elif family.takes_ids:
-        kind = TransformersMoEOfIds
-    return kind(block, **training)
+class InklingMoE(TransformersMoE):
+    """Layer of Inkling, whose router scores the shared experts and returns weights instead of their logits."""
+
+    def _routing_of(self, outputs: Any, inputs: RouterInputs) -> Routing:
+        if inputs.experts is not None:
+            check_replayable(self.config, module_path(self))
+        logits, weights, experts, shared_weights = outputs
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        logits, score_function = logits.to(wide), self.config.score_function
+        _, experts, probabilities = route(logits, self.config.top_k, score_function=score_function, experts=experts)
+        routing = Routing(logits, probabilities, weights.to(wide), experts, shared_weights=shared_weights)
+        return routing if inputs.token_mask is None else routing.without_padding(inputs.token_mask)
+
+
+class SwitchMoE(TransformersMoE):
+    """Layer of Switch Transformers, whose router drops tokens of a sequence whose expert is full."""
+
+    def __init__(self, block: nn.Module, **training: Any) -> None:
+        super().__init__(block, **training)
+        self.part("router").classifier.to(self.part("router").dtype)  # as its first forward does, with gathered weights
+
+    def _router_outputs(self, inputs: RouterInputs) -> Any:
+        return self.part("router")(inputs.x.view(*inputs.leading_dims, -1))
+
+    def _routing_of(self, outputs: Any, inputs: RouterInputs) -> Routing:
+        # The slots of dropped tokens are removed; they still count for the losses.
+        routing, is_dropped = super()._routing_of(outputs, inputs), ~outputs[0].flatten(0, -2).any(1, keepdim=True)
+        if inputs.experts is not None:  # a replay has been recorded without the slots of dropped tokens
+            is_dropped &= chooses_itself(inputs.experts).unsqueeze(1)
+        weights, experts = routing.weights.masked_fill(is_dropped, 0.0), routing.experts.masked_fill(is_dropped, -1)
+        return routing._replace(weights=weights, experts=experts, is_unpadded=False)
+
+    def losses_and_stats(self, routing: Routing, dropped: Tensor, num_sequences: int) -> tuple[Tensor, MoEStats]:
+        """Count the tokens that the router has dropped as well."""
+        is_dropped, mask = routing.experts < 0, routing.token_mask
+        dropped = dropped + (is_dropped if mask is None else is_dropped & mask.unsqueeze(1)).sum()
+        return super().losses_and_stats(routing, dropped, num_sequences)
+
+    @property
+    def declaration(self) -> Declaration:
+        """Declare that the router counts the tokens of a sequence."""
+        return replace(super().declaration, needs_whole_sequences=True)
+
+
+class JetMoeMoE(TransformersMoE):
+    """Layer of JetMoE, whose experts are two modules, and whose bias is added to the output."""
+
+    bias: Tensor
+
+    def expert_function(self) -> Callable[..., Tensor]:
+        """Return a function of the two modules and the activation between them."""
+        first, activation, second = map(self.get_submodule, ("input_linear", "activation", "output_linear"))
+
+        def compute(x: Tensor, weights: Tensor | None, plan: RaggedPlan) -> Tensor:
+            gate, up = first(ragged_sort(x, plan), plan).chunk(2, dim=-1)
+            return ragged_unsort(second(activation(gate) * up, plan), plan, weights).to(x.dtype)
+
+        return compute
+
+    def compute_others(self, inputs: LayerInputs, *_: Any) -> tuple[None, Tensor]:
+        """Return the bias of each token."""
+        return None, self.bias.expand_as(inputs.router)
+
+
+# Families whose blocks compute more than router, experts and shared experts, by their preset.
+_OF_FAMILIES: dict[str, type[TransformersMoE]] = {
+    "deepseek_v4": DeepseekV4MoE,
+    "inkling": InklingMoE,
+    "jetmoe": JetMoeMoE,
+    "switch_transformers": SwitchMoE,
+    "zaya": ZayaMoE,
+}
 
 
 def check_replayable(config: MoEConfig, block: str) -> None:
@@ -298,20 +304,16 @@ def router_logits(family: Family, outputs: Any) -> Tensor:
     return logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def correction_bias_of(block: nn.Module, keys: Mapping[str, str]) -> Tensor:
+def correction_bias_of(block: nn.Module, keys: Mapping[str, str]) -> Tensor | None:
     """Return the correction bias ``(E,)`` of a block; `keys` has the block's name for each parameter of `MoE`."""
-    *owner, name = keys["router.score_correction_bias"].split(".")
-    return (adapted_module(block.get_submodule(owner[0])) if owner else block).get_buffer(name)
-
-
-def _without(routing: Routing, is_dropped: Tensor) -> Routing:
-    """Remove the slots of tokens ``(T,)`` that their router has dropped; they still count for the losses."""
-    is_dropped = is_dropped.unsqueeze(1)
-    return routing._replace(
-        weights=routing.weights.masked_fill(is_dropped, 0.0),
-        experts=routing.experts.masked_fill(is_dropped, -1),
-        is_unpadded=False,
-    )
+    if (key := keys.get("router.score_correction_bias")) is None:
+        return None
+    owner, _, name = key.rpartition(".")
+    first, _, path = owner.partition(".")
+    module = adapted_module(block.get_submodule(first)) if owner else block
+    bias: Tensor = getattr(module.get_submodule(path), name)
+    # Laguna has a parameter that is not trained, and ERNIE 4.5 one with another dim.
+    return bias.detach().flatten() if isinstance(bias, nn.Parameter) else bias
 
 
 def _declare(block: nn.Module, router: nn.Module, config: MoEConfig, entries: Sequence[Entry]) -> None:
@@ -353,9 +355,8 @@ def _declare(block: nn.Module, router: nn.Module, config: MoEConfig, entries: Se
             tensor_parallel_dims={} if is_whole or not names else of_ours.tensor_parallel_dims,
             added_to_output=tuple(name for name in ("down_proj_bias",) if name in names),
         )
-    if (
-        config.expert_norms is not None and config.expert_norms.output
-    ):  # the experts gather it, so that its gradient is summed over the ranks of all experts
+    norms = config.expert_norms
+    if norms is not None and norms.output:  # gathered by the experts: its gradient is summed over the ranks of all
         experts: Any = block.get_submodule("experts")
         experts.post_expert_norm.declaration = Declaration(logical_names={"weight": ("norm",)})
     keys = {entry.names[0]: entry.key.partition(".")[2] for entry in entries}

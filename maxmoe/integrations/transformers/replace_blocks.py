@@ -9,10 +9,10 @@ from maxmoe.checks.fields import nearest
 from maxmoe.convert.blocks import TRAINING_FIELDS
 from maxmoe.integrations.transformers._transformers import is_expert_parallel, is_experts
 from maxmoe.integrations.transformers.checkpoint_names import load_checkpoint_names
-from maxmoe.integrations.transformers.moe_block import TransformersMoE, layer_of_block
+from maxmoe.integrations.transformers.moe_block import TransformersMoE
 from maxmoe.integrations.transformers.patched_families import is_sparse_block
 from maxmoe.integrations.transformers.token_masks import hand_over_masks
-from maxmoe.nn import MoE
+from maxmoe.nn import MoELayer
 
 
 class ReplacedBlock(NamedTuple):
@@ -34,7 +34,7 @@ class ReplacedBlock(NamedTuple):
 
 
 def replace_moe_blocks(model: nn.Module, **training: Any) -> tuple[ReplacedBlock, ...]:
-    """Replace all sparse blocks of a model of transformers by layers of maxmoe, which are `MoEFeedForward`.
+    """Replace all sparse blocks of a model of transformers by layers of maxmoe, which do as `MoEFeedForward`.
 
     The layers take over the modules of the blocks, so that names, shapes and layouts of all parameters stay:
     `save_pretrained`, `Trainer` and PEFT write what transformers reads without this library. The attention mask of the
@@ -67,7 +67,7 @@ def replace_moe_blocks(model: nn.Module, **training: Any) -> tuple[ReplacedBlock
     layers: dict[str, TransformersMoE] = {}
     for path, block in _blocks(model).items():
         try:
-            layers[path] = layer_of_block(block, **options)
+            layers[path] = TransformersMoE.from_transformers(block, **options)
         except ValueError as error:
             raise ValueError(f"{path} ({type(block).__name__}) cannot be replaced: {error}") from error
     return tuple(_put(model, path, layer) for path, layer in layers.items())
@@ -77,7 +77,7 @@ def _blocks(model: nn.Module) -> dict[str, nn.Module]:
     """Return the sparse blocks of a model by path; raises if there are none, or they are computed by several ranks."""
     found = {}
     for path, module in model.named_modules():
-        if is_sparse_block(module) and not isinstance(module, MoE):
+        if is_sparse_block(module) and not isinstance(module, MoELayer):
             experts = dict(module.named_children()).get("experts")
             if is_experts(experts) and is_expert_parallel(experts):
                 raise ValueError(f"{path} must be whole, got experts under the expert parallelism of transformers")
@@ -106,7 +106,7 @@ def _put(model: nn.Module, path: str, layer: TransformersMoE) -> ReplacedBlock:
     block = type(model.get_submodule(path)).__name__
     setattr(model.get_submodule(parent), name, layer)
     load_checkpoint_names(model.get_submodule(parent))
-    if is_experts(layer.experts):
+    if is_experts(layer.part("experts")):
         owner.set_experts_implementation("maxmoe")
     if not layer.family.has_capacity:  # there, padding takes capacity
         hand_over_masks(owner, model.get_submodule(parent.rpartition(".")[0]).children())

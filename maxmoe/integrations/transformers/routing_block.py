@@ -101,7 +101,7 @@ class RoutingBlock:
                 "recorded or replayed: call torch.compiler.reset() first"
             )
         given, num_experts = given_experts(self._hooks, leading_dims, experts.device, None), self.config.num_experts
-        bias = correction_bias_of(block, self._keys) if self.config.score_correction_bias else None
+        bias = correction_bias_of(block, self._keys)
         if given is None:
             selected = experts
             if self.config.zero_computation is not None:  # their tokens come with expert 0 and a weight of zero

@@ -6,7 +6,7 @@ from functools import cached_property
 
 from torch import nn
 
-from maxmoe.nn import Checkpointed, MoE
+from maxmoe.nn import Checkpointed, MoELayer
 from maxmoe.parallel.plan.dispatch_plan import DispatchPlan
 from maxmoe.parallel.plan.parameter_sharding import ParameterSharding
 from maxmoe.parallel.plan.sharded_tokens import ShardedTokens
@@ -163,12 +163,12 @@ class Plan(Mapping[str, ModulePlan]):
         return {path: self[path].module for path in sorted(self, key=lambda path: path == "") if path in paths}
 
     @cached_property
-    def layers(self) -> Mapping[str, tuple[MoE, DispatchPlan]]:
+    def layers(self) -> Mapping[str, tuple[MoELayer, DispatchPlan]]:
         """MoE layers with the plan of their dispatch, by their path."""
         return {
             path: (plan.module, plan.dispatch)
             for path, plan in self.items()
-            if isinstance(plan.module, MoE) and plan.dispatch is not None
+            if isinstance(plan.module, MoELayer) and plan.dispatch is not None
         }
 
     @property

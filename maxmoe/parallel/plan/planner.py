@@ -13,7 +13,7 @@ from torch import nn
 from maxmoe.adapters import wrappers_of
 from maxmoe.checks.fields import check_int
 from maxmoe.declaration import EXPERT_TOKEN_DIMS, TOKEN_DIMS, Absent, declaration_of
-from maxmoe.nn import MoE, SharedExperts
+from maxmoe.nn import MoELayer, SharedExperts
 from maxmoe.parallel.plan.dispatch_plan import STRATEGIES, Dispatch, DispatchPlan, plan_dispatch
 from maxmoe.parallel.plan.fsdp_units import blocks, fsdp_axes, fsdp_units, is_saved, shared_by_blocks
 from maxmoe.parallel.plan.parameter_sharding import ParameterSharding, shardings_by_name, tensor_parallel_activation
@@ -139,11 +139,11 @@ class _Planner:
         # Tensor-parallel modules whose partial outputs the enclosing layer reduces.
         self.reduced_by_layer: set[nn.Module | None] = set()
         for path, layer in self.modules.items():
-            if isinstance(layer, MoE):
+            if isinstance(layer, MoELayer):
                 plan = self._plan_dispatch(path, layer, dispatch)
-                experts = [layer.routed_experts, *(wrapper for _, wrapper in wrappers_of(layer.experts))]
+                experts = [layer.routed_experts, *(wrapper for _, wrapper in wrappers_of(layer.part("experts")))]
                 self.dispatch_plans |= dict.fromkeys([layer, *experts], plan)
-                self.reduced_by_layer.update(experts, [layer.shared_experts] if plan.shared_is_partial else [])
+                self.reduced_by_layer.update(experts, [layer.part("shared_experts")] if plan.shared_is_partial else [])
         self.blocks, self.shared_by_blocks = set(blocks(model)), shared_by_blocks(model)
 
     def module_plans(self) -> dict[str, ModulePlan]:
@@ -154,7 +154,7 @@ class _Planner:
         for path, module in self.modules.items():
             read, written, axes = readers.get(path), writers.get(path), self.parallel_axes.get(module, ())
             hooks = None
-            if written is not None and not isinstance(module, MoE):
+            if written is not None and not isinstance(module, MoELayer):
                 hooks = TensorParallelHooks(self.mesh, axes, written.axes)
             elif axes and written is None and module not in self.reduced_by_layer:
                 hooks = TensorParallelHooks(self.mesh, axes)
@@ -194,7 +194,7 @@ class _Planner:
                 if not any(isinstance(self.modules.get(child or ""), Absent) for child in (reader, writer)):
                     yield ResidualPart(axes, reader, writer)
 
-    def _plan_dispatch(self, path: str, layer: MoE, dispatch: Dispatch) -> DispatchPlan:
+    def _plan_dispatch(self, path: str, layer: MoELayer, dispatch: Dispatch) -> DispatchPlan:
         experts = layer.routed_experts
         stacked = self.shardings[next(iter(self.units[experts].values()))]  # all parameters begin with the expert dim
         local = DispatchPlan(
@@ -207,7 +207,7 @@ class _Planner:
             plan = plan_dispatch(local, stacked, self.rules, self.tokens, dispatch)
         except ValueError as error:
             raise ValueError(f"{path or 'the layer'}: {error}") from None
-        shared = layer.shared_experts
+        shared = layer.part("shared_experts")
         of_shared = set(self.parallel_axes.get(shared, ())) if isinstance(shared, SharedExperts) else None
         # Routed and shared experts share one all-reduce of the input's gradient and one of the output, if they are
         # partial over the same axes.
@@ -234,7 +234,7 @@ class _Planner:
         tensor_parallel = self.parallel_axes.get(unit, ())
         # A parameter of the experts that all of them share, such as their norm, has a gradient from the experts of each
         # rank. A parameter of the layer has not: every rank has its whole gradient.
-        has_experts = unit in self.dispatch_plans and not isinstance(unit, MoE)
+        has_experts = unit in self.dispatch_plans and not isinstance(unit, MoELayer)
         expert_axes = self.dispatch_plans[unit].expert_axes if has_experts else ()
         block = next((outer for outer in enclosing(unit_path) if self.modules[outer] in self.blocks), "")
         for path, name in self.units.get(unit, {}).items():

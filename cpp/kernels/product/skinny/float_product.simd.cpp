@@ -7,7 +7,7 @@
 // multiply-adds whose latency is longer than decoding takes. Both use the same loads of A.
 #include "kernels/product/skinny/quantized.simd.h"
 #include "kernels/product/skinny/transposed_parts.simd.h"
-#include "kernels/quantized/words.simd.h"
+#include "kernels/quantized/formats.h"
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 namespace {
@@ -38,9 +38,8 @@ MAXMOE_INLINE ConstMatrixView<uint8_t> bytes_of_columns(const QuantizedMatrix& m
 }
 
 // The scales and zero points of a block of the inner dimension. It also records whether the decoder is exact for all
-// quantized values and scales so far: for E4M3 it is not if a code is a NaN, or if a scale times kScale could be
-// infinite.
-template <Codes kCodes>
+// quantized values and scales so far.
+template <class Decoder>
 struct BlockScales {
   Floats scale[kVectors] = {};
   Floats zero[kVectors] = {};
@@ -51,19 +50,17 @@ struct BlockScales {
 #pragma GCC unroll 2
     for (int v = 0; v < kVectors; ++v) {
       scale[v] = panel.scales[v].scales(block);
-      if constexpr (kCodes == Codes::int4) zero[v] = panel.scales[v].zeros(block);
-      if constexpr (kCodes == Codes::e4m3) {
-        const Floats magnitude = std::bit_cast<Floats>(std::bit_cast<Words>(scale[v]) & 0x7fffffffU);
-        inexact |= std::bit_cast<Words>(!(magnitude <= Floats{} + 0x1p7F));
-        scale[v] *= WordDecoder<kCodes>::kScale;
+      if constexpr (Decoder::kHasZeros) zero[v] = panel.scales[v].zeros(block, Decoder::kZero);
+      if constexpr (!Decoder::kIsAlwaysExact) {
+        inexact |= Decoder::inexact_scales(scale[v]);
+        scale[v] *= Decoder::kScale;
       }
     }
   }
 
   MAXMOE_INLINE void check_codes(const Words (&words)[WordReader::kWords]) {
-    if constexpr (kCodes == Codes::e4m3) {
-      // 0x7f is a NaN: adding 1 carries into the highest bit of the byte.
-      for (const Words& of_columns : words) inexact |= ((of_columns & 0x7f7f7f7fU) + 0x01010101U) & 0x80808080U;
+    if constexpr (!Decoder::kIsAlwaysExact) {
+      for (const Words& of_columns : words) inexact |= Decoder::inexact_codes(of_columns);
     }
   }
 
@@ -74,13 +71,10 @@ struct BlockScales {
   }
 };
 
-template <class T, Codes kCodes, int kRows>
+template <class T, class Decoder, int kRows>
 __attribute__((noinline)) bool multiply_words(const FloatProduct& p, int64_t column) {
-  using Decoder = WordDecoder<kCodes>;
   constexpr int64_t kPerWord = Decoder::kCodesPerWord;
   constexpr int64_t kPerLine = WordReader::kWords * kPerWord;
-  // A value of E2M1 times a power of two is rounded only where its exponent is too large or small.
-  constexpr bool kIsRounded = kCodes != Codes::e2m1 || std::is_same_v<T, Float16>;
   const QuantizedMatrix& m = p.codes;
   const SkinnyRows<float, kRows> a{p.a};
   const MatrixView<float> out = p.sums.column_range(column, column + kNR<float>);
@@ -88,7 +82,7 @@ __attribute__((noinline)) bool multiply_words(const FloatProduct& p, int64_t col
   const Decoder decoder;
   ColumnPrefetch prefetch(
       columns_to_prefetch(bytes_of_columns(m, column + kNR<float>), bytes_of_columns(p.next_codes, 0)));
-  BlockScales<kCodes> scales;
+  BlockScales<Decoder> scales;
   Accumulators<float, kRows, kVectors> sums(out.data, out.row_stride, p.accumulate);
   Words words[kVectors][WordReader::kWords];
 
@@ -103,9 +97,9 @@ __attribute__((noinline)) bool multiply_words(const FloatProduct& p, int64_t col
 #pragma GCC unroll 2
       for (int v = 0; v < kVectors; ++v) {
         Floats values = decoder.value(decoded[v], i);
-        if constexpr (kCodes == Codes::int4) values -= scales.zero[v];
+        if constexpr (Decoder::kHasZeros) values -= scales.zero[v];
         values *= scales.scale[v];
-        if constexpr (kIsRounded) values = rounded<T>(values);
+        if constexpr (Decoder::template kIsRounded<T>) values = rounded<T>(values);
 #pragma GCC unroll 12
         for (int r = 0; r < kRows; ++r) sums.of[r][v] = multiply_add(sums.of[r][v], a(r, d + i), values);
       }
@@ -132,62 +126,38 @@ __attribute__((noinline)) bool multiply_words(const FloatProduct& p, int64_t col
   return true;
 }
 
-template <class T, Codes kCodes>
-bool multiply_codes(const FloatProduct& p, int64_t column) {
-  bool is_done = false;
-  with_number_of_rows(
-      p.num_rows, [&]<int kRows> { is_done = multiply_words<T, kCodes, kRows>(p, column); },
-      std::make_integer_sequence<int, kMaxRowsOfWords>());
-  return is_done;
-}
-
-// Whether the thread takes subnormal operands as zeros, as after torch.set_flush_denormal(True).
-MAXMOE_INLINE bool takes_subnormals_as_zeros() {
-  return _MM_GET_DENORMALS_ZERO_MODE() == _MM_DENORMALS_ZERO_ON;
-}
-
 #endif
 
 }  // namespace
 
 template <class T>
 bool multiplies_words([[maybe_unused]] const QuantizedMatrix& m) {
+  bool result = false;
 #if defined(__AVX2__)
   // Words are read from the first code on. With this alignment every part with one scale begins with a word.
   if (m.first_column % kMinColumnsPerScale != 0) return false;
-  if (m.codes == Codes::int8) return true;
-  if (m.codes == Codes::e2m1) return m.scale_type == ScaleType::e8m0;
-  // For 16-bit types the other formats are faster with tables of rounded values: decode_rows.simd.h.
-  return std::is_same_v<T, float> && (m.codes != Codes::e4m3 || !takes_subnormals_as_zeros());
-#else
-  return false;
+  Formats::with(m.codes, [&]<class Format> {
+    using Decoder = DecodersOf<Format>::ForWords;
+    result = Decoder::template kMultiplies<T> && Decoder::fits();
+  });
 #endif
+  return result;
 }
 
 template <class T>
 bool multiply_words_of_panel([[maybe_unused]] const FloatProduct& p, [[maybe_unused]] int64_t column) {
+  bool is_done = false;
 #if defined(__AVX2__)
-  const auto multiply_floats = [&]<Codes codes>() {
-    if constexpr (std::is_same_v<T, float>) {
-      return multiply_codes<T, codes>(p, column);
-    } else {
-      return false;
+  Formats::with(p.codes.codes, [&]<class Format> {
+    using Decoder = DecodersOf<Format>::ForWords;
+    if constexpr (Decoder::template kMultiplies<T>) {
+      with_number_of_rows(
+          p.num_rows, [&]<int kRows> { is_done = multiply_words<T, Decoder, kRows>(p, column); },
+          std::make_integer_sequence<int, kMaxRowsOfWords>());
     }
-  };
-  switch (p.codes.codes) {  // no default, so that new codes without a case are a warning
-    case Codes::e2m1:
-      return multiply_codes<T, Codes::e2m1>(p, column);
-    case Codes::int8:
-      return multiply_codes<T, Codes::int8>(p, column);
-    case Codes::int4:
-      return multiply_floats.template operator()<Codes::int4>();
-    case Codes::nf4:
-      return multiply_floats.template operator()<Codes::nf4>();
-    case Codes::e4m3:
-      return multiply_floats.template operator()<Codes::e4m3>();
-  }
+  });
 #endif
-  return false;
+  return is_done;
 }
 
 #define MAXMOE_INSTANTIATE_FOR(T)                            \

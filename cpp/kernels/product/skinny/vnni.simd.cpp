@@ -3,7 +3,7 @@
 #include "kernels/product/accumulators.simd.h"
 #include "kernels/product/skinny/quantized.simd.h"
 #include "kernels/product/tiled/pack_along_depth.simd.h"
-#include "kernels/quantized/decoders.simd.h"
+#include "kernels/quantized/choose_decoder.simd.h"
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 
@@ -101,14 +101,17 @@ int64_t multiply_columns(const VnniProduct& p, const ForVectors<CodeColumns, kVe
 int64_t multiply_vnni(const VnniProduct& p, int64_t column) {
   const Range columns{column, p.codes.rows};
   const Range depth{0, p.codes.columns};
+  int64_t num_columns = 0;
   if (p.num_rows <= kMaxRowsOfFourVectors && column + 2 * kLanesX2<float> <= p.sums.columns) {
     const auto four_vectors = vectors_of_panels<4>(p.codes, columns, depth);
-    if (fits_all<ScaledE2M1>(four_vectors)) {
-      return multiply_columns<ScaledE2M1, kMaxRowsOfFourVectors>(p, four_vectors, column);
-    }
+    with_column_decoder(four_vectors, [&]<class Decoder> {
+      if constexpr (Decoder::kTakesFourVectors) {
+        num_columns = multiply_columns<Decoder, kMaxRowsOfFourVectors>(p, four_vectors, column);
+      }
+    });
+    if (num_columns > 0) return num_columns;
   }
   const auto vectors = vectors_of_panels<2>(p.codes, columns, depth);
-  int64_t num_columns = 0;
   with_column_decoder(
       vectors, [&]<class Decoder> { num_columns = multiply_columns<Decoder, kMaxVnniRows>(p, vectors, column); });
   return num_columns;

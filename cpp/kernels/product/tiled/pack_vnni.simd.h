@@ -3,7 +3,7 @@
 
 #include "kernels/product/tiled/micro_kernel.simd.h"
 #include "kernels/product/tiled/pack_along_depth.simd.h"
-#include "kernels/quantized/decoders.simd.h"
+#include "kernels/quantized/choose_decoder.simd.h"
 
 #if MAXMOE_DECODES_PAIRS
 
