@@ -66,7 +66,7 @@ class HashRouter(Router):
     def reset_parameters(self) -> None:
         """Initialize the table too."""
         super().reset_parameters()
-        if "table" in self._buffers:  # not when the constructor of `Router` calls this
+        if hasattr(self, "table"):  # not when the constructor of `Router` calls this
             key, ids = torch.zeros((), dtype=torch.int64), torch.arange(len(self.table), device=self.table.device)
             uniform = uniform_of(key, ids, self.config.num_selectable_experts, torch.float32)
             self.table.copy_(uniform.topk(self.config.top_k, dim=1).indices)
