@@ -28,7 +28,6 @@ _MISSING = {
     "a preset; the block is the one of DeepSeek-V3 with a clipped activation": "glm5_next hy_v4 hy_v4_vl",
     "a preset; a block without shared experts, and a soft-capped SwiGLU": "inkling2 inkling2_loop",
     "a preset; the block is the one of Mistral Large 4": "mistral4",
-    "a norm of the sum of routed and shared experts": "axk1",
     "a router of some layers that selects by the ids of the tokens": "deepseek_v4",
     "a router with a norm and scales of channels and experts; a block of its own": "diffusion_gemma gemma4",
     "experts and a router for each modality, chosen by the types of the tokens": "ernie4_5_vl_moe",

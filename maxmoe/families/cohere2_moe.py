@@ -1,6 +1,6 @@
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ class ConstantSharedWeight(Selection):
     """`Selection` that gives the shared experts a constant weight; 0.5 for the mean of routed and shared experts."""
 
     weight: float = 0.5
+
+    weighs_shared_experts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -37,6 +37,7 @@ class SharedExpertScores(RouterRule):
     scale: bool = True
 
     scores_shared_experts: ClassVar[bool] = True
+    weighs_shared_experts: ClassVar[bool] = True
     normalizes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

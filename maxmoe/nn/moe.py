@@ -33,6 +33,7 @@ from maxmoe.nn.losses import LOCAL, BalanceLoss, RoutingLosses, load_balance_los
 from maxmoe.nn.output import MoEOutput, StatefulMoEOutput
 from maxmoe.nn.parts import LatentProjection, SharedExperts, ZeroComputationExperts
 from maxmoe.nn.replay import given_experts, observe
+from maxmoe.nn.rms_norm import LatentNorm
 from maxmoe.nn.routed_experts import OneOperator
 from maxmoe.nn.router import Router, is_custom_router
 from maxmoe.nn.routing import Routing, checked_routing
@@ -104,6 +105,9 @@ class MoE(nn.Module):
         is_latent = config.latent_size is not None
         self.latent_in = LatentProjection(config, "in", **options) if is_latent else None
         self.latent_out = LatentProjection(config, "out", **options) if is_latent else None
+        norms = config.norms
+        self.input_norm = LatentNorm(config.hidden_size, norms.eps, offset=0.0, **options) if norms.input else None
+        self.sum_norm = LatentNorm(config.hidden_size, norms.eps, offset=0.0, **options) if norms.sum else None
         has_more = config.has_zero_computation_outputs
         self.zero_computation_experts = ZeroComputationExperts(config, **options) if has_more else None
         self.set_up_training(load_balance_loss if balance_loss is None else balance_loss)
@@ -258,8 +262,11 @@ class MoE(nn.Module):
         # One tensor per part of the layer, because the gradients of the parts are reduced differently.
         inputs = region.enter(tokens)
         routing = self._route(inputs.router, mask, leading_dims, given, router_state)
-        latent_in, latent_out = self.latent_in, self.latent_out
-        rows = inputs.experts if latent_in is None else region.copy_to_experts(latent_in(inputs.experts))
+        rows = inputs.experts
+        for part in (self.input_norm, self.latent_in):
+            rows = rows if part is None else part(rows)
+        if self.config.maps_rows:
+            rows = region.copy_to_experts(rows)
         routed, dropped = self.runner.run(  # dispatch, experts, combine
             self._expert_function,
             rows,
@@ -267,12 +274,18 @@ class MoE(nn.Module):
             num_sequences=math.prod(leading_dims[:-1]),
             recompute="dispatch" in self.recompute,
         )
+        latent_out, sum_norm = self.latent_out, self.sum_norm
+        if self.config.maps_rows:
+            routed = region.reduce_from_experts(routed)
         if latent_out is not None:
-            routed = latent_out(region.reduce_from_experts(routed))
+            routed = latent_out(routed)
         if hooks:
             observe(hooks, routing.experts, leading_dims)
         # The region sums partial outputs of both, in one collective if they are partial over the same axes.
-        hidden_states = region.leave(routed, *self._compute_others(inputs, mask, routing, routed.dtype))
+        others = self._compute_others(inputs, mask, routing, routed.dtype)
+        if sum_norm is not None:
+            routed, others = sum_norm(region.whole_sum(routed, *others)), (None, None)
+        hidden_states = region.leave(routed, *others)
         # A view would lose the backward hook that FSDP registers on this tensor.
         if routing.state is not None:
             routing = routing._replace(state=reshaped(routing.state, (*leading_dims, routing.state.shape[1])))

@@ -31,7 +31,7 @@ class OneOperator:
         self._parts = config, runner, router, experts
         self.has_others = config.num_shared_experts > 0 or config.has_zero_computation_outputs
         # The operator makes one plan for experts that are all in this process and get the tokens themselves.
-        in_process = runner == _runner_of_one_process(config.num_experts) and config.latent_size is None
+        in_process = runner == _runner_of_one_process(config.num_experts) and not config.maps_rows
         self._fits_layer = in_process and router.is_plain and experts.is_plain
         if not self._fits_layer:
             return

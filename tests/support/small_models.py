@@ -56,6 +56,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
             **{name: size for name, size in DEEPSEEK.items() if "_" in name and "experts" not in name},
         },
     ),
+    "axk1": ("axk1", "AXK1", DEEPSEEK | GROUPS | {"head_dim": 4, "mlp_layer_types": ["sparse"] * 2}),
     "kolibri1": ("kolibri1", "Kolibri1", QWEN | {"shared_expert_intermediate_size": 20}),
     "axk2": ("axk2", "AXK2", DEEPSEEK | {"n_group": 4, "topk_group": 3}),
     "mistral_large4": ("mistral_large4", "MistralLarge4", DEEPSEEK | GROUPS),

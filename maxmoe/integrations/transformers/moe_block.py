@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from maxmoe.adapters import adapted_module
+from maxmoe.checks.whole_tensors import is_dtensor
 from maxmoe.config import MoEConfig
 from maxmoe.convert.blocks import check_tensors_of, config_of_block, family_of_block
 from maxmoe.declaration import Declaration, FusedGate, declaration_of
@@ -59,6 +60,7 @@ class TransformersMoE(MoEFeedForward):
     latent_out = _part("latent_out.weight")
     latent_projection, latent_norm = _part("latent_in.weight"), _part("latent_in.norm.weight")
     output_gate = _part("shared_experts.output_gate")
+    input_norm, sum_norm = _part("input_norm.weight"), _part("sum_norm.weight")
 
     def __init__(self, block: nn.Module, **training: Any) -> None:
         super(MoE, self).__init__()  # skips MoE.__init__, which creates the parts of a MoE
@@ -276,9 +278,10 @@ def correction_bias_of(block: nn.Module, keys: Mapping[str, str]) -> Tensor:
     owner, _, name = keys["router.score_correction_bias"].rpartition(".")
     first, _, path = owner.partition(".")
     module = adapted_module(block.get_submodule(first)) if owner else block
-    bias: Tensor = getattr(module.get_submodule(path), name)
-    # Laguna has a parameter that is not trained, and ERNIE 4.5 one with another dim.
-    return bias.detach().flatten() if isinstance(bias, nn.Parameter) else bias
+    bias: Any = getattr(module.get_submodule(path), name)
+    bias = bias.detach().flatten()  # Laguna has a parameter that is not trained, and ERNIE 4.5 one with another dim
+    whole: Tensor = bias.to_local() if is_dtensor(bias) else bias  # on a mesh, on every rank
+    return whole
 
 
 def _without(routing: Routing, is_dropped: Tensor) -> Routing:
