@@ -138,10 +138,11 @@ class RouterRule(Component):
         self,
         config: MoEConfig,
         weights: Tensor,
+        experts: Tensor,
         of_shared: Tensor,
         parameters: Mapping[str, Tensor],
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the weights of the routed and of the shared experts, given the weights of `maxmoe.reference.route`."""
+        """Return the weights of the routed and of the shared experts, given the results of `maxmoe.reference.route`."""
         return weights, None
 
 

@@ -38,7 +38,12 @@ class ConstantSharedWeight(Selection):
         return weights, weights.new_full((weights.shape[0], 1), self.weight)
 
     def reference_weights(
-        self, config: MoEConfig, weights: Tensor, of_shared: Tensor, parameters: Mapping[str, Tensor]
+        self,
+        config: MoEConfig,
+        weights: Tensor,
+        experts: Tensor,
+        of_shared: Tensor,
+        parameters: Mapping[str, Tensor],
     ) -> tuple[Tensor, Tensor | None]:
         """Return the weights of the selected experts as they are, and the constant."""
         return weights, torch.tensor([[self.weight]] * len(weights), dtype=weights.dtype).reshape(-1, 1)

@@ -63,7 +63,12 @@ class SharedExpertScores(RouterRule):
         return weights, shared_weights
 
     def reference_weights(
-        self, config: MoEConfig, weights: Tensor, of_shared: Tensor, parameters: Mapping[str, Tensor]
+        self,
+        config: MoEConfig,
+        weights: Tensor,
+        experts: Tensor,
+        of_shared: Tensor,
+        parameters: Mapping[str, Tensor],
     ) -> tuple[Tensor, Tensor | None]:
         """Divide the scores by their sum, and multiply them by the trained number."""
         scores_of_shared = config.routed_scaling_factor * torch.sigmoid(of_shared)

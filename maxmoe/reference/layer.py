@@ -85,7 +85,7 @@ def routing(
         scale=config.routed_scaling_factor,
         experts=rule.reference_select(config, logits, parameters.get("router.score_correction_bias")),
     )
-    weights, shared_weights = rule.reference_weights(config, weights, of_shared, parameters)
+    weights, shared_weights = rule.reference_weights(config, weights, experts, of_shared, parameters)
     return logits, weights, experts, shared_weights
 
 

@@ -28,6 +28,7 @@ ON_RANKS: dict[str, dict[str, Any]] = {
     "cohere2_moe": {"expert_selection_fn": "sigmoid"},
     "mistral_large4": {},
     "beam": {},
+    "gemma4": {},
     "inkling": {},
     "muse_spark": {},
     "step3p7": {},

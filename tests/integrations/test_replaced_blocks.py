@@ -187,6 +187,7 @@ def test_nothing_is_replaced_if_one_block_cannot_be() -> None:
 def test_refusals() -> None:
     refused(nn.Linear(2, 2), r"^Linear must have sparse blocks of transformers, got none$")
     refused(replaced("mixtral"), "must have sparse blocks of transformers, got none$")
+    refused(small_model("gemma4"), r"^model.layers.0 .* cannot be replaced: the parts of the sparse block of gemma4")
     refused(nn.ModuleDict({"mlp": block_of("mixtral")}), "needs a model of transformers, got ModuleDict$")
     model = small_model("mixtral")
     refused(model, "has no field 'num_experts', only load_balance_loss_weight", TypeError, num_experts=3)

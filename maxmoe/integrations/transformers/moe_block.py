@@ -63,6 +63,7 @@ class TransformersMoE(MoEFeedForward):
     input_norm, sum_norm = _part("input_norm.weight"), _part("sum_norm.weight")
 
     def __init__(self, block: nn.Module, **training: Any) -> None:
+        family_of_block(block).check_replaceable()
         super(MoE, self).__init__()  # skips MoE.__init__, which creates the parts of a MoE
         self.config = config = replace(config_of_block(block), **training)
         check_tensors_of(block, MoE(config, device="meta"), "replace_moe_blocks")
