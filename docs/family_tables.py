@@ -28,8 +28,8 @@ _MISSING = {
     "a preset; the block is the one of DeepSeek-V3 with a clipped activation": "glm5_next hy_v4 hy_v4_vl",
     "a preset; a block without shared experts, and a soft-capped SwiGLU": "inkling2 inkling2_loop",
     "a preset; the block is the one of Mistral Large 4": "mistral4",
-    "a norm of the sum of routed and shared experts": "axk1",
-    "a router with a norm and scales of channels and experts; a block of its own": "diffusion_gemma gemma4",
+    "a preset; the block is the one of Gemma 4": "diffusion_gemma",
+    "a module: the parts of the block lie in the decoder layer, from which `MoE.from_transformers` takes them": "gemma4",
     "experts and a router for each modality, chosen by the types of the tokens": "ernie4_5_vl_moe",
     "SparseMixer, a router with a gradient of its own": "phimoe",
     "a block in transformers that uses the experts which its router selects": "nllb_moe",
@@ -66,7 +66,8 @@ def replaced_as(model: str) -> list[str]:
     """Return the model types of a folder whose blocks `replace_moe_blocks` replaces."""
     module = import_module(f"transformers.models.{model}.configuration_{model}")
     configs = (value for value in vars(module).values() if getattr(value, "__module__", None) == module.__name__)
-    return sorted({config.model_type for config in configs if getattr(config, "model_type", None) in families()})
+    names = {config.model_type for config in configs if getattr(config, "model_type", None) in families()}
+    return sorted(name for name in names if not families()[name].lies_in_layer)
 
 
 def missing(model: str) -> Iterator[str]:

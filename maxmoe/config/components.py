@@ -80,6 +80,7 @@ class RouterRule(Component):
     group_score: GroupScore = "top2"
     takes_state: bool = False  # whether the router takes the state of the layer before
     scores_shared_experts: ClassVar[bool] = False  # by further logits, whose weights the shared experts get
+    weighs_shared_experts: ClassVar[bool] = False  # by `weigh`
     normalizes: ClassVar[bool] = False  # whether `weigh` normalizes and scales the scores
     takes_ids: ClassVar[RouterIds | None] = None  # what the ids are that the router takes, the argument `router_inputs`
     num_ids: int | None = None  # how many ids there are, from 0; None for ids of any value
@@ -142,10 +143,11 @@ class RouterRule(Component):
         self,
         config: "MoEConfig",
         weights: Tensor,
+        experts: Tensor,
         of_shared: Tensor,
         parameters: Mapping[str, Tensor],
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the weights of the routed and of the shared experts, given the weights of `maxmoe.reference.route`."""
+        """Return the weights of the routed and of the shared experts, given the results of `maxmoe.reference.route`."""
         return weights, None
 
 
@@ -233,18 +235,23 @@ class ExpertNorms(Component):
         latent_in: normalize the rows after the projection to latent experts, as in Muse Spark.
         latent_out: normalize the sum over the experts before the projection out, as in Kimi K3.
         output: normalize the output of each expert before it is weighted, as in Muse Spark; all share the norm.
-        eps: epsilon of the latent norms.
+        input: normalize the tokens that the routed experts get, but not those of router and shared experts, as in
+            Gemma 4.
+        sum: normalize the output of the layer, the sum of all experts, as in A.X-K1 and Gemma 4.
+        eps: epsilon of the norms of tokens, latent rows and the sum.
         output_eps: epsilon of the norm of the outputs.
     """
 
     latent_in: bool = False
     latent_out: bool = False
     output: bool = False
+    input: bool = False
+    sum: bool = False
     eps: float = 1e-5
     output_eps: float = 1e-8
 
     def __post_init__(self) -> None:
-        for name in ("latent_in", "latent_out", "output"):
+        for name in ("latent_in", "latent_out", "output", "input", "sum"):
             check_bool(name, getattr(self, name))
         for name in ("eps", "output_eps"):
             check_number(name, getattr(self, name), above=0)

@@ -163,6 +163,16 @@ class MoEConfig:
         return self.hidden_size if self.latent_size is None else self.latent_size
 
     @property
+    def norms(self) -> ExpertNorms:
+        """Norms around the routed experts, all False by default."""
+        return self.expert_norms or ExpertNorms()
+
+    @property
+    def maps_rows(self) -> bool:
+        """Whether parts that every process computes whole lie before or after the routed experts: maps and norms."""
+        return self.latent_size is not None or self.norms.input or self.norms.sum
+
+    @property
     def num_selectable_experts(self) -> int:
         """Number of experts that the router selects from: those that compute, then zero, copy and constant experts.
 

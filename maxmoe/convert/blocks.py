@@ -69,6 +69,8 @@ def check_tensors_of(block: nn.Module, layer: nn.Module, what: str) -> dict[str,
     """Return the parameters of a layer in each tensor of a block; raises unless the block has these tensors, whole."""
     check_whole(what, block.state_dict())
     family, theirs = family_of_block(block), state_with_stacks(block)
+    if family.lies_in_layer:
+        theirs = {key: tensor for key, tensor in theirs.items() if family.block.has(key)}
     tensors = family.block.tensors(state_with_stacks(layer))
     expected = {key: held.shape for key, held in tensors.items()}
     expected |= {name: theirs[name].shape for name in family.own_parameters if name in theirs}

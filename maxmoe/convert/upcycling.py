@@ -122,9 +122,9 @@ def _num_slices(config: MoEConfig, width: int, biases: Collection[str]) -> int:
     ):
         if (got := getattr(config, name)) != wanted:
             raise ValueError(f"from_dense needs {name}={wanted!r}, got {got!r}: {reason}")
-    if config.expert_norms is not None and config.expert_norms.output:
-        raise ValueError(f"from_dense needs experts without a norm of their outputs, got {config.expert_norms}")
-    if config.router_rule.scores_shared_experts:
+    if config.norms.input or config.norms.sum or config.norms.output:
+        raise ValueError(f"from_dense needs experts without norms, got {config.expert_norms}")
+    if config.router_rule.weighs_shared_experts:
         raise ValueError(f"from_dense needs shared experts without weights of the router, got router={config.router}")
     if config.router_rule.takes_ids is not None:
         raise ValueError(f"from_dense needs a router that selects all slices or none, by scores, got {config.router}")

@@ -1,6 +1,6 @@
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ class ConstantSharedWeight(Selection):
 
     weight: float = 0.5
 
+    weighs_shared_experts: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_number("weight", self.weight, above=0)
@@ -36,7 +38,12 @@ class ConstantSharedWeight(Selection):
         return weights, weights.new_full((weights.shape[0], 1), self.weight)
 
     def reference_weights(
-        self, config: MoEConfig, weights: Tensor, of_shared: Tensor, parameters: Mapping[str, Tensor]
+        self,
+        config: MoEConfig,
+        weights: Tensor,
+        experts: Tensor,
+        of_shared: Tensor,
+        parameters: Mapping[str, Tensor],
     ) -> tuple[Tensor, Tensor | None]:
         """Return the weights of the selected experts as they are, and the constant."""
         return weights, torch.tensor([[self.weight]] * len(weights), dtype=weights.dtype).reshape(-1, 1)

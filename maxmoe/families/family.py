@@ -59,6 +59,8 @@ class Family:
         has_capacity: whether the router gets sequences and drops tokens of experts that are full.
         beyond_layer: what the block computes and `MoE` does not, so that its weights are not converted.
         scales_sum: whether the sparse block multiplies the sum over the experts by the factor of the routing weights.
+        lies_in_layer: whether the parts of the block are modules of the decoder layer, beside others, so that there is
+            no block to replace; the decoder layer is the block whose weights are converted.
     """
 
     model_types: tuple[str, ...] = ()
@@ -74,6 +76,7 @@ class Family:
     has_capacity: bool = False
     beyond_layer: str = ""
     scales_sum: bool = False
+    lies_in_layer: bool = False
 
     def __call__(self, flagship: Callable[[], MoEConfig]) -> Preset:
         """Return the preset, and register the family with it."""
@@ -95,6 +98,14 @@ class Family:
     def checkpoint(self) -> Layout:
         """Layout of the weights in published checkpoints."""
         return self.stored or self.block
+
+    def check_replaceable(self) -> None:
+        """Raise if no module of transformers is the sparse block."""
+        if self.lies_in_layer:
+            raise ValueError(
+                f"the parts of the sparse block of {self.preset.__name__} are modules of its decoder layer, which "
+                'calls each by itself: call model.set_experts_implementation("maxmoe") instead'
+            )
 
     def check_convertible(self) -> None:
         """Raise if a `MoE` layer computes something else than the block with the same weights."""

@@ -37,6 +37,7 @@ class SharedExpertScores(RouterRule):
     scale: bool = True
 
     scores_shared_experts: ClassVar[bool] = True
+    weighs_shared_experts: ClassVar[bool] = True
     normalizes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -62,7 +63,12 @@ class SharedExpertScores(RouterRule):
         return weights, shared_weights
 
     def reference_weights(
-        self, config: MoEConfig, weights: Tensor, of_shared: Tensor, parameters: Mapping[str, Tensor]
+        self,
+        config: MoEConfig,
+        weights: Tensor,
+        experts: Tensor,
+        of_shared: Tensor,
+        parameters: Mapping[str, Tensor],
     ) -> tuple[Tensor, Tensor | None]:
         """Divide the scores by their sum, and multiply them by the trained number."""
         scores_of_shared = config.routed_scaling_factor * torch.sigmoid(of_shared)

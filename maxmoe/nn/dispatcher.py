@@ -128,6 +128,10 @@ class TensorParallelRegion:
         """Return the sum over the processes of the outputs ``(T, L)`` of latent experts; every process gets it."""
         return latent
 
+    def whole_sum(self, routed: Tensor, shared: Tensor | None, whole: Tensor | None = None) -> Tensor:
+        """Return the output ``(T, D)`` of the layer, whole on every process, with arguments as `leave`."""
+        return sum_of(routed, shared, whole)
+
     def leave(self, routed: Tensor, shared: Tensor | None, whole: Tensor | None = None) -> Tensor:
         """Return the sum of routed and shared experts over the processes, plus `whole`.
 

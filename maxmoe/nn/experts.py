@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from maxmoe.adapters import factors_of
 from maxmoe.config import MoEConfig
-from maxmoe.config.components import Activation, ExpertNorms
+from maxmoe.config.components import Activation
 from maxmoe.declaration import Declaration
 from maxmoe.nn.rms_norm import LatentNorm
 from maxmoe.ops import ActivationFunction, Projection, RaggedPlan, expert_ffn, ragged_sort, ragged_unsort
@@ -117,7 +117,7 @@ class Experts(nn.Module):
         self.register_parameter("gate_bias", parameter(gated and biased, num_experts, width))
         self.register_parameter("up_bias", parameter(biased, num_experts, width))
         self.register_parameter("down_bias", parameter(biased, num_experts, row_size))
-        norms = config.expert_norms or ExpertNorms()
+        norms = config.norms
         self.norm = LatentNorm(row_size, norms.output_eps, scales_input=True, **options) if norms.output else None
         # The operator has no argument for a function, and none for a norm.
         self.is_plain = type(self) is Experts and not callable(self.activation) and self.norm is None

@@ -156,11 +156,13 @@ class MoELayer(nn.Module):
 
     def _in_parts(self, inputs: LayerInputs, of_router: RouterInputs) -> tuple[Tensor, Routing, Tensor]:
         """Compute `hidden_states_and_routing` by a call of each part."""
-        routing, leading_dims = self.route(of_router), of_router.leading_dims
+        routing, leading_dims, region = self.route(of_router), of_router.leading_dims, self.runner.region
         routed, dropped = self._run(inputs.experts, routing.top_k, math.prod(leading_dims[:-1]))
         others = self.compute_others(inputs, of_router.token_mask, routing, routed.dtype)
+        if (sum_norm := self.part("sum_norm")) is not None:
+            routed, others = sum_norm(region.whole_sum(routed, *others)), (None, None)
         # The region sums partial outputs of both, in one collective if they are partial over the same axes.
-        hidden_states = self.runner.region.leave(routed, *others)
+        hidden_states = region.leave(routed, *others)
         if routing.state is not None:
             routing = routing._replace(state=reshaped(routing.state, (*leading_dims, routing.state.shape[1])))
         # A view would lose the backward hook that FSDP registers on this tensor.
@@ -168,11 +170,16 @@ class MoELayer(nn.Module):
 
     def _run(self, x: Tensor, top_k: TopK, num_sequences: int) -> tuple[Tensor, Tensor]:
         """Return the sum ``(T, D)`` over the routed experts of tokens ``(T, D)``, and the number of dropped slots."""
-        region, (latent_in, latent_out) = self.runner.region, self.latent_projections()
-        rows = x if latent_in is None else region.copy_to_experts(latent_in(x))
+        region, (latent_in, latent_out), rows = self.runner.region, self.latent_projections(), x
+        for part in (self.part("input_norm"), latent_in):
+            rows = rows if part is None else part(rows)
+        if self.config.maps_rows:
+            rows = region.copy_to_experts(rows)
         experts, top_k, recompute = self.expert_function(), region.assign(top_k), "dispatch" in self.recompute
         rows, dropped = self.runner.run(experts, rows, top_k, num_sequences=num_sequences, recompute=recompute)
-        return rows if latent_out is None else latent_out(region.reduce_from_experts(rows)), dropped
+        if self.config.maps_rows:
+            rows = region.reduce_from_experts(rows)
+        return rows if latent_out is None else latent_out(rows), dropped
 
     def losses_and_stats(self, routing: Routing, dropped: Tensor, num_sequences: int) -> tuple[Tensor, MoEStats]:
         """Compute the auxiliary loss ``()`` and the statistics of a call over the tokens of all ranks.

@@ -18,6 +18,7 @@ from maxmoe.nn.layer import MoELayer
 from maxmoe.nn.losses import BalanceLoss, load_balance_loss
 from maxmoe.nn.output import MoEOutput, StatefulMoEOutput
 from maxmoe.nn.parts import LatentProjection, SharedExperts, ZeroComputationExperts
+from maxmoe.nn.rms_norm import LatentNorm
 from maxmoe.nn.routed_experts import OneOperator
 from maxmoe.nn.router import Router, make_router
 from maxmoe.nn.routing import Routing
@@ -80,6 +81,9 @@ class MoE(MoELayer):
         is_latent = config.latent_size is not None
         self.latent_in = LatentProjection(config, "in", **options) if is_latent else None
         self.latent_out = LatentProjection(config, "out", **options) if is_latent else None
+        norms = config.norms
+        self.input_norm = LatentNorm(config.hidden_size, norms.eps, offset=0.0, **options) if norms.input else None
+        self.sum_norm = LatentNorm(config.hidden_size, norms.eps, offset=0.0, **options) if norms.sum else None
         self.zero_computation_experts = ZeroComputationExperts(config, **options) if has_more else None
 
     @classmethod

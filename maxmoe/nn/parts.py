@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from maxmoe.config import MoEConfig
-from maxmoe.config.components import Activation, ExpertNorms, ZeroComputation
+from maxmoe.config.components import Activation, ZeroComputation
 from maxmoe.declaration import Declaration
 from maxmoe.nn.experts import activation_arguments
 from maxmoe.nn.rms_norm import LatentNorm
@@ -215,7 +215,7 @@ class LatentProjection(nn.Module):
         if direction == "out":
             sizes, self._names = sizes[::-1], self._names[::-1]
         self.weight = nn.Parameter(torch.empty(sizes, **options))
-        norms = config.expert_norms or ExpertNorms()
+        norms = config.norms
         has_norm = norms.latent_in if direction == "in" else norms.latent_out
         self.norm = LatentNorm(config.row_size, norms.eps, **options) if has_norm else None
         self.reset_parameters()

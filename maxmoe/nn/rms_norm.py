@@ -62,32 +62,35 @@ def _factors(x: Tensor, eps: float) -> Tensor:
 
 
 class LatentNorm(nn.Module):
-    """RMS norm of latent rows, or of the outputs of experts, with a weight around 0.
+    """RMS norm of latent rows, or of the outputs of experts, with a weight around 0, or around 1 with ``offset=0``.
 
-    norm(x) = x / sqrt(mean(x^2) + eps) * (1 + weight)
+    norm(x) = x / sqrt(mean(x^2) + eps) * (offset + weight)
 
     Args:
         size: L, width of the rows.
         eps: added to the mean of the squares.
-        scales_input: normalize x * (1 + weight) instead, without a factor after it.
+        scales_input: normalize x * (offset + weight) instead, without a factor after it.
+        offset: added to the weight.
         **options: device and dtype of the parameter.
     """
 
     weight: Tensor
 
-    def __init__(self, size: int, eps: float, *, scales_input: bool = False, **options: Any) -> None:
+    def __init__(
+        self, size: int, eps: float, *, scales_input: bool = False, offset: float = 1.0, **options: Any
+    ) -> None:
         super().__init__()
-        self.eps, self.scales_input = eps, scales_input
+        self.eps, self.scales_input, self.offset = eps, scales_input, offset
         self.weight = nn.Parameter(torch.empty(size, **options))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialize the weight to zero, for a factor of one."""
-        nn.init.zeros_(self.weight)
+        """Initialize the weight for a factor of one."""
+        nn.init.constant_(self.weight, 1.0 - self.offset)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize rows x ``(R, L)``."""
-        factor = (1.0 + self.weight).to(x.dtype)
+        factor = (self.offset + self.weight).to(x.dtype)
         if self.scales_input:
             return rms_norm(x * factor, torch.ones_like(factor), self.eps)
         return rms_norm(x, factor, self.eps)

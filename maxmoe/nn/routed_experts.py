@@ -24,7 +24,7 @@ class OneOperator:
         self.has_others = config.num_shared_experts > 0
         # The operator makes one plan, with a row for each slot, of experts in this process that get the tokens.
         every = LocalExperts(0, config.num_experts, config.num_experts, config.num_experts)
-        in_process = runner == ExpertRunner(LocalDispatcher(every)) and config.latent_size is None
+        in_process = runner == ExpertRunner(LocalDispatcher(every)) and not config.maps_rows
         self._is_plain = in_process and router.is_plain and experts.is_plain
         if not self._is_plain:
             return

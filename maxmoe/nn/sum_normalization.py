@@ -43,7 +43,12 @@ class SumNormalization(RouterRule):
         return weights * (config.routed_scaling_factor / divisor), None
 
     def reference_weights(
-        self, config: MoEConfig, weights: Tensor, of_shared: Tensor, parameters: Mapping[str, Tensor]
+        self,
+        config: MoEConfig,
+        weights: Tensor,
+        experts: Tensor,
+        of_shared: Tensor,
+        parameters: Mapping[str, Tensor],
     ) -> tuple[Tensor, Tensor | None]:
         """Divide the scores by their sum, token by token."""
         rows = []

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from maxmoe.config import LoadBalanceScope, MoEConfig, ScoreFunction
-from maxmoe.config.components import ExpertNorms, ZeroComputation
+from maxmoe.config.components import ZeroComputation
 from maxmoe.reference.operators import (
     Projection,
     RaggedPlan,
@@ -95,7 +95,7 @@ def routing(
         scale=config.routed_scaling_factor,
         experts=selected_by_scores(config, logits, bias, rule.group_score) if selected is None else selected,
     )
-    weights, shared_weights = rule.reference_weights(config, weights, of_shared, parameters)
+    weights, shared_weights = rule.reference_weights(config, weights, experts, of_shared, parameters)
     return logits, weights, experts, shared_weights
 
 
@@ -113,7 +113,7 @@ def routed_experts(
     def experts(x: Tensor, weights: Tensor | None, plan: RaggedPlan) -> Tensor:
         return expert_ffn(x, weights, plan, *projections, **config.activation_arguments)
 
-    scales_input, norms = config.apply_weights_to == "input", config.expert_norms or ExpertNorms()
+    scales_input, norms = config.apply_weights_to == "input", config.norms
     if not scales_input and not norms.output:
         return experts(tokens, weights, plan)
     rows = ragged_sort(tokens, plan, weights if scales_input else None)
@@ -236,9 +236,11 @@ def moe(
     max_rows = None if config.buffer_factor is None else int(num_rows * config.buffer_factor)
     plan = ragged_plan(kept, config.num_selectable_experts, num_local_experts=config.num_experts, max_rows=max_rows)
 
-    rows, norms = tokens, config.expert_norms or ExpertNorms()
+    rows, norms = tokens, config.norms
+    if norms.input:
+        rows = reference_rms_norm(rows, norms.eps) * parameters["input_norm.weight"]
     if config.latent_size is not None:
-        rows = project(tokens, parameters["latent_in.weight"])
+        rows = project(rows, parameters["latent_in.weight"])
     if norms.latent_in:
         rows = reference_rms_norm(rows, norms.eps) * (1 + parameters["latent_in.norm.weight"])
     outputs = routed_experts(rows, weights, plan, config, parameters)
@@ -250,6 +252,8 @@ def moe(
         outputs = outputs + zero_computation_experts(tokens, weights, experts, config, parameters)
     if config.num_shared_experts:
         outputs = outputs + shared_experts(tokens, config, parameters, shared_weights)
+    if norms.sum:
+        outputs = reference_rms_norm(outputs, norms.eps) * parameters["sum_norm.weight"]
     hidden_states = torch.zeros_like(x)
     hidden_states[is_valid] = outputs
     return (

@@ -60,15 +60,17 @@ def assert_same_layers(got: dict[str, MoE], expected: dict[str, MoE]) -> None:
             assert torch.equal(got[block].state_dict()[key], tensor), f"{block}.{key}"
 
 
-def moe_tensors(folder: Path) -> dict[str, Tensor]:
+def moe_tensors(folder: Path, name: str = "") -> dict[str, Tensor]:
     """All tensors of a checkpoint that belong to sparse blocks."""
+    modules = "mlp|moe|block_sparse_moe|feed_forward|mixer|ffn|gate|experts|shared_experts|share_expert"
+    modules += "|post_mlp_layernorm" * (name == "axk1")
+    if name == "gemma4":  # beside a dense block
+        modules = "router|experts|(pre|post)_feedforward_layernorm_2"
     tensors: dict[str, Tensor] = {}
     for file in folder.glob("*.safetensors"):
         tensors |= load_file(file)
     decoder = r"((model|backbone|transformer)\.)?(language_model\.)?(layers|blocks)\.\d"
-    names = (
-        rf"{decoder}\.(mlp|moe|block_sparse_moe|feed_forward|mixer|ffn|gate|experts|shared_experts|share_expert)\..*"
-    )
+    names = rf"{decoder}\.({modules})\..*"
     return {key: tensor for key, tensor in tensors.items() if re.fullmatch(names, key)}
 
 
@@ -84,7 +86,7 @@ def test_checkpoint_of_transformers(name: str, stacked: bool, tmp_path: Path) ->
     assert_same_layers(layers, converted_layers(model))
 
     write_checkpoint(tmp_path / "ours", saved, family_of(name), stacked=is_stacked(name, stacked))
-    ours, theirs = load_file(tmp_path / "ours"), moe_tensors(tmp_path)
+    ours, theirs = load_file(tmp_path / "ours"), moe_tensors(tmp_path, name)
     assert ours.keys() == theirs.keys()
     for key, tensor in theirs.items():
         assert ours[key].dtype == tensor.dtype and torch.equal(ours[key], tensor), key
@@ -96,7 +98,7 @@ def test_transformers_reads_what_we_write(name: str, tmp_path: Path) -> None:
     model = small_models.model_of(name)
     model.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    others = {key: tensor for key, tensor in tensors.items() if key not in moe_tensors(tmp_path)}
+    others = {key: tensor for key, tensor in tensors.items() if key not in moe_tensors(tmp_path, name)}
     layers, stacked = as_saved(name, converted_layers(model)), is_stacked(name, False)
     write_checkpoint(tmp_path / "moe.safetensors", layers, family_of(name), stacked=stacked)
     save_file(others | load_file(tmp_path / "moe.safetensors"), tmp_path / "model.safetensors", {"format": "pt"})
@@ -281,13 +283,8 @@ def test_wrong_keys(name: str, changes: dict[str, Any], words: tuple[str, ...], 
             BLOCK,
             (BLOCK, "block_sparse_moe.experts.{expert}.w1", "names belong to", "qwen3_moe"),
         ),
-        (
-            "mixtral",
-            "qwen3_moe",
-            BLOCK,
-            ("mlp.experts.{expert}.gate_proj.weight", "names belong to minimax, minimax_m2, mixtral"),
-        ),
-        ("llama4", "gpt_oss", BLOCK, ("mlp.experts.gate_up_proj", "names belong to llama4_text")),
+        ("mixtral", "qwen3_moe", BLOCK, ("mlp.experts.{expert}.gate_proj.weight", "names belong to", "mixtral")),
+        ("llama4", "gpt_oss", BLOCK, ("mlp.experts.gate_up_proj", "names belong to", "llama4_text")),
         ("mixtral", "mixtral", "layers.0", ("begin with layers.0.,", f"got {BLOCK}.block_sparse_moe.experts.0")),
         ("deepseek_v2", "deepseek_v3", BLOCK, ("missing gate.e_score_correction_bias",)),
         ("deepseek_v3", "deepseek_v2", BLOCK, ("not known gate.e_score_correction_bias",)),
@@ -302,7 +299,7 @@ def test_another_family(written: str, read: str, block: str, words: tuple[str, .
 def test_another_family_in_memory_layout(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "ours", empty_layers("mixtral"), "mixtral", stacked=True)
     with pytest.raises(
-        ValueError, match=r"feed_forward.experts.gate_up_proj; the names belong to axk2, .*gpt_oss.*mixtral"
+        ValueError, match=r"feed_forward.experts.gate_up_proj; the names belong to (?=.*mixtral).*gpt_oss"
     ):
         read_checkpoint(tmp_path / "ours", empty_layers("llama4"), "llama4_text")
 
@@ -310,7 +307,7 @@ def test_another_family_in_memory_layout(tmp_path: Path) -> None:
 def test_unknown_family(tmp_path: Path) -> None:
     layers = empty_layers("mixtral")
     for function in (read_checkpoint, write_checkpoint):
-        with pytest.raises(ValueError, match=r"family .*gpt_oss.*mixtral.*'bert'"):
+        with pytest.raises(ValueError, match=r"family (?=.*mixtral).*gpt_oss.*'bert'"):
             function(tmp_path / "ours", layers, "bert")
 
 

@@ -23,10 +23,12 @@ from support.small_models import MODELS, REPLACED_ONLY, block_of, import_models
 # Families whose routers or experts differ from DeepSeek-V3's, with 8 experts, which are divisible by 4 ranks.
 ON_RANKS: dict[str, dict[str, Any]] = {
     "kolibri1": {"num_experts": 8, "norm_topk_prob": True},
+    "axk1": {},
     "axk2": {},
     "cohere2_moe": {"expert_selection_fn": "sigmoid"},
     "mistral_large4": {},
     "beam": {},
+    "gemma4": {},
     "inkling": {},
     "muse_spark": {},
     "step3p7": {},

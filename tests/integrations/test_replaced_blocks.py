@@ -97,7 +97,7 @@ def test_padding_is_not_counted() -> None:
 
 
 def test_correction_biases_move_and_are_saved() -> None:
-    for preset in ("deepseek_v3", "minimax_m2", "longcat_flash"):
+    for preset in ("deepseek_v3", "minimax_m2", "longcat_flash", "ernie4_5_moe"):
         model = replaced(preset, training={"correction_bias_update_rate": 0.125})
         name = next(name for name in model.state_dict() if name.endswith("e_score_correction_bias"))
         before, accumulator = model.state_dict()[name].clone(), StatsAccumulator(model)
@@ -184,11 +184,12 @@ def test_nothing_is_replaced_if_one_block_cannot_be() -> None:
 def test_refusals() -> None:
     refused(nn.Linear(2, 2), r"^Linear must have sparse blocks of transformers, got none$")
     refused(replaced("mixtral"), "must have sparse blocks of transformers, got none$")
+    refused(small_model("gemma4"), r"^model.layers.0 .* cannot be replaced: the parts of the sparse block of gemma4")
     refused(nn.ModuleDict({"mlp": block_of("mixtral")}), "needs a model of transformers, got ModuleDict$")
     model = small_model("mixtral")
     refused(model, "has no field 'num_experts', only load_balance_loss_weight", TypeError, num_experts=3)
     model.config.model_type = "jamba"
-    refused(model, "cannot be replaced: model_type must be one of axk2, .*got 'jamba'")
+    refused(model, "cannot be replaced: model_type must be one of .*mixtral.*got 'jamba'")
 
 
 def test_another_experts_implementation_is_refused() -> None:

@@ -33,6 +33,9 @@ PRESETS = [
     "muse_spark",
     "step3p7",
     "zaya",
+    "axk1",
+    "cohere2_moe",
+    "ernie4_5_moe",
 ]
 REPLICATED = ["longcat_flash", "jetmoe", "switch_transformers"]
 import_models(*PRESETS, *REPLICATED)

@@ -30,6 +30,7 @@ KIMI_K3: Options = {**LOSSES, "latent_size": 4, "expert_norms": ExpertNorms(late
 VARIANTS: dict[str, Options] = {
     "muse_spark": MUSE_SPARK,
     "kimi_k3": KIMI_K3,
+    "tokens and sum": {**LOSSES, "expert_norms": ExpertNorms(input=True, sum=True), "num_shared_experts": 1},
     "not latent": {**LOSSES, "expert_norms": ExpertNorms(output=True), "expert_bias": True},
 }
 
@@ -130,5 +131,5 @@ def test_mistakes_in_the_config(options: dict[str, Any], message: str) -> None:
 
 def test_dense_blocks_do_not_become_experts_with_a_norm() -> None:
     config = MoEConfig(**SIZES, expert_norms=ExpertNorms(output=True))
-    with pytest.raises(ValueError, match="from_dense needs experts without a norm of their outputs, got ExpertNorms"):
+    with pytest.raises(ValueError, match="from_dense needs experts without norms, got ExpertNorms"):
         MoE.from_dense(config, torch.ones(5, 7), torch.ones(5, 7), torch.ones(7, 5))

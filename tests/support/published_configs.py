@@ -134,6 +134,16 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "norm_topk_prob": False,
         "hidden_act": "silu",
     },
+    "gemma4": {
+        "model_type": "gemma4_text",
+        "hidden_size": 2816,
+        "moe_intermediate_size": 704,
+        "num_experts": 128,
+        "top_k_experts": 8,
+        "enable_moe_block": True,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rms_norm_eps": 1e-6,
+    },
     "step3p7": {
         "model_type": "step3p5",
         "num_hidden_layers": 45,

@@ -56,6 +56,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
             **{name: size for name, size in DEEPSEEK.items() if "_" in name and "experts" not in name},
         },
     ),
+    "axk1": ("axk1", "AXK1", DEEPSEEK | GROUPS | {"head_dim": 4, "mlp_layer_types": ["sparse"] * 2}),
     "kolibri1": ("kolibri1", "Kolibri1", QWEN | {"shared_expert_intermediate_size": 20}),
     "axk2": ("axk2", "AXK2", DEEPSEEK | {"n_group": 4, "topk_group": 3}),
     "mistral_large4": ("mistral_large4", "MistralLarge4", DEEPSEEK | GROUPS),
@@ -104,6 +105,21 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "swa_num_attention_heads": 2,
             "swa_num_key_value_heads": 2,
             "swa_head_dim": 8,
+        },
+    ),
+    "gemma4": (
+        "gemma4",
+        "Gemma4",
+        {
+            "intermediate_size": 12,
+            "moe_intermediate_size": 10,
+            "num_experts": 8,
+            "top_k_experts": 3,
+            "enable_moe_block": True,
+            "global_head_dim": 8,
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 32,
+            "layer_types": ["full_attention"] * 2,
         },
     ),
     "cohere2_moe": (
@@ -257,7 +273,7 @@ SAME_LAYERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "glm_moe_dsa": ("glm_moe_dsa", "GlmMoeDsa", DEEPSEEK | GROUPS),
 }
 
-TEXT_CONFIGS = {"inkling", "llama4", "mistral_large4", "muse_spark", "qwen3_5_moe", "step3p7"}
+TEXT_CONFIGS = {"gemma4", "inkling", "llama4", "mistral_large4", "muse_spark", "qwen3_5_moe", "step3p7"}
 # The configs of their other parts, for families that have no class for the language model with its head alone.
 VISION: dict[str, Any] = {
     "hidden_size": 8,
@@ -281,6 +297,7 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
 # Models whose files name weights outside of the sparse blocks differently; only `from_pretrained` converts them.
 RENAMED_ELSEWHERE = {"axk2", "kolibri1", "mistral_large4", "nemotron_h", "step3p7"}
 
+CONVERTED_ONLY = ("gemma4",)  # no module is their block
 REPLACED_ONLY = ("jetmoe", "switch_transformers")  # their blocks compute more than a layer does
 CONVERTED_MODELS = [name for name in MODELS if name not in REPLACED_ONLY]
 # Models whose experts can have another implementation, and whose saved files have no unused matrix.
@@ -368,7 +385,7 @@ def with_config(block: Any, model: Any) -> Any:
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
     """The sparse blocks of a model, by the name of the decoder block that contains them."""
     return {
-        name.rpartition(".")[0]: module
+        name if type(module).__name__ == "Gemma4TextDecoderLayer" else name.rpartition(".")[0]: module
         for name, module in model.named_modules()
         if type(module).__name__ == "JetMoeMoE"
         or (isinstance(getattr(module, "experts", None), nn.Module) and type(module).__name__ != "JetMoeAttention")
@@ -382,6 +399,23 @@ def clear_unused_matrices(block: nn.Module) -> None:
         experts.gate_up_proj.detach()[experts.num_routed_experts :] = 0
 
 
+class SparsePart(nn.Module):
+    """The modules of a decoder layer of Gemma 4 that are its sparse block, called as the layer calls them."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.router, self.experts = layer.router, layer.experts
+        self.pre_feedforward_layernorm_2 = layer.pre_feedforward_layernorm_2
+        self.post_feedforward_layernorm_2 = layer.post_feedforward_layernorm_2
+
+    def forward(self, x: Any) -> Any:
+        rows = x.reshape(-1, x.shape[-1])
+        _, weights, experts = self.router(rows)
+        out = self.experts(self.pre_feedforward_layernorm_2(rows), experts, weights)
+        return self.post_feedforward_layernorm_2(out.reshape(x.shape))
+
+
 def block_of(preset: str, layer: int = 0, **overrides: Any) -> nn.Module:
     model = model_of(preset, num_hidden_layers=layer + 1, **overrides)
-    return with_config([*blocks_of(model).values()][layer], model)
+    block = with_config([*blocks_of(model).values()][layer], model)
+    return SparsePart(block) if preset == "gemma4" else block

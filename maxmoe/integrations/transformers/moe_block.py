@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from maxmoe.adapters import adapted_module
+from maxmoe.checks.whole_tensors import is_dtensor
 from maxmoe.config import MoEConfig
 from maxmoe.convert.blocks import check_tensors_of, config_of_block, family_of_block
 from maxmoe.declaration import Declaration, FusedGate, declaration_of
@@ -35,6 +36,8 @@ _PARTS = {
     "latent_in": "latent_in.weight",
     "latent_norm": "latent_in.norm.weight",
     "latent_out": "latent_out.weight",
+    "input_norm": "input_norm.weight",
+    "sum_norm": "sum_norm.weight",
 }
 
 
@@ -50,6 +53,7 @@ class TransformersMoE(FeedForwardLayer):
     """
 
     def __init__(self, block: nn.Module, **training: Any) -> None:
+        family_of_block(block).check_replaceable()
         config = replace(config_of_block(block), **training)
         check_tensors_of(block, MoE(config, device="meta"), "replace_moe_blocks")
         super().__init__(config)
@@ -309,9 +313,10 @@ def correction_bias_of(block: nn.Module, keys: Mapping[str, str]) -> Tensor | No
     owner, _, name = key.rpartition(".")
     first, _, path = owner.partition(".")
     module = adapted_module(block.get_submodule(first)) if owner else block
-    bias: Tensor = getattr(module.get_submodule(path), name)
-    # Laguna has a parameter that is not trained, and ERNIE 4.5 one with another dim.
-    return bias.detach().flatten() if isinstance(bias, nn.Parameter) else bias
+    bias: Any = getattr(module.get_submodule(path), name)
+    bias = bias.detach().flatten()  # Laguna has a parameter that is not trained, and ERNIE 4.5 one with another dim
+    whole: Tensor = bias.to_local() if is_dtensor(bias) else bias  # on a mesh, on every rank
+    return whole
 
 
 def _declare(block: nn.Module, router: nn.Module, config: MoEConfig, entries: Sequence[Entry]) -> None:

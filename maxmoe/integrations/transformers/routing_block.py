@@ -109,6 +109,8 @@ class RoutingBlock:
             observe(self._hooks, selected, leading_dims)
             return experts, weights
         check_replayable(self.config, type(block).__name__)
+        if self._family.lies_in_layer:
+            raise ValueError(f"{type(block).__name__}: replay_routing needs the logits, its router returns none")
         by_ids = None if self.config.router_rule.takes_ids is None else experts
         routing = select_experts(self.config, logits, bias, None, given, by_ids)
         selected = routing.experts

@@ -28,8 +28,8 @@ class PartialSums(TensorParallelRegion):
         embed_axes: axes that shard the hidden dim of the residual stream. The layer takes whole hidden states, returns
             this rank's part, and its input gradient is partial over these axes.
         shared_is_partial: whether the shared experts are computed in parts over `axes` too: one reduction for both.
-        routed_is_partial: whether the routed experts return parts of the output; otherwise they are latent, and their
-            parts are summed before the projection to the output.
+        routed_is_partial: whether the routed experts return parts of the output; otherwise their parts are
+            summed before what follows them, such as the projection of latent experts.
     """
 
     mesh: Mesh
@@ -68,6 +68,13 @@ class PartialSums(TensorParallelRegion):
     def reduce_from_experts(self, latent: Tensor) -> Tensor:
         """All-reduce the outputs of latent experts over `axes`."""
         return redistribute_local(latent, self._latent_outputs, "latent outputs")
+
+    @never_compiled
+    def whole_sum(self, routed: Tensor, shared: Tensor | None, whole: Tensor | None = None) -> Tensor:
+        """Add the outputs, of which those of the shared experts may be partial, on every rank."""
+        if shared is not None and self.shared_is_partial:
+            shared = self.reduce_from_experts(shared)
+        return sum_of(routed, shared, whole)
 
     @never_compiled
     def leave(self, routed: Tensor, shared: Tensor | None, whole: Tensor | None = None) -> Tensor:

@@ -87,7 +87,7 @@ class DispatchPlan(ExpertLayout):
             dropped_axes=self.replicated_axes if drops else (),
             embed_axes=self.embed_axes,
             shared_is_partial=self.shared_is_partial,
-            routed_is_partial=self.config.latent_size is None,
+            routed_is_partial=not self.config.maps_rows,
         )
 
 
