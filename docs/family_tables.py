@@ -29,7 +29,7 @@ _MISSING = {
     "a preset; a block without shared experts, and a soft-capped SwiGLU": "inkling2 inkling2_loop",
     "a preset; the block is the one of Mistral Large 4": "mistral4",
     "a preset; the block is the one of Gemma 4": "diffusion_gemma",
-    "a module: the parts of the block lie in the decoder layer, from which `MoE.from_transformers` takes them": "gemma4",
+    "a module: the parts lie in the decoder layer, from which `MoE.from_transformers` takes them": "gemma4",
     "experts and a router for each modality, chosen by the types of the tokens": "ernie4_5_vl_moe",
     "SparseMixer, a router with a gradient of its own": "phimoe",
     "a block in transformers that uses the experts which its router selects": "nllb_moe",
