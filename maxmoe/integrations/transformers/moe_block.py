@@ -309,7 +309,7 @@ def correction_bias_of(block: nn.Module, keys: Mapping[str, str]) -> Tensor | No
     owner, _, name = key.rpartition(".")
     first, _, path = owner.partition(".")
     module = adapted_module(block.get_submodule(first)) if owner else block
-    bias: Tensor = getattr(module.get_submodule(path), name)
+    bias: Tensor | None = getattr(module.get_submodule(path), name, None)  # is optional in some layouts
     # Laguna has a parameter that is not trained, and ERNIE 4.5 one with another dim.
     return bias.detach().flatten() if isinstance(bias, nn.Parameter) else bias
 
