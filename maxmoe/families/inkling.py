@@ -89,7 +89,7 @@ class ScaledRouter(Router):
     def reset_parameters(self) -> None:
         """Initialize the scale to 1, all others as `Router`."""
         super().reset_parameters()
-        if "scale" in self._parameters:  # not when the constructor of `Router` calls this
+        if hasattr(self, "scale"):  # not when the constructor of `Router` calls this
             nn.init.ones_(self.scale)
 
     def scaled(self, routing: Routing) -> Routing:

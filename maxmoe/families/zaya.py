@@ -86,7 +86,7 @@ class RouterWithMLP(Router):
     def reset_parameters(self) -> None:
         """Initialize the hidden layers too."""
         super().reset_parameters()
-        if "mlp" in self._modules:  # not when the constructor of `Router` calls this
+        if hasattr(self, "mlp"):  # not when the constructor of `Router` calls this
             self.mlp.reset_parameters()
 
     def hidden_rows(self, x: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -313,7 +313,9 @@ def correction_bias_of(block: nn.Module, keys: Mapping[str, str]) -> Tensor | No
     owner, _, name = key.rpartition(".")
     first, _, path = owner.partition(".")
     module = adapted_module(block.get_submodule(first)) if owner else block
-    bias: Any = getattr(module.get_submodule(path), name)
+    bias: Any = getattr(module.get_submodule(path), name, None)  # is optional in some layouts
+    if bias is None:
+        return None
     bias = bias.detach().flatten()  # Laguna has a parameter that is not trained, and ERNIE 4.5 one with another dim
     whole: Tensor = bias.to_local() if is_dtensor(bias) else bias  # on a mesh, on every rank
     return whole
