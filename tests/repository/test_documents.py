@@ -14,6 +14,8 @@ import yaml
 import maxmoe
 from fuzz import steps_under_load
 from maxmoe.families.deepseek_v4 import HashRouting
+from maxmoe.families.gemma4 import NormedTokens
+from maxmoe.families.inkling import SharedExpertScores
 from maxmoe.families.zaya import RouterMLP
 from repository.check_packages import TORCH_REQUIREMENT, TORCHES, tracked
 from support.docs_module import docs_module
@@ -201,14 +203,18 @@ def test_the_state_dict_is_as_written() -> None:
         shared_expert_gate=True,
         zero_computation=maxmoe.ZeroComputation(zero=1, copy=3, constant=7),
         latent_size=5,
-        expert_norms=maxmoe.ExpertNorms(latent_in=True, latent_out=True, output=True),
+        expert_norms=maxmoe.ExpertNorms(latent_in=True, latent_out=True, output=True, input=True, sum=True),
     )
     shapes = {name: tuple(value.shape) for name, value in maxmoe.MoE(config).state_dict().items()}
-    scale = maxmoe.MoE(maxmoe.presets.inkling(hidden_size=6, intermediate_size=3)).state_dict()["router.scale"]
-    sizes_of_hashed = {"hidden_size": 6, "intermediate_size": 3, "num_experts": 4, "top_k": 2}
-    hashed = maxmoe.MoE(maxmoe.MoEConfig(**sizes_of_hashed, router=HashRouting(num_ids=9)))
-    table = hashed.state_dict()["router.table"]
-    assert {**shapes, "router.scale": tuple(scale.shape), "router.table": tuple(table.shape)} == written
+    small = {"hidden_size": 6, "intermediate_size": 3, "num_experts": 15, "top_k": 2}
+    rules = (SharedExpertScores(), NormedTokens(), HashRouting(num_ids=9))  # whose routers have further tensors
+    for rule in rules:
+        options = {"score_function": "sigmoid", "num_shared_experts": 1} if rule.scores_shared_experts else {}
+        router = maxmoe.MoE(maxmoe.MoEConfig(**small, **options, router=rule)).router
+        own = {name: value for name, value in router.state_dict().items() if name not in ("weight", "bias")}
+        assert own
+        shapes |= {f"router.{name}": tuple(value.shape) for name, value in own.items()}
+    assert shapes == written
 
 
 def test_layout_names_what_exists() -> None:

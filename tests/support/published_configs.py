@@ -262,6 +262,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
 }
 # The other models have the numbers that their config has by default in transformers.
-for _name in MODELS.keys() - PUBLISHED.keys():
+for _name in [name for name in MODELS if name not in PUBLISHED]:
     _config = config_class(_name)()
     PUBLISHED[_name] = {**vars(_config), "model_type": _config.model_type}
