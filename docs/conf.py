@@ -39,7 +39,7 @@ nitpick_ignore_regex = [
     (r"py:.*", r"TypeAlias|(torch|typing|contextlib|collections|datetime|pathlib|numpy)\..*"),
     (r"py:.*", r"Figure|(transformers|matplotlib|lightning)\..*|maxmoe\.expert_load\.history\.(SummaryWriter|Run)"),
     # Base classes without names of their own, type variables.
-    (r"py:.*", r"maxmoe\.(_torch\w*\..*|nn\.\w+\.(InProcess|[CD]))"),
+    (r"py:.*", r"maxmoe\.(_torch\w*\..*|nn\.\w+\.(InProcess|FeedForwardLayer|[CD]))"),
     (r"py:.*", r"maxmoe\.(parallel\.dispatch\.strategy\.S|config\.components\.C)"),
     # Sphinx cuts a signature with the default <factory> at each comma.
     (r"py:class", r"tuple\[str"),

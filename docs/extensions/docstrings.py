@@ -94,7 +94,7 @@ def skip(app: Sphinx, what: str, name: str, value: object, skipped: bool, option
     if what == "module" and homes().get(id(value), package) != package:
         return True
     is_field = (getattr(value, "__doc__", None) or "").startswith("Alias for field number")  # described in Attributes
-    if is_field or name in INTERNAL:
+    if is_field or (what == "class" and name in INTERNAL):
         return True
     return None
 
