@@ -8,8 +8,6 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from maxmoe.config import ExpertNorms, MoEConfig, SiTU, ZeroComputation
-
 if TYPE_CHECKING:
     from maxmoe import (  # noqa: F401
         config,
@@ -30,6 +28,7 @@ if TYPE_CHECKING:
         testing,
     )
     from maxmoe._C import empty_cache
+    from maxmoe.config import ExpertNorms, MoEConfig, SiTU, ZeroComputation
     from maxmoe.convert.expert_quantization import quantize_experts
     from maxmoe.expert_load import MoEStats, StatsAccumulator, StepStats
     from maxmoe.nn import (
@@ -92,6 +91,7 @@ _PACKAGES = (
     "testing",
 )
 _HOMES = {
+    **dict.fromkeys(("ExpertNorms", "MoEConfig", "SiTU", "ZeroComputation"), "maxmoe.config"),
     "MoEStats": "maxmoe.expert_load",
     "StatsAccumulator": "maxmoe.expert_load",
     "StepStats": "maxmoe.expert_load",

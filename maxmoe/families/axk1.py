@@ -4,12 +4,12 @@ from typing import Any
 from maxmoe.config import MoEConfig
 from maxmoe.config.components import ExpertNorms
 from maxmoe.families.deepseek_v3 import DEEPSEEK_V3, deepseek_v3
-from maxmoe.families.family import DEEPSEEK_V3_FIELDS, Field, value_at
+from maxmoe.families.family import DEEPSEEK_V3_FIELDS, Field, number_at
 from maxmoe.families.layouts import GATE_BIASED, PROJ, SHARED, Entry, Layout, stacked, within
 
 
 def _norm(config: Any, path: str) -> ExpertNorms:
-    return ExpertNorms(sum=True, eps=value_at(config, path))
+    return ExpertNorms(sum=True, eps=number_at(config, path, above=0))
 
 
 _NORM = Entry("post_mlp_layernorm.weight", ("sum_norm.weight",))

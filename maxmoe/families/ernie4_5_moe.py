@@ -2,7 +2,7 @@ from dataclasses import replace
 from typing import Any
 
 from maxmoe.config import MoEConfig
-from maxmoe.families.family import FIELDS, Family, Field, loss_weight, sizes, value_at
+from maxmoe.families.family import FIELDS, Family, Field, loss_weight, number_at, sizes
 from maxmoe.families.layouts import GATE, PROJ, SHARED, Entry, Layout, stacked
 from maxmoe.nn.sum_normalization import SumNormalization
 
@@ -14,7 +14,7 @@ def _bias(module: str) -> Entry:
 
 
 def _router(config: Any, path: str) -> SumNormalization:
-    return SumNormalization(minimum=value_at(config, path))
+    return SumNormalization(minimum=number_at(config, path, at_least=0))
 
 
 def _balance(config: Any, path: str) -> Any:

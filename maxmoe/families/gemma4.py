@@ -8,7 +8,7 @@ from maxmoe.checks.fields import check_number
 from maxmoe.config import MoEConfig
 from maxmoe.config.components import ExpertNorms, RouterRule, component
 from maxmoe.declaration import Declaration
-from maxmoe.families.family import Family, Field, activation, sizes, value_at
+from maxmoe.families.family import Family, Field, activation, number_at, sizes
 from maxmoe.families.layouts import Entry, Layout, router, stacked
 from maxmoe.nn.rms_norm import rms_norm
 from maxmoe.nn.router import Router
@@ -72,7 +72,7 @@ class RouterOfNormedTokens(Router):
         """Initialize the scales to 1, all others as `Router`."""
         super().reset_parameters()
         for name in ("input_scale", "expert_scale"):
-            if name in self._parameters:  # not when the constructor of `Router` calls this
+            if hasattr(self, name):  # not when the constructor of `Router` calls this
                 nn.init.ones_(self.get_parameter(name))
 
     def hidden_rows(self, x: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -93,11 +93,11 @@ class RouterOfNormedTokens(Router):
 
 
 def _router(config: Any, path: str) -> NormedTokens:
-    return NormedTokens(eps=value_at(config, path))
+    return NormedTokens(eps=number_at(config, path, above=0))
 
 
 def _norms(config: Any, path: str) -> ExpertNorms:
-    return ExpertNorms(input=True, sum=True, eps=value_at(config, path))
+    return ExpertNorms(input=True, sum=True, eps=number_at(config, path, above=0))
 
 
 _LAYOUT = Layout(

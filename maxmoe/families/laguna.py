@@ -6,7 +6,7 @@ from torch import Tensor
 from maxmoe.checks.fields import check_number
 from maxmoe.config import MoEConfig
 from maxmoe.config.components import RouterRule, component
-from maxmoe.families.family import QWEN2_FIELDS, Family, Field, sizes, value_at, without
+from maxmoe.families.family import QWEN2_FIELDS, Family, Field, number_at, sizes, without
 from maxmoe.families.layouts import GATE_BIASED, PROJ, SHARED, Layout, router, shared, stacked
 
 
@@ -29,7 +29,7 @@ class SoftcappedLogits(RouterRule):
 
 
 def _router(config: Any, path: str) -> Any:
-    softcap = value_at(config, path)
+    softcap = number_at(config, path, at_least=0)
     return SoftcappedLogits(softcap=softcap) if softcap else "learned"
 
 

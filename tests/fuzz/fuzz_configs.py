@@ -24,6 +24,7 @@ import torch  # noqa: E402
 
 from fuzz import loop  # noqa: E402
 from maxmoe import ExpertNorms, MoE, MoEConfig, SiTU, StatsAccumulator, ZeroComputation, presets  # noqa: E402
+from maxmoe.config import Component  # noqa: E402
 from maxmoe.families.family import families  # noqa: E402
 from maxmoe.families.inkling import SharedExpertScores  # noqa: E402
 from maxmoe.families.muse_spark import ScaledLogits  # noqa: E402
@@ -131,8 +132,8 @@ def family_config(random: Random) -> str:
     family = families()[name]
     places = {ours: their if isinstance(their, str) else their.attribute for ours, their in family.fields.items()}
     theirs = {their: getattr(family.preset(), ours) for ours, their in places.items()}
+    theirs |= {their: 4 for their, value in theirs.items() if isinstance(value, Component)}
     known = {"norm_topk_prob": False, "router_aux_loss_coef": 0.1, "hidden_act": "silu", "num_experts_per_tok": 2}
-    known |= {"zero_expert_num": 4, "output_multiplier": 0.25, "rms_norm_eps": 1e-6}
     known["shared_expert_intermediate_size"] = theirs.get("moe_intermediate_size", 8)
     theirs |= {their: value for their, value in known.items() if their in theirs}
     theirs |= {"post_norm_eps": 1e-8} if "rms_norm_eps" in theirs else {}

@@ -119,7 +119,7 @@ def test_number_of_operator_calls(K: int) -> None:
         forward, device.num_computed = device.num_computed, 0
         out.backward(out.detach())
     assert forward <= 62
-    assert device.num_computed <= 70
+    assert device.num_computed <= 71
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -140,7 +140,7 @@ def test_peak_memory(dtype: torch.dtype) -> None:
     gradients = 3 * E * D * F * itemsize
     rows, width = R * D * itemsize, R * F * itemsize
     of_tokens = T * D * 4 * itemsize  # the input, the result and two sums
-    of_slots = R * 16 * 8  # indices
+    of_slots = R * 21 * 8  # indices, weights and their gradients
     # The preactivations, with one projection or the activations beside them, and the rows that are multiplied.
     assert forward <= 3 * width + rows + of_tokens + of_slots
     # The preactivations, the gradient of the activations, and two of these: activations, f(gate), its gradient.

@@ -12,7 +12,7 @@ from support.threads import in_threads
 
 # Norm of the error in bfloat16 by the norm of the value in float64. One rounding is 1.66e-3; ATen rounds after every
 # elementwise operation.
-ROUNDING = {"out": 4.4e-3, "x": 4.7e-3, "gate": 4.3e-3, "up": 4.5e-3, "down": 4.4e-3, "weights": 4.4e-3}
+ROUNDING = {"out": 4.4e-3, "x": 4.7e-3, "gate": 4.5e-3, "up": 4.5e-3, "down": 4.4e-3, "weights": 4.4e-3}
 
 
 def output_and_gradients(values: dict[str, Tensor], experts: Tensor, cotangent: Tensor) -> dict[str, Tensor]:

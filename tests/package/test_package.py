@@ -16,6 +16,8 @@ import maxmoe
 from maxmoe import ExpertNorms
 from maxmoe._torch import ConvertedModule
 from maxmoe.declaration import Absent
+from maxmoe.families.deepseek_v4 import HashRouting
+from maxmoe.families.emo import DocumentPools
 from maxmoe.families.zaya import RouterMLP
 from maxmoe.nn import MoELayer
 from maxmoe.nn.feed_forward import FeedForwardLayer
@@ -87,7 +89,10 @@ def test_no_property_of_a_module_raises() -> None:
         {"latent_size": 3, "expert_norms": ExpertNorms(latent_in=True)},
     ]
     layers = [make(**each) for each in [*options, {"router": RouterMLP(hidden_size=5)}]]
-    layers.append(maxmoe.MoE(maxmoe.presets.inkling(hidden_size=8, intermediate_size=8, num_experts=8)))
+    small = {"hidden_size": 8, "intermediate_size": 8, "num_experts": 8}
+    layers += [maxmoe.MoE(preset(**small)) for preset in (maxmoe.presets.inkling, maxmoe.presets.gemma4)]
+    rules = (HashRouting(num_ids=9), DocumentPools(min_size=2, max_size=4))
+    layers += [maxmoe.MoE(maxmoe.MoEConfig(**small, top_k=2, router=rule)) for rule in rules]
     stage = Stage(0, StagePart(("0",), True, True), small_decoder.make(), [], lambda *_: torch.zeros(()))
     modules = [*layers, maxmoe.MoEFeedForward(layers[0].config), quantized, stage]
     seen = set[type[nn.Module]]().union(*map(read_properties, modules))

@@ -10,7 +10,7 @@ from torch import nn
 from support.small_configs import MODELS, MULTIMODAL, SAME_LAYERS, SIZES, TEXT_CONFIGS
 
 # Models whose files name weights outside of the sparse blocks differently; only `from_pretrained` converts them.
-RENAMED_ELSEWHERE = {"axk2", "kolibri1", "mistral_large4", "nemotron_h", "step3p7"}
+RENAMED_ELSEWHERE = {"axk2", "deepseek_v4", "kolibri1", "mistral_large4", "nemotron_h", "step3p7"}
 
 CONVERTED_ONLY = ("gemma4",)  # no module is their block
 REPLACED_ONLY = ("jetmoe", "switch_transformers")  # their blocks compute more than a layer does
