@@ -22,7 +22,7 @@ from maxmoe.nn.local_dispatcher import local_dispatcher
 from maxmoe.nn.losses import LOCAL, BalanceLoss, RoutingLosses, load_balance_loss
 from maxmoe.nn.replay import given_experts, observe
 from maxmoe.nn.router import Router, is_custom_router
-from maxmoe.nn.routing import Routing, TopK, checked_routing
+from maxmoe.nn.routing import Routing, checked_routing
 from maxmoe.nn.training_watch import TrainingWatch
 from maxmoe.ranks.token_group import LocalTokens, TokenGroupAttribute
 from maxmoe.recompute.selective import has_backward
@@ -156,8 +156,20 @@ class MoELayer(nn.Module):
 
     def _in_parts(self, inputs: LayerInputs, of_router: RouterInputs) -> tuple[Tensor, Routing, Tensor]:
         """Compute `hidden_states_and_routing` by a call of each part."""
-        routing, leading_dims, region = self.route(of_router), of_router.leading_dims, self.runner.region
-        routed, dropped = self._run(inputs.experts, routing.top_k, math.prod(leading_dims[:-1]))
+        region, leading_dims, maps_rows = self.runner.region, of_router.leading_dims, self.config.maps_rows
+        routing = self.route(of_router)
+        (latent_in, latent_out), rows = self.latent_projections(), inputs.experts
+        for part in (self.part("input_norm"), latent_in):
+            rows = rows if part is None else part(rows)
+        routed, dropped = self.runner.run(  # dispatch, experts, combine
+            self.expert_function(),
+            region.copy_to_experts(rows) if maps_rows else rows,
+            region.assign(routing.top_k),
+            num_sequences=math.prod(leading_dims[:-1]),
+            recompute="dispatch" in self.recompute,
+        )
+        routed = region.reduce_from_experts(routed) if maps_rows else routed
+        routed = routed if latent_out is None else latent_out(routed)
         others = self.compute_others(inputs, of_router.token_mask, routing, routed.dtype)
         if (sum_norm := self.part("sum_norm")) is not None:
             routed, others = sum_norm(region.whole_sum(routed, *others)), (None, None)
@@ -167,19 +179,6 @@ class MoELayer(nn.Module):
             routing = routing._replace(state=reshaped(routing.state, (*leading_dims, routing.state.shape[1])))
         # A view would lose the backward hook that FSDP registers on this tensor.
         return reshaped(hidden_states.contiguous(), (*leading_dims, hidden_states.shape[1])), routing, dropped
-
-    def _run(self, x: Tensor, top_k: TopK, num_sequences: int) -> tuple[Tensor, Tensor]:
-        """Return the sum ``(T, D)`` over the routed experts of tokens ``(T, D)``, and the number of dropped slots."""
-        region, (latent_in, latent_out), rows = self.runner.region, self.latent_projections(), x
-        for part in (self.part("input_norm"), latent_in):
-            rows = rows if part is None else part(rows)
-        if self.config.maps_rows:
-            rows = region.copy_to_experts(rows)
-        experts, top_k, recompute = self.expert_function(), region.assign(top_k), "dispatch" in self.recompute
-        rows, dropped = self.runner.run(experts, rows, top_k, num_sequences=num_sequences, recompute=recompute)
-        if self.config.maps_rows:
-            rows = region.reduce_from_experts(rows)
-        return rows if latent_out is None else latent_out(rows), dropped
 
     def losses_and_stats(self, routing: Routing, dropped: Tensor, num_sequences: int) -> tuple[Tensor, MoEStats]:
         """Compute the auxiliary loss ``()`` and the statistics of a call over the tokens of all ranks.

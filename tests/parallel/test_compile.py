@@ -59,13 +59,13 @@ STRATEGIES: list[tuple[str, Dispatch]] = [
 # Counts of Dynamo for one layer. A function that communicates is counted once per compiled caller that Dynamo tries.
 TRAVELLING = {
     "GuardedModule.__call__": 1,
-    "ParameterHooks.gather": 5,
+    "ParameterHooks.gather": 6,
     "ShardedTokens._all_reduce": 10,
     "ExpertRunner.run": 1,
 }
 PARTIAL = {
     "GuardedModule.__call__": 1,
-    "ParameterHooks.gather": 4,
+    "ParameterHooks.gather": 5,
     "PartialSums.enter": 2,
     "PartialSums.leave": 1,
     "PartialSums.assign": 1,
