@@ -17,7 +17,7 @@ from maxmoe.nn import set_recompute
 from maxmoe.sharding.mesh import STAGE_AXIS, Mesh
 from maxmoe.sharding.rules import LogicalRules, preset_names
 
-MOST_MEASURED = 14  # steps
+MOST_MEASURED = 12  # steps
 FACTORS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64)  # of the number of ranks, tried where no plan fits
 # Each recomputes the parts of the one before it, so that it needs more time.
 RECOMPUTE: tuple[tuple[str, ...], ...] = (
@@ -143,7 +143,7 @@ def search(
 
     The meshes of `world_size` ranks over the axes of the rules that divide the tokens and the experts are put in the
     order of a least time, by arithmetic on their plans. Of the first ones whose parameters, gradients and optimizer
-    state fit in memory, at most 14 steps are measured as by `estimate`, with the least recomputation that fits.
+    state fit in memory, at most 12 steps are measured as by `estimate`, with the least recomputation that fits.
     Pipeline stages have the schedule 1F1B with 8 micro-batches for each stage. The optimizer is AdamW.
 
     Args:
