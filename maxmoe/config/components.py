@@ -235,7 +235,7 @@ class ExpertNorms(Component):
         latent_in: normalize the rows after the projection to latent experts, as in Muse Spark.
         latent_out: normalize the sum over the experts before the projection out, as in Kimi K3.
         output: normalize the output of each expert before it is weighted, as in Muse Spark; all share the norm.
-        input: normalize the tokens that the routed experts get, but not those of router and shared experts, as in
+        input: normalize the tokens that the routed experts get; router and shared experts get them as they are, as in
             Gemma 4.
         sum: normalize the output of the layer, the sum of all experts, as in A.X-K1 and Gemma 4.
         eps: epsilon of the norms of tokens, latent rows and the sum.

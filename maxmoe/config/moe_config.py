@@ -219,7 +219,7 @@ class MoEConfig:
 
     def _components(self) -> list[Component]:
         """Return the components of the config; components of a saved config, which are dicts, are made first."""
-        # A value of these types is no component.
+        # Each field has a component, or a value of another type.
         kinds: dict[str, tuple[type[Component], type]] = {
             "zero_computation": (ZeroComputation, type(None)),
             "expert_norms": (ExpertNorms, type(None)),

@@ -71,7 +71,7 @@ class PartialSums(TensorParallelRegion):
 
     @never_compiled
     def whole_sum(self, routed: Tensor, shared: Tensor | None, whole: Tensor | None = None) -> Tensor:
-        """Add the outputs, of which those of the shared experts may be partial, on every rank."""
+        """Add the outputs on every rank; the outputs of shared experts may be partial."""
         if shared is not None and self.shared_is_partial:
             shared = self.reduce_from_experts(shared)
         return sum_of(routed, shared, whole)
