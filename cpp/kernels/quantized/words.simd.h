@@ -110,7 +110,9 @@ template <class Format>
 class WordsOf {
  public:
   static constexpr int kCodesPerWord = 32 / Format::kCodes.bits;
-  static constexpr bool kHasZeros = Format::kCodes.values_with_zeros != nullptr;  // then kZero is the default
+  // A format with zero points has this table, and kZero is its default. The pointer in kCodes is no constant where
+  // sanitizers check pointers.
+  static constexpr bool kHasZeros = requires { Format::kValuesWithZeros; };
   // Whether products of T are faster so than with rows that decode_rows.simd.h decodes. For 16-bit types most formats
   // are faster with tables of rounded values.
   template <class T>

@@ -9,9 +9,9 @@
 namespace maxmoe {
 
 struct Int4 {
-  static constexpr CodeTable kUnsigned = {{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}};
+  static constexpr CodeTable kValuesWithZeros = {{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}};
   static constexpr CodeTable kSigned = {{-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7}};
-  static constexpr Codes kCodes = {.bits = 4, .values = &kSigned, .values_with_zeros = &kUnsigned};
+  static constexpr Codes kCodes = {.bits = 4, .values = &kSigned, .values_with_zeros = &kValuesWithZeros};
   using Scales = FloatScales;
   static constexpr std::array<NamedFormat, 1> kNames = {{{"int4", 1, kAnyGroup}}};
 };
