@@ -74,7 +74,8 @@ def modules_of_the_package() -> set[type[nn.Module]]:
     for kind in kinds:
         kinds += kind.__subclasses__()
         is_ours = kind.__module__.startswith("maxmoe.") and not kind.__module__.startswith("maxmoe.integrations.")
-        if is_ours and hasattr(sys.modules[kind.__module__], kind.__name__):  # not made by another test
+        # A class of the same name may have been made by another test, which has parallelized a model.
+        if is_ours and getattr(sys.modules[kind.__module__], kind.__name__, None) is kind:
             found.add(kind)
     return found
 
