@@ -161,7 +161,7 @@ def search(
         progress: show a progress bar, if tqdm is installed.
 
     Returns:
-        The fastest plans in order.
+        The fastest plans in order; after an interruption by Ctrl-C, the fastest of the ones that have been measured.
 
     Raises:
         NoPlanFits: if no plan fits in memory, with the smallest one and a number of ranks on which one fits.
@@ -179,8 +179,14 @@ def search(
     step = Step(batch_size, sequence_length, device, state_dtypes)
     run = _Search(planned_copy(module), step, presets if rules is None else rules)
     candidates = run.candidates.of(world_size)
-    for _ in _with_bar(run.steps(candidates)) if progress else run.steps(candidates):
-        pass
+    is_complete = False
+    try:
+        for _ in _with_bar(run.steps(candidates)) if progress else run.steps(candidates):
+            pass
+        is_complete = True
+    except KeyboardInterrupt:
+        if not run.found:
+            raise
     if not run.found:
         run.measure_smallest(candidates)
     if not run.found and not run.too_large:
@@ -192,7 +198,8 @@ def search(
         nearest = min(run.too_large, key=lambda plan: plan.memory)
         raise NoPlanFits(nearest, int(device.memory), run.number_that_fits(world_size))
     plans = tuple(sorted(run.found, key=lambda plan: plan.seconds)[:num_plans])
-    return SearchResult(plans, len(candidates), len(run.found) + len(run.too_large), run.candidates.undeclared)
+    num_measured = len(run.found) + len(run.too_large)
+    return SearchResult(plans, len(candidates), num_measured, run.candidates.undeclared, is_complete)
 
 
 def _with_bar(steps: Iterator[None]) -> Iterator[None]:

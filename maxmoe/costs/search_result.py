@@ -89,21 +89,24 @@ class SearchResult:
         num_considered: number of meshes with rules and a strategy that divide the tokens and the experts.
         num_measured: number of steps that were measured.
         undeclared: types of modules that declare nothing and may mix tokens, so that sequences are not sharded.
+        is_complete: whether the search was not interrupted.
     """
 
     plans: Sequence[FoundPlan]
     num_considered: int
     num_measured: int
     undeclared: Sequence[str] = ()
+    is_complete: bool = True
 
     def __str__(self) -> str:
         plans = [PLANS, *((str(number), *plan.row()) for number, plan in enumerate(self.plans, start=1))]
         first = self.plans[0]
         memory = [(name, readable_bytes(count)) for name, count in first.costs.memory.items()]
         call = f"To run plan 1:\n\n    {first.call}"
+        end = "" if self.is_complete else ", then the search was interrupted"
         remarks = (
             f"{self.num_considered:,} meshes with rules and a strategy divide tokens and experts. {self.num_measured} "
-            f"steps were measured, of those with the least time by arithmetic. Not tried: {NOT_TRIED}."
+            f"steps were measured, of those with the least time by arithmetic{end}. Not tried: {NOT_TRIED}."
         )
         if self.undeclared:
             remarks += (

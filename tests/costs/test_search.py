@@ -1,5 +1,6 @@
 """`maxmoe.costs.search` against measuring all plans, and steps that run; devices and the time of operators on them."""
 
+import importlib
 import math
 import re
 from dataclasses import asdict, replace
@@ -206,3 +207,24 @@ def test_an_operator_is_as_slow_as_products_or_as_memory() -> None:
     device, mesh = Device.load("h100"), Mesh.planned({})
     product, copy = Work(989 * 10**12, 10), Work(0, 335 * 10**10)
     assert computing({product: 2, copy: 3}, 989e12, mesh, device) == pytest.approx(2 / device.max_share + 3)
+
+
+def test_an_interrupted_search_has_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search first measures a step on one rank."""
+    monkeypatch.setenv("COLUMNS", "1000")
+    limit = calls = 0
+
+    def estimated(*arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > limit:
+            raise KeyboardInterrupt
+        return estimate(*arguments, **options)
+
+    monkeypatch.setattr(importlib.import_module("maxmoe.costs.search"), "estimate", estimated)
+    limit = 1
+    with pytest.raises(KeyboardInterrupt):
+        search(MODEL, 2, DEVICE, rules=["ep-as-dp"], **STEP)
+    limit, calls = 3, 0
+    found = search(MODEL, 2, DEVICE, rules=["ep-as-dp"], **STEP)
+    assert len(found.plans) == 2 and not found.is_complete and "the search was interrupted" in str(found)
