@@ -4,9 +4,8 @@ import difflib
 import functools
 import inspect
 import math
-import typing
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 FLOAT32_MAX = 2.0**128 - 2.0**104
 
@@ -60,13 +59,10 @@ def check_bool(name: str, value: object) -> None:
         raise ValueError(f"{name} must be True or False, got {value!r}")
 
 
-def check_choices(config: Any, *names: str) -> None:
-    """Raise unless each of the fields has one of the values of its Literal."""
-    types = typing.get_type_hints(type(config))
-    for name in names:
-        value, choices = getattr(config, name), typing.get_args(types[name])
-        if not isinstance(value, str) or value not in choices:
-            raise ValueError(f"{name} must be one of {choices}, got {value!r}")
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raise unless `value` is one of the names."""
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{name} must be one of {choices}, got {value!r}")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -8,7 +8,7 @@ import importlib
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias, TypeVar
 
 from torch import Tensor, nn
 from typing_extensions import dataclass_transform
@@ -69,11 +69,22 @@ def component(cls: type[C]) -> type[C]:
     return cls
 
 
-class RouterRule(Component):
-    """What the router of a family does otherwise than `maxmoe.nn.Router`; the base class has no such rule.
+class Scored(NamedTuple):
+    """What a router of the specification has scored."""
 
-    A rule overrides what it changes, and the specification of it in `reference_...`, which `maxmoe.reference.moe`
-    calls. Sizes: T tokens, E selectable experts, K experts per token.
+    weights: Tensor  # (T, K), of `maxmoe.reference.route`
+    experts: Tensor  # (T, K)
+    of_shared: Tensor  # (T, n), logits of shared experts, none without `RouterRule.scores_shared_experts`
+
+
+Weighed: TypeAlias = tuple[Tensor, Tensor | None]  # weights of the selected and of the shared experts
+
+
+class RouterRule(Component):
+    """How the router of a family differs from `maxmoe.nn.Router`; the base class changes nothing.
+
+    A rule overrides the methods that it changes. For each there is a specification in plain loops, `reference_...`,
+    which `maxmoe.reference.moe` calls. Sizes: T tokens, E selectable experts, K experts per token.
     """
 
     # Score of a group of experts: the sum of its two best scores, "top2", or its best score, "max".
@@ -82,8 +93,8 @@ class RouterRule(Component):
     scores_shared_experts: ClassVar[bool] = False  # by further logits, whose weights the shared experts get
     weighs_shared_experts: ClassVar[bool] = False  # by `weigh`
     normalizes: ClassVar[bool] = False  # whether `weigh` normalizes and scales the scores
-    takes_ids: ClassVar[RouterIds | None] = None  # what the ids are that the router takes, the argument `router_inputs`
-    num_ids: int | None = None  # how many ids there are, from 0; None for ids of any value
+    takes_ids: ClassVar[RouterIds | None] = None  # whose ids the router takes, in the argument `router_inputs`
+    num_ids: int | None = None  # ids are in [0, num_ids); None for any integers
 
     @property
     def selects_by_scores(self) -> bool:
@@ -99,6 +110,10 @@ class RouterRule(Component):
         """Return whether the logits are a linear map, and `maxmoe.ops.route` alone makes their routing."""
         return type(self) is RouterRule
 
+    def row_size(self, config: "MoEConfig") -> int:
+        """Return the width of the rows that the linear map takes."""
+        return config.hidden_size
+
     def make(self, config: "MoEConfig", **options: Any) -> nn.Module | None:
         """Create the router of a layer, with a device and dtype as options; None for `maxmoe.nn.Router`."""
         return None
@@ -111,7 +126,7 @@ class RouterRule(Component):
         """Return the selected experts ``(T, K)``; None to select the best ones as `maxmoe.ops.route` does."""
         return None
 
-    def weigh(self, config: "MoEConfig", weights: Tensor, of_shared: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def weigh(self, config: "MoEConfig", weights: Tensor, of_shared: Tensor | None) -> Weighed:
         """Return weights of the selected and of the shared experts; None for shared experts without weights.
 
         Args:
@@ -139,16 +154,9 @@ class RouterRule(Component):
         """Return the selected experts ``(S, K)`` of one sequence, given its ids ``(S,)``, with `takes_ids`."""
         raise NotImplementedError
 
-    def reference_weights(
-        self,
-        config: "MoEConfig",
-        weights: Tensor,
-        experts: Tensor,
-        of_shared: Tensor,
-        parameters: Mapping[str, Tensor],
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the weights of the routed and of the shared experts, given the results of `maxmoe.reference.route`."""
-        return weights, None
+    def reference_weights(self, config: "MoEConfig", scored: Scored, parameters: Mapping[str, Tensor]) -> Weighed:
+        """Return the weights of the routed and of the shared experts."""
+        return scored.weights, None
 
 
 PLAIN = RouterRule()

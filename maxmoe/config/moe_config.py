@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Literal, get_args, get_origin
 
-from maxmoe.checks.fields import check_bool, check_int, check_number, refuse_unknown_fields
+from maxmoe.checks.fields import check_bool, check_choice, check_int, check_number, refuse_unknown_fields
 from maxmoe.config.components import (
     PLAIN,
     Activation,
@@ -25,6 +25,7 @@ LoadBalanceScope = Literal["sequence", "batch", "step"]
 CorrectionBiasRule = Literal["sign", "quantile"]
 Implementation = Literal["sparse", "dense"]
 
+_NO_NORMS = ExpertNorms()
 # Fields of earlier versions: the value with no effect, and where another value is now.
 _MOVED: dict[str, tuple[object, str]] = {
     "latent_in_norm": (False, "expert_norms=ExpertNorms(latent_in=True)"),
@@ -165,7 +166,7 @@ class MoEConfig:
     @property
     def norms(self) -> ExpertNorms:
         """Norms around the routed experts, all False by default."""
-        return self.expert_norms or ExpertNorms()
+        return self.expert_norms or _NO_NORMS
 
     @property
     def maps_rows(self) -> bool:
@@ -217,6 +218,11 @@ class MoEConfig:
             if (got := getattr(self, name)) != value:
                 raise ValueError(f"{reason} needs {name}={value!r}, got {got!r}")
 
+    def require_shared_experts(self, reason: str) -> None:
+        """Raise a ValueError without shared experts, which `reason` needs."""
+        if self.num_shared_experts == 0:
+            raise ValueError(f"{reason} needs num_shared_experts >= 1, got 0")
+
     def _components(self) -> list[Component]:
         """Return the components of the config; components of a saved config, which are dicts, are made first."""
         # Each field has a component, or a value of another type.
@@ -248,8 +254,7 @@ class MoEConfig:
                 choices = get_args(choices[0])
             elif get_origin(each.type) is not Literal:
                 continue
-            if not isinstance(value, str) or value not in choices:
-                raise ValueError(f"{each.name} must be one of {choices}, got {value!r}")
+            check_choice(each.name, value, choices)
 
     def _check_sizes(self) -> None:
         for name in ("hidden_size", "intermediate_size", "num_experts", "top_k", "num_groups", "top_k_groups"):
@@ -286,8 +291,8 @@ class MoEConfig:
         if self.activation_limit is not None:
             check_number("activation_limit", self.activation_limit, above=0)
             self.require(f"activation_limit ({self.activation_limit})", gated=True)
-        if self.shared_expert_gate and self.num_shared_experts == 0:
-            raise ValueError("shared_expert_gate=True needs num_shared_experts >= 1, got 0")
+        if self.shared_expert_gate:
+            self.require_shared_experts("shared_expert_gate=True")
 
     def _check_limits(self) -> None:
         check_number("routed_scaling_factor", self.routed_scaling_factor, above=0)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from maxmoe.checks.fields import check_number
 from maxmoe.config import MoEConfig
-from maxmoe.config.components import component
+from maxmoe.config.components import Scored, Weighed, component
 from maxmoe.families.family import FIELDS, Family, Field, sizes, value_at
 from maxmoe.families.layouts import GATE, PROJ, SHARED, Layout, stacked
 from maxmoe.nn.selection import Selection
@@ -29,24 +29,17 @@ class ConstantSharedWeight(Selection):
 
     def check(self, config: MoEConfig) -> None:
         """Raise without shared experts, and with a gate, which gives them another weight."""
-        if config.num_shared_experts == 0:
-            raise ValueError(f"{self} needs num_shared_experts >= 1, got 0")
+        config.require_shared_experts(str(self))
         config.require(str(self), shared_expert_gate=False)
 
-    def weigh(self, config: MoEConfig, weights: Tensor, of_shared: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def weigh(self, config: MoEConfig, weights: Tensor, of_shared: Tensor | None) -> Weighed:
         """Return the weights of the selected experts as they are, and the constant."""
         return weights, weights.new_full((weights.shape[0], 1), self.weight)
 
-    def reference_weights(
-        self,
-        config: MoEConfig,
-        weights: Tensor,
-        experts: Tensor,
-        of_shared: Tensor,
-        parameters: Mapping[str, Tensor],
-    ) -> tuple[Tensor, Tensor | None]:
+    def reference_weights(self, config: MoEConfig, scored: Scored, parameters: Mapping[str, Tensor]) -> Weighed:
         """Return the weights of the selected experts as they are, and the constant."""
-        return weights, torch.tensor([[self.weight]] * len(weights), dtype=weights.dtype).reshape(-1, 1)
+        rows = [[self.weight]] * len(scored.weights)
+        return scored.weights, torch.tensor(rows, dtype=scored.weights.dtype).reshape(-1, 1)
 
 
 def _is_mean(config: Any) -> bool:

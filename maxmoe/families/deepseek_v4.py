@@ -40,7 +40,7 @@ class HashRouting(RouterRule):
 
     def make(self, config: MoEConfig, **options: Any) -> Router:
         """Create the router with its table."""
-        return HashRouter(config, self, **options)
+        return HashRouter(config, **options)
 
     def reference_select_by_ids(
         self, config: MoEConfig, _logits: Tensor, ids: Tensor, parameters: Mapping[str, Tensor]
@@ -56,20 +56,20 @@ class HashRouter(Router):
     A new table has random experts, the same in all layers and on all ranks.
     """
 
+    rule: HashRouting
     table: Tensor
 
-    def __init__(self, config: MoEConfig, rule: HashRouting, **options: Any) -> None:
-        super().__init__(config, **options)
-        self.register_buffer("table", self.weight.new_empty(rule.num_ids, config.top_k, dtype=torch.int64))
-        self.reset_parameters()
+    def add_parts(self, **options: Any) -> None:
+        """Add the table."""
+        size = (self.rule.num_ids, self.config.top_k)
+        self.register_buffer("table", torch.empty(size, dtype=torch.int64, device=self.weight.device))
 
     def reset_parameters(self) -> None:
         """Initialize the table too."""
         super().reset_parameters()
-        if hasattr(self, "table"):  # not when the constructor of `Router` calls this
-            key, ids = torch.zeros((), dtype=torch.int64), torch.arange(len(self.table), device=self.table.device)
-            uniform = uniform_of(key, ids, self.config.num_selectable_experts, torch.float32)
-            self.table.copy_(uniform.topk(self.config.top_k, dim=1).indices)
+        key, ids = torch.zeros((), dtype=torch.int64), torch.arange(len(self.table), device=self.table.device)
+        uniform = uniform_of(key, ids, self.config.num_selectable_experts, torch.float32)
+        self.table.copy_(uniform.topk(self.config.top_k, dim=1).indices)
 
     def select_by_ids(self, _logits: Tensor, ids: Tensor, _token_mask: Tensor | None) -> Tensor:
         """Return the experts of the ids."""

@@ -83,6 +83,8 @@ class DocumentPools(RouterRule):
 class DocumentPoolRouter(Router):
     """`Router` with `DocumentPools`; all ranks with tokens of a document select the same pool."""
 
+    rule: DocumentPools
+
     def select_by_ids(self, logits: Tensor, ids: Tensor, token_mask: Tensor | None) -> Tensor:
         """Select from the pools of the documents, to which padding does not belong."""
         of_tokens = _scores(logits, self.config.score_function)
@@ -98,7 +100,6 @@ class DocumentPoolRouter(Router):
     def _sizes(self, ids: Tensor) -> Tensor:
         """Return the sizes ``(T, 1)`` of the pools of the tokens' documents."""
         rule = self.rule
-        assert isinstance(rule, DocumentPools)
         if not of_forward(self, self.training):
             return torch.full((ids.numel(), 1), rule.size, device=ids.device)
         key = torch.randint(-(2**63), 2**63 - 1, (), device="cpu")

@@ -14,7 +14,7 @@ def _bias(module: str) -> Entry:
 
 
 def _router(config: Any, path: str) -> SumNormalization:
-    return SumNormalization(minimum=number_at(config, path, at_least=0))
+    return SumNormalization(minimum=number_at(config, path, above=0))
 
 
 def _balance(config: Any, path: str) -> Any:

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from maxmoe.checks.fields import check_number
 from maxmoe.config import MoEConfig
-from maxmoe.config.components import ExpertNorms, RouterRule, component
+from maxmoe.config.components import ExpertNorms, RouterRule, Scored, Weighed, component
 from maxmoe.declaration import Declaration
 from maxmoe.families.family import Family, Field, activation, number_at, sizes
 from maxmoe.families.layouts import Entry, Layout, router, stacked
@@ -36,7 +36,7 @@ class NormedTokens(RouterRule):
 
     def make(self, config: MoEConfig, **options: Any) -> Router:
         """Create the router."""
-        return RouterOfNormedTokens(config, self, **options)
+        return RouterOfNormedTokens(config, **options)
 
     def reference_rows(self, tokens: Tensor, parameters: Mapping[str, Tensor], previous: Tensor | None) -> Tensor:
         """Normalize and scale the tokens."""
@@ -44,41 +44,33 @@ class NormedTokens(RouterRule):
         scaled: Tensor = rows * wide(parameters["router.input_scale"]) * tokens.shape[1] ** -0.5
         return scaled
 
-    def reference_weights(
-        self,
-        config: MoEConfig,
-        weights: Tensor,
-        experts: Tensor,
-        of_shared: Tensor,
-        parameters: Mapping[str, Tensor],
-    ) -> tuple[Tensor, Tensor | None]:
+    def reference_weights(self, config: MoEConfig, scored: Scored, parameters: Mapping[str, Tensor]) -> Weighed:
         """Multiply the weight of each expert by its scale."""
-        return weights * wide(parameters["router.expert_scale"])[experts], None
+        return scored.weights * wide(parameters["router.expert_scale"])[scored.experts], None
 
 
 class RouterOfNormedTokens(Router):
     """`Router` with an `input_scale` ``(D,)`` of normalized tokens, and an `expert_scale` ``(E,)`` of the weights."""
 
+    rule: NormedTokens
     input_scale: Tensor
     expert_scale: Tensor
 
-    def __init__(self, config: MoEConfig, rule: NormedTokens, **options: Any) -> None:
-        super().__init__(config, **options)
-        self.eps = rule.eps
-        self.input_scale = nn.Parameter(torch.ones(config.hidden_size, **options))
-        self.expert_scale = nn.Parameter(torch.ones(config.num_selectable_experts, **options))
+    def add_parts(self, **options: Any) -> None:
+        """Add the scales."""
+        self.input_scale = nn.Parameter(torch.empty(self.config.hidden_size, **options))
+        self.expert_scale = nn.Parameter(torch.empty(self.config.num_selectable_experts, **options))
 
     def reset_parameters(self) -> None:
         """Initialize the scales to 1, all others as `Router`."""
         super().reset_parameters()
-        for name in ("input_scale", "expert_scale"):
-            if hasattr(self, name):  # not when the constructor of `Router` calls this
-                nn.init.ones_(self.get_parameter(name))
+        for scale in (self.input_scale, self.expert_scale):
+            nn.init.ones_(scale)
 
     def hidden_rows(self, x: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Normalize and scale the tokens, in float32 or wider."""
         x = x.to(torch.promote_types(x.dtype, torch.float32))
-        return rms_norm(x, self.input_scale.to(x.dtype) * x.shape[1] ** -0.5, self.eps), None
+        return rms_norm(x, self.input_scale.to(x.dtype) * x.shape[1] ** -0.5, self.rule.eps), None
 
     def scaled(self, routing: Routing) -> Routing:
         """Multiply the weight of each expert by its scale."""

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from maxmoe.checks.fields import check_bool
 from maxmoe.config import MoEConfig
-from maxmoe.config.components import RouterRule, component
+from maxmoe.config.components import RouterRule, Scored, Weighed, component
 from maxmoe.declaration import Declaration
 from maxmoe.families.family import FIELDS, Family, sizes
 from maxmoe.families.layouts import GATE_BIASED, PROJECTIONS, Entry, Layout, router, stacked
@@ -45,8 +45,7 @@ class SharedExpertScores(RouterRule):
 
     def check(self, config: MoEConfig) -> None:
         """Raise without shared experts, and for fields that contradict a sum over sigmoids of all experts."""
-        if config.num_shared_experts == 0:
-            raise ValueError(f"{self} needs num_shared_experts >= 1, got 0")
+        config.require_shared_experts(str(self))
         fields = {"score_function": "sigmoid", "normalization": "sum", "apply_weights_to": "output"}
         config.require(str(self), **fields, shared_expert_gate=False)
 
@@ -54,7 +53,7 @@ class SharedExpertScores(RouterRule):
         """Create the router with a trained number."""
         return ScaledRouter(config, **options) if self.scale else None
 
-    def weigh(self, config: MoEConfig, weights: Tensor, of_shared: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def weigh(self, config: MoEConfig, weights: Tensor, of_shared: Tensor | None) -> Weighed:
         """Divide the scores by their sum."""
         assert of_shared is not None
         joint = torch.cat([weights, of_shared.sigmoid()], 1)
@@ -62,19 +61,13 @@ class SharedExpertScores(RouterRule):
         weights, shared_weights = joint.tensor_split((config.top_k,), 1)
         return weights, shared_weights
 
-    def reference_weights(
-        self,
-        config: MoEConfig,
-        weights: Tensor,
-        experts: Tensor,
-        of_shared: Tensor,
-        parameters: Mapping[str, Tensor],
-    ) -> tuple[Tensor, Tensor | None]:
+    def reference_weights(self, config: MoEConfig, scored: Scored, parameters: Mapping[str, Tensor]) -> Weighed:
         """Divide the scores by their sum, and multiply them by the trained number."""
-        scores_of_shared = config.routed_scaling_factor * torch.sigmoid(of_shared)
-        total = (weights.sum(1, keepdim=True) + scores_of_shared.sum(1, keepdim=True)) / config.routed_scaling_factor
+        factor, weights = config.routed_scaling_factor, scored.weights
+        of_shared = factor * torch.sigmoid(scored.of_shared)
+        total = (weights.sum(1, keepdim=True) + of_shared.sum(1, keepdim=True)) / factor
         scale = wide(parameters["router.scale"]) if self.scale else 1.0
-        return weights / total * scale, scores_of_shared / total * scale
+        return weights / total * scale, of_shared / total * scale
 
 
 class ScaledRouter(Router):
@@ -82,15 +75,14 @@ class ScaledRouter(Router):
 
     scale: Tensor
 
-    def __init__(self, config: MoEConfig, **options: Any) -> None:
-        super().__init__(config, **options)
-        self.scale = nn.Parameter(torch.ones(1, **options))
+    def add_parts(self, **options: Any) -> None:
+        """Add the scale."""
+        self.scale = nn.Parameter(torch.empty(1, **options))
 
     def reset_parameters(self) -> None:
         """Initialize the scale to 1, all others as `Router`."""
         super().reset_parameters()
-        if hasattr(self, "scale"):  # not when the constructor of `Router` calls this
-            nn.init.ones_(self.scale)
+        nn.init.ones_(self.scale)
 
     def scaled(self, routing: Routing) -> Routing:
         """Multiply the weights of routed and shared experts."""

@@ -31,8 +31,8 @@ class LimitedOutput(ActivationRule):
     def check(self, config: MoEConfig) -> None:
         """Raise without a gate, with the limit of other families, and for a limit of absent experts."""
         config.require("activation=LimitedOutput(...)", gated=True, activation_limit=None)
-        if self.shared_limit is not None and config.num_shared_experts == 0:
-            raise ValueError(f"shared_limit ({self.shared_limit}) needs num_shared_experts >= 1, got 0")
+        if self.shared_limit is not None:
+            config.require_shared_experts(f"shared_limit ({self.shared_limit})")
 
     def arguments(self, config: MoEConfig, *, of_shared: bool) -> dict[str, Any]:
         """Return SiLU with the limit of its output."""

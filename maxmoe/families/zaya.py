@@ -55,9 +55,13 @@ class RouterMLP(RouterRule):
         """R, width of the state."""
         return self.hidden_size
 
+    def row_size(self, config: MoEConfig) -> int:
+        """Return the width of the hidden layers."""
+        return self.hidden_size
+
     def make(self, config: MoEConfig, **options: Any) -> Router:
         """Create the router."""
-        return RouterWithMLP(config, self, **options)
+        return RouterWithMLP(config, **options)
 
     def reference_state(self, tokens: Tensor, parameters: Mapping[str, Tensor], previous: Tensor | None) -> Tensor:
         """Return the state ``(T, R)``, given the state of the layer before."""
@@ -79,15 +83,16 @@ class RouterMLP(RouterRule):
 class RouterWithMLP(Router):
     """`Router` whose linear map takes the hidden rows of `HiddenLayers` instead of the tokens."""
 
-    def __init__(self, config: MoEConfig, rule: RouterMLP, **options: Any) -> None:
-        super().__init__(config, input_size=rule.hidden_size, **options)
-        self.mlp = HiddenLayers(config.hidden_size, rule, **options)
+    rule: RouterMLP
+
+    def add_parts(self, **options: Any) -> None:
+        """Add the hidden layers."""
+        self.mlp = HiddenLayers(self.config.hidden_size, self.rule, **options)
 
     def reset_parameters(self) -> None:
         """Initialize the hidden layers too."""
         super().reset_parameters()
-        if hasattr(self, "mlp"):  # not when the constructor of `Router` calls this
-            self.mlp.reset_parameters()
+        self.mlp.reset_parameters()
 
     def hidden_rows(self, x: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the hidden rows, and the state of this layer."""

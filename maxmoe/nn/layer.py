@@ -36,7 +36,7 @@ class RouterInputs(NamedTuple):
     token_mask: Tensor | None  # (T,)
     experts: Tensor | None  # (T, K), of a replay
     state: Tensor | None  # (T, R), of the router of the layer before
-    ids: Tensor | None  # (T,), of the tokens or of their documents
+    ids: Tensor | None  # (B, S), of the tokens or of their documents
 
 
 class MoELayer(nn.Module):
@@ -129,8 +129,8 @@ class MoELayer(nn.Module):
             raise ValueError(
                 "load_balance_scope 'step' needs maxmoe.StatsAccumulator(model), whose update() ends the step, got none"
             )
-        needs_parts = any(each is not None for each in (token_mask, given, router_state, router_inputs))
-        computed = None if needs_parts or is_traced() else self.in_one_operator(x)
+        is_plain = token_mask is None and given is None and router_state is None and router_inputs is None
+        computed = self.in_one_operator(x) if is_plain and not is_traced() else None
         if computed is None:
             check_tokens(x, self.config.hidden_size, self.expert_dtype)
             tokens = x.reshape(-1, x.shape[-1])

@@ -23,10 +23,10 @@ class Router(ConvertedModule):
 
     logits = x @ weight^T + bias
 
-    Families with another rule have a subclass, which their `maxmoe.config.components.RouterRule` makes.
+    Families with another rule have a subclass, which their `maxmoe.config.components.RouterRule` makes. It adds its own
+    parameters in `add_parts`, and initializes them in `reset_parameters`.
 
     Args:
-        input_size: width of the rows that the linear map takes; None for `hidden_size`.
         **options: device and dtype of the parameters; `score_correction_bias` is float32 or wider.
 
     Attributes:
@@ -39,21 +39,25 @@ class Router(ConvertedModule):
 
     token_group = TokenGroupAttribute()  # for the random router
 
-    def __init__(self, config: MoEConfig, *, input_size: int | None = None, **options: Any) -> None:
+    def __init__(self, config: MoEConfig, **options: Any) -> None:
         super().__init__()
         self.config, self.rule = config, config.router_rule
         self.is_plain = type(self) is Router and self.rule.is_plain(config) and config.router != "random"
         self.token_group = LocalTokens()
         num_experts = config.num_selectable_experts
         num_rows = num_experts + (config.num_shared_experts if self.rule.scores_shared_experts else 0)
-        self.weight = nn.Parameter(torch.empty(num_rows, input_size or config.hidden_size, **options))
+        self.weight = nn.Parameter(torch.empty(num_rows, self.rule.row_size(config), **options))
         bias = nn.Parameter(torch.empty(num_rows, **options)) if config.router_bias else None
         self.register_parameter("bias", bias)
         wide = torch.promote_types(self.weight.dtype, torch.float32)
         correction_bias = self.weight.new_empty(num_experts, dtype=wide) if config.score_correction_bias else None
         self.register_buffer("score_correction_bias", correction_bias)
         self.register_load_state_dict_post_hook(_widen_correction_bias)  # type: ignore[no-untyped-call]
+        self.add_parts(**options)
         self.reset_parameters()
+
+    def add_parts(self, **options: Any) -> None:
+        """Add the parameters, buffers and modules that a subclass has beside those of `Router`."""
 
     def reset_parameters(self) -> None:
         """Initialize biases to 0, and the weight so that variance 1 gives logits of variance 1."""

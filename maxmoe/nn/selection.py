@@ -1,11 +1,11 @@
 """Rules by which a few families select experts."""
 
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import Tensor
 
-from maxmoe.checks.fields import check_choices
+from maxmoe.checks.fields import check_choice
 from maxmoe.config import MoEConfig
 from maxmoe.config.components import GroupScore, RouterRule, component
 from maxmoe.ops import route
@@ -14,7 +14,7 @@ from maxmoe.reference.routing import selected_by_scores, wide
 
 @component
 class Selection(RouterRule):
-    """Router that selects experts by another rule than their best scores in the groups with the best pairs.
+    """Router that selects experts by their logits, by other scores of groups, or outside of the best groups too.
 
     Args:
         by: whether experts are selected by their "scores" or by their "logits", as in Kolibri; the correction bias is
@@ -30,7 +30,9 @@ class Selection(RouterRule):
     other_groups: Literal["excluded", "zero"] = "excluded"
 
     def __post_init__(self) -> None:
-        check_choices(self, "by", "group_score", "other_groups")
+        check_choice("by", self.by, ("scores", "logits"))
+        check_choice("group_score", self.group_score, get_args(GroupScore))
+        check_choice("other_groups", self.other_groups, ("excluded", "zero"))
 
     def is_plain(self, config: MoEConfig) -> bool:
         """Return whether `maxmoe.ops.route` selects by the rule, which has no further parts in a subclass."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from maxmoe.checks.fields import check_number
 from maxmoe.config import MoEConfig
-from maxmoe.config.components import RouterRule, component
+from maxmoe.config.components import RouterRule, Scored, Weighed, component
 
 
 @component
@@ -37,22 +37,15 @@ class SumNormalization(RouterRule):
         """Raise without a normalization by the sum."""
         config.require(str(self), normalization="sum")
 
-    def weigh(self, config: MoEConfig, weights: Tensor, of_shared: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def weigh(self, config: MoEConfig, weights: Tensor, of_shared: Tensor | None) -> Weighed:
         """Divide the scores by their sum."""
         divisor = (weights.sum(1, keepdim=True) + self.eps).clamp_min(self.minimum)
         return weights * (config.routed_scaling_factor / divisor), None
 
-    def reference_weights(
-        self,
-        config: MoEConfig,
-        weights: Tensor,
-        experts: Tensor,
-        of_shared: Tensor,
-        parameters: Mapping[str, Tensor],
-    ) -> tuple[Tensor, Tensor | None]:
+    def reference_weights(self, config: MoEConfig, scored: Scored, parameters: Mapping[str, Tensor]) -> Weighed:
         """Divide the scores by their sum, token by token."""
         rows = []
-        for row in weights:
+        for row in scored.weights:
             total = row.sum() / config.routed_scaling_factor + self.eps
             rows.append(row / (total if total > self.minimum else self.minimum))
-        return torch.stack(rows) if rows else weights, None
+        return torch.stack(rows) if rows else scored.weights, None

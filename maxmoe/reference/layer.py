@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from maxmoe.config import LoadBalanceScope, MoEConfig, ScoreFunction
-from maxmoe.config.components import ZeroComputation
+from maxmoe.config.components import Scored, ZeroComputation
 from maxmoe.reference.operators import (
     Projection,
     RaggedPlan,
@@ -95,7 +95,7 @@ def routing(
         scale=config.routed_scaling_factor,
         experts=selected_by_scores(config, logits, bias, rule.group_score) if selected is None else selected,
     )
-    weights, shared_weights = rule.reference_weights(config, weights, experts, of_shared, parameters)
+    weights, shared_weights = rule.reference_weights(config, Scored(weights, experts, of_shared), parameters)
     return logits, weights, experts, shared_weights
 
 

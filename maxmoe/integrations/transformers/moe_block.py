@@ -360,8 +360,8 @@ def _declare(block: nn.Module, router: nn.Module, config: MoEConfig, entries: Se
             tensor_parallel_dims={} if is_whole or not names else of_ours.tensor_parallel_dims,
             added_to_output=tuple(name for name in ("down_proj_bias",) if name in names),
         )
-    norms = config.expert_norms
-    if norms is not None and norms.output:  # gathered by the experts: its gradient is summed over the ranks of all
+    norms = config.norms
+    if norms.output:  # gathered by the experts: its gradient is summed over the ranks of all
         experts: Any = block.get_submodule("experts")
         experts.post_expert_norm.declaration = Declaration(logical_names={"weight": ("norm",)})
     keys = {entry.names[0]: entry.key.partition(".")[2] for entry in entries}
