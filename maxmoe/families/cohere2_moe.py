@@ -1,5 +1,4 @@
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -9,10 +8,8 @@ from maxmoe.checks.fields import check_number
 from maxmoe.config import MoEConfig
 from maxmoe.config.components import Scored, Weighed, component
 from maxmoe.families.family import FIELDS, Family, Field, sizes, value_at
-from maxmoe.families.layouts import GATE, PROJ, SHARED, Layout, stacked
+from maxmoe.families.layouts import GATE, OPTIONAL_SHARED, PROJ, Layout, stacked
 from maxmoe.nn.selection import Selection
-
-_SHARED = tuple(replace(entry, is_optional=True) for entry in SHARED)
 
 
 @component
@@ -83,8 +80,8 @@ def _factor(config: Any, path: str) -> float:
         "expert_selection_fn": ["softmax", "sigmoid"],
         "shared_expert_combination_strategy": ["average", "sum"],
     },
-    block=Layout("mlp", GATE + stacked() + _SHARED),
-    stored=Layout("mlp", GATE + PROJ + _SHARED),
+    block=Layout("mlp", GATE + stacked() + OPTIONAL_SHARED),
+    stored=Layout("mlp", GATE + PROJ + OPTIONAL_SHARED),
     scales_sum=True,
 )
 def cohere2_moe() -> MoEConfig:

@@ -1,12 +1,9 @@
-from dataclasses import replace
 from typing import Any
 
 from maxmoe.config import MoEConfig
 from maxmoe.families.family import FIELDS, Family, Field, loss_weight, number_at, sizes
-from maxmoe.families.layouts import GATE, PROJ, SHARED, Entry, Layout, stacked
+from maxmoe.families.layouts import GATE, OPTIONAL_SHARED, PROJ, Entry, Layout, stacked
 from maxmoe.nn.sum_normalization import SumNormalization
-
-_SHARED = tuple(replace(entry, is_optional=True) for entry in SHARED)
 
 
 def _bias(module: str) -> Entry:
@@ -32,8 +29,8 @@ def _balance(config: Any, path: str) -> Any:
         "load_balance_loss_weight": Field("router_aux_loss_coef", _balance),
     },
     required={"use_bias": [False]},
-    block=Layout("mlp", (*GATE, _bias("gate.moe_statics"), *stacked(), *_SHARED)),
-    stored=Layout("mlp", (*GATE, _bias("moe_statics"), *PROJ, *_SHARED)),
+    block=Layout("mlp", (*GATE, _bias("gate.moe_statics"), *stacked(), *OPTIONAL_SHARED)),
+    stored=Layout("mlp", (*GATE, _bias("moe_statics"), *PROJ, *OPTIONAL_SHARED)),
 )
 def ernie4_5_moe() -> MoEConfig:
     """ERNIE-4.5-21B-A3B: six of 64 experts by their softmax plus a correction bias, and two shared experts.

@@ -217,6 +217,7 @@ GATE_BIASED_OUTSIDE = router("gate", correction_bias="e_score_correction_bias")
 W123 = per_expert("w1", "w3", "w2")
 PROJ = per_expert(*PROJECTIONS)
 SHARED = shared("shared_experts")
+OPTIONAL_SHARED = tuple(replace(entry, is_optional=True) for entry in SHARED)  # models without shared experts too
 TWO_LINEARS = (
     Entry("input_linear.weight", ("experts.gate_proj", "experts.up_proj"), transposed=True),
     Entry("output_linear.weight", ("experts.down_proj",), transposed=True),
