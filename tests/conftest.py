@@ -33,19 +33,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(NotRun(), "not run")
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--exhaustive", action="store_true", help="run all cases of tests marked sampled, not some of each"
-    )
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Take the file that takes longest first, since nothing else could run beside its end, and sample costly cases."""
     from support.not_run import LEFT_OUT
     from support.sampling import left_out
 
     items.sort(key=lambda item: item.path.name != "test_cpp.py")
-    if config.getoption("exhaustive") or any("::" in argument for argument in config.args):  # asked for by name
+    if not config.option.markexpr:
         return
     others = left_out(items)
     config.hook.pytest_deselected(items=others)

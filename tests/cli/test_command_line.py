@@ -38,7 +38,7 @@ def test_every_model_can_be_planned(name: str, capsys: pytest.CaptureFixture[str
     assert "state of adamw" in text and "reduce-scatter" in text
 
 
-@pytest.mark.sampled(0)
+@pytest.mark.slow
 def test_256_ranks_from_a_shell() -> None:
     command = "-m maxmoe explain --preset deepseek_v3 --num-layers 5 --mesh fsdp=16,expert=16 --rules shard-exp-on-fsdp"
     text = programs.printed(programs.run([sys.executable, *command.split()]))

@@ -63,7 +63,7 @@ def seconds_spun(**environment: str) -> float:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="torch uses libgomp on Linux")
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="libgomp never spins long on one processor")
-@pytest.mark.sampled(0)
+@pytest.mark.slow
 def test_a_bounded_spin_leaves_the_processor_to_others() -> None:
     bounded = seconds_spun(GOMP_SPINCOUNT="1000")
     unbounded = seconds_spun(GOMP_SPINCOUNT="infinite")

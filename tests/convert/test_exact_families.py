@@ -131,7 +131,7 @@ def test_one_process(preset: str, layer: int) -> None:
 
 @pytest.mark.filterwarnings("ignore:.* of the parameters are whole")
 @pytest.mark.parametrize(
-    ("num_ranks", "parity"), [(2, 0), *(pytest.param(*case, marks=pytest.mark.sampled(0)) for case in OTHER_CASES)]
+    ("num_ranks", "parity"), [(2, 0), *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHER_CASES)]
 )
 def test_ranks(num_ranks: int, parity: int) -> None:
     """Each family with every second of the strategies."""

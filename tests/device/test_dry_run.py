@@ -88,7 +88,7 @@ def test_contenders_compute_the_same() -> None:
         torch.testing.assert_close(gate_up, torch.cat([expected["gate"], expected["up"]], 2))
 
 
-@pytest.mark.sampled(0)
+@pytest.mark.slow
 def test_the_script_runs_the_steps(tmp_path: Path) -> None:
     """Run one step here; the others are files that the script names, or need a GPU."""
     assert f"STEPS:={' '.join(STEPS)}" in SCRIPT.read_text()

@@ -40,7 +40,7 @@ def train(options: Namespace, text: torch.Tensor, implementation: str) -> Run:
     return training.run()
 
 
-@pytest.mark.sampled(0)
+@pytest.mark.slow
 def test_a_run_prints_a_table_and_leaves_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data, out = words(tmp_path / "text"), tmp_path / "out"
     with patch.object(finetune_transformers, "IMPLEMENTATIONS", ("eager", "maxmoe")):

@@ -13,7 +13,7 @@ from support.pretrain_run import words
 MIB = 2**20
 
 
-@pytest.mark.sampled(0)
+@pytest.mark.slow
 def test_all_shardings_have_the_losses_of_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data, out = words(tmp_path / "text"), tmp_path / "out"
     sizes = ["--ranks", "2", "--steps", "3", "--batch-size", "2", "--sequence-length", "8"]

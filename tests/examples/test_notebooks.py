@@ -76,7 +76,7 @@ def test_runs_from_top_to_bottom(path: Path, executed: dict[Path, Future[nbforma
         assert kinds(new) == kinds(old), new.source  # the stored outputs belong to this code
 
 
-@pytest.mark.sampled(0)
+@pytest.mark.slow
 def test_the_first_cells_can_be_copied(tmp_path: Path) -> None:
     """The first cells need the package, but no other file."""
     cells = {path.name: code_cells(nbformat.read(path, as_version=4))[0].source for path in NOTEBOOKS}

@@ -28,7 +28,7 @@ def test_one_process_learns(losses: list[float]) -> None:
     assert len(shown.splitlines()) == 4 and shown.startswith("step 10: loss")
 
 
-@pytest.mark.sampled(0)
+@pytest.mark.slow
 def test_four_ranks_print_the_losses_of_one_process(losses: list[float], tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(MODEL + MESH)

@@ -67,7 +67,7 @@ def test_muon_beside_adamw(text: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "optimizer"),
     [
-        pytest.param(signal.SIGINT, "adamw", marks=pytest.mark.sampled(0)),
+        pytest.param(signal.SIGINT, "adamw", marks=pytest.mark.slow),
         (signal.SIGTERM, "adamw"),
         (signal.SIGINT, "muon"),
     ],

@@ -43,7 +43,7 @@ def printed(text: Path, out: Path, *arguments: str) -> str:
 # The same numbers
 
 
-@pytest.mark.sampled(0)  # the next test has the meshes of three of them by default
+@pytest.mark.slow  # the next test has the meshes of three of them by default
 @pytest.mark.parametrize(
     "arguments", [STRIDED, TENSOR_PARALLEL, CUT_SEQUENCES, CHUNKED, MUON], ids=lambda words: words[-1]
 )
@@ -178,7 +178,7 @@ sys.exit(pretrain.main())
 """
 
 
-@pytest.mark.sampled(0)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "failure", "other_rank", "cause"),
     [
@@ -216,7 +216,7 @@ def test_torchrun_names_the_rank_that_failed(
     assert_close(saved(tmp_path / "whole"), saved(tmp_path / "out"))
 
 
-@pytest.mark.sampled(0)
+@pytest.mark.slow
 def test_one_rank_says_what_is_wrong(text: Path, tmp_path: Path) -> None:
     with torchrun(text, tmp_path / "out", "--batch-size", "3") as program:
         done = program.wait()

@@ -282,7 +282,7 @@ def test_an_output_that_nobody_reads_ends_in_one_line(stdout: str) -> None:
     assert result.stderr in ("x: [Errno 32] Broken pipe\n", "x: [Errno 28] No space left on device\n")
 
 
-@pytest.mark.sampled(0)
+@pytest.mark.slow
 def test_the_command_prints_one_line_and_fails(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "pretrain.py"), "--data", str(tmp_path / "missing")]
     result = programs.run(command)

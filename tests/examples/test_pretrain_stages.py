@@ -47,7 +47,7 @@ def test_stages_compute_what_one_process_computes(text: Path, tmp_path: Path, me
     assert "Sample, after 64 held-out bytes" in printed("together", "--resume")
 
 
-@pytest.mark.sampled(0)
+@pytest.mark.slow
 def test_a_run_whose_ranks_die_or_hang_in_a_stage_goes_on_with_other_numbers_of_stages(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,9 +42,9 @@ def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> l
 @pytest.mark.parametrize(
     ("options", "chosen"),
     [
-        pytest.param(["--ranks", "2"], (2, slice(0, 5)), marks=pytest.mark.sampled(0)),
-        pytest.param(["--ranks", "4"], (4, slice(6, 8)), marks=pytest.mark.sampled(0)),
-        pytest.param(["--ranks", "4", "--random-routing"], (4, slice(5, 8, 2)), marks=pytest.mark.sampled(0)),
+        pytest.param(["--ranks", "2"], (2, slice(0, 5)), marks=pytest.mark.slow),
+        pytest.param(["--ranks", "4"], (4, slice(6, 8)), marks=pytest.mark.slow),
+        pytest.param(["--ranks", "4", "--random-routing"], (4, slice(5, 8, 2)), marks=pytest.mark.slow),
         (["--ranks", "2", "--random-routing"], (2, slice(0, 2))),
     ],
     indirect=["chosen"],

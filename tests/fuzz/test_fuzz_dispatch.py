@@ -12,7 +12,7 @@ from maxmoe.sharding import Mesh
 pytestmark = pytest.mark.filterwarnings("ignore:top_k=1 with normalization:UserWarning")
 
 
-@pytest.mark.sampled(0)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:no rule for the logical name")
 def test_steps_on_meshes_are_those_of_one_process() -> None:
     outcomes = fuzz(fuzz_dispatch.one_case, seed=0, cases=range(8), seconds=600)

@@ -9,7 +9,7 @@ from fuzz.loop import fuzz
 from maxmoe.sharding import LogicalRules
 
 
-@pytest.mark.sampled(0)
+@pytest.mark.slow
 def test_any_table_of_rules_is_exact_or_refused() -> None:
     outcomes = fuzz(fuzz_overrides.one_case, seed=0, cases=range(12), seconds=600)
     assert sum(outcomes.values()) > 0

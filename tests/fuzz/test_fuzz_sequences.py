@@ -9,7 +9,7 @@ from fuzz.loop import fuzz
 from maxmoe.parallel.apply import interruptions
 
 # The first three sequences of a case on two ranks have all operations.
-CASES = [(0, 3), *(pytest.param(case, 8, marks=pytest.mark.sampled(0)) for case in range(3))]
+CASES = [(0, 3), *(pytest.param(case, 8, marks=pytest.mark.slow) for case in range(3))]
 
 
 @pytest.mark.parametrize(("case", "num_sequences"), CASES)

@@ -65,15 +65,15 @@ CONFIG = "maxmoe.MoEConfig(hidden_size=8, intermediate_size=4, num_experts=3, to
 CHECKPOINT, COMPILED = "checkpoint(model, x, use_reentrant=False)", "torch.compile(model, backend='eager')(x)"
 PEFT = "import peft"
 CALLS = [
-    pytest.param("import peft; import maxmoe", CHECKPOINT, marks=pytest.mark.sampled(0)),
-    pytest.param("import maxmoe; import peft", COMPILED, marks=pytest.mark.sampled(0)),
+    pytest.param("import peft; import maxmoe", CHECKPOINT, marks=pytest.mark.slow),
+    pytest.param("import maxmoe; import peft", COMPILED, marks=pytest.mark.slow),
     # transformers looks for PEFT before it imports it.
     (
         f"import maxmoe; from importlib.util import find_spec; find_spec('peft'); layer = maxmoe.MoE({CONFIG}); {PEFT}",
         "model(x)",
     ),
-    pytest.param("import peft; import maxmoe", COMPILED, marks=pytest.mark.sampled(0)),
-    pytest.param("import maxmoe; import peft", CHECKPOINT, marks=pytest.mark.sampled(0)),
+    pytest.param("import peft; import maxmoe", COMPILED, marks=pytest.mark.slow),
+    pytest.param("import maxmoe; import peft", CHECKPOINT, marks=pytest.mark.slow),
 ]
 CHECK = f"""
 import torch

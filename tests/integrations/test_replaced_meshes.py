@@ -49,9 +49,7 @@ MESHES: list[tuple[dict[str, int], str, Any]] = [
 ]
 # By default two of the meshes for each preset, so that each has experts on several ranks.
 CASES = [(first, first) for first in range(3)]
-CASES += [
-    pytest.param(first, (first + more) % 3, marks=pytest.mark.sampled(0)) for first in range(3) for more in (1, 2)
-]
+CASES += [pytest.param(first, (first + more) % 3, marks=pytest.mark.slow) for first in range(3) for more in (1, 2)]
 # One layer, and two of the family whose layers give the next ones a state.
 NUM_LAYERS = {preset: 2 if preset == "zaya" else 1 for preset in PRESETS + REPLICATED}
 IDS = torch.randint(3, 32, (4, 6), generator=torch.Generator().manual_seed(1))

@@ -67,7 +67,7 @@ def test_saved_folders_are_read(preset: str, tmp_path: Path) -> None:
     assert all("maxmoe" not in file.read_text() for file in tmp_path.glob("*.json"))
 
 
-@pytest.mark.sampled(0)
+@pytest.mark.slow
 @pytest.mark.parametrize("first_is_square", [False, True])
 def test_saved_folders_are_read_without_this_library(tmp_path: Path, first_is_square: bool) -> None:
     """The same by one process that cannot import it; every second family is saved with F = D."""

@@ -66,9 +66,9 @@ def check_gradients(module: nn.Module, whole: nn.Module) -> None:
         ("gpt_oss", "maxmoe_least_loaded"),
         ("mixtral", "maxmoe_least_loaded"),
         ("mixtral", "all_to_all"),
-        pytest.param("gpt_oss", "maxmoe_ring_of_experts", marks=pytest.mark.sampled(0)),
-        pytest.param("mixtral", "maxmoe_ragged_all_to_all", marks=pytest.mark.sampled(0)),
-        pytest.param("gpt_oss", "all_to_all", marks=pytest.mark.sampled(0)),
+        pytest.param("gpt_oss", "maxmoe_ring_of_experts", marks=pytest.mark.slow),
+        pytest.param("mixtral", "maxmoe_ragged_all_to_all", marks=pytest.mark.slow),
+        pytest.param("gpt_oss", "all_to_all", marks=pytest.mark.slow),
     ],
 )
 def test_other_tokens_on_every_rank(preset: str, implementation: str) -> None:
@@ -127,9 +127,9 @@ def with_our_layers(preset: str) -> nn.Module:
     [
         ("mixtral", {"fsdp": 2, "expert": 2}),
         # As test_replaced_meshes.py.
-        pytest.param("qwen3_moe", {"expert": 2}, marks=pytest.mark.sampled(0)),
-        pytest.param("mixtral", {"expert": 2}, marks=pytest.mark.sampled(0)),
-        pytest.param("qwen3_moe", {"fsdp": 2, "expert": 2}, marks=pytest.mark.sampled(0)),
+        pytest.param("qwen3_moe", {"expert": 2}, marks=pytest.mark.slow),
+        pytest.param("mixtral", {"expert": 2}, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", {"fsdp": 2, "expert": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_our_layers_in_their_models(preset: str, sizes: dict[str, int]) -> None:

@@ -175,7 +175,7 @@ def test_keywords_of_a_block_have_any_order() -> None:
     assert record.calls[""][0].shape[:2] == x.shape[:2]
 
 
-@pytest.mark.sampled(0)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_model_that_was_compiled_before() -> None:
     model = ours("mixtral", num_hidden_layers=1)

@@ -36,7 +36,7 @@ def test_a_newer_transformers_is_taken(monkeypatch: pytest.MonkeyPatch, installe
     _version.check_version()
 
 
-@pytest.mark.sampled(0)
+@pytest.mark.slow
 def test_without_the_import_the_implementation_is_not_known() -> None:
     """The error that docs/troubleshooting.md explains."""
     code = """

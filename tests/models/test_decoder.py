@@ -181,7 +181,7 @@ def test_autocast_stays_close_and_trains() -> None:
     ("recompute", "backend"),
     [
         ((), "eager"),
-        *(pytest.param(each, "aot_eager", marks=pytest.mark.sampled(0)) for each in ((), ("blocks",), PARTS)),
+        *(pytest.param(each, "aot_eager", marks=pytest.mark.slow) for each in ((), ("blocks",), PARTS)),
     ],
     ids=str,
 )

@@ -38,7 +38,7 @@ UNCACHED: dict[str, tuple[dict[str, Any], list[int]]] = {
 @pytest.mark.parametrize(
     ("batch", "name"),
     [
-        pytest.param(batch, name, marks=[pytest.mark.sampled(0)] * ((number + shift) % 2))
+        pytest.param(batch, name, marks=[pytest.mark.slow] * ((number + shift) % 2))
         for number, name in enumerate(UNCACHED)
         for shift, batch in enumerate([1, 3])
     ],

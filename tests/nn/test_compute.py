@@ -246,8 +246,8 @@ def close(got: Result, expected: Result, dtype: torch.dtype = torch.float64) -> 
     [
         pytest.param({**DEEPSEEK}, marks=pytest.mark.sampled(2)),
         pytest.param({**GPT_OSS, **COMPUTE["buffer"]}, marks=pytest.mark.sampled(2)),
-        pytest.param({**LLAMA4, **COMPUTE["capacity"], **LOSSES}, marks=pytest.mark.sampled(0)),
-        pytest.param(COMPUTE["dense"], marks=pytest.mark.sampled(0)),
+        pytest.param({**LLAMA4, **COMPUTE["capacity"], **LOSSES}, marks=pytest.mark.slow),
+        pytest.param(COMPUTE["dense"], marks=pytest.mark.slow),
     ],
     ids=["deepseek", "gpt_oss_buffer", "llama4_capacity", "dense"],
 )
@@ -258,9 +258,7 @@ def test_compiles_as_one_graph(path: str, options: Options) -> None:
     close(outcome(layer, x, compile_whole(layer, "aot_eager")), outcome(layer, x))
 
 
-@pytest.mark.parametrize(
-    "options", [{}, pytest.param(DEEPSEEK, marks=pytest.mark.sampled(0))], ids=["plain", "deepseek"]
-)
+@pytest.mark.parametrize("options", [{}, pytest.param(DEEPSEEK, marks=pytest.mark.slow)], ids=["plain", "deepseek"])
 def test_compiles_with_inductor(options: Options) -> None:
     layer = make(torch.float32, **options)
     x = tokens(layer)

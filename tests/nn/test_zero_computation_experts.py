@@ -170,7 +170,7 @@ def test_recomputation_and_replay(compute: Options) -> None:
     assert_same(outcome(layer, x), expected, 1e-14)
 
 
-@pytest.mark.sampled(0)
+@pytest.mark.slow
 @pytest.mark.parametrize("compute", [COMPUTE["sparse"], COMPUTE["dense"]], ids=["sparse", "dense"])
 def test_compiled_as_one_graph(compute: Options) -> None:
     """By default, test_shared_expert_scores.py alone compiles such experts."""

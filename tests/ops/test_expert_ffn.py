@@ -41,7 +41,7 @@ class TestExpertFfn(MixedWeights, OperatorTests):
         return ffn_call(shape)
 
 
-each_bias = pytest.mark.parametrize("bias", [True, pytest.param(False, marks=pytest.mark.sampled(0))], ids=["bias", ""])
+each_bias = pytest.mark.parametrize("bias", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["bias", ""])
 
 
 @pytest.mark.parametrize("activation", [*activations.EACH, *activations.LIMITED], ids=activations.name_of)

@@ -83,7 +83,7 @@ def test_opcheck_gate_within_up(path: str, layout: str) -> None:
 @pytest.mark.parametrize(
     ("activation", "layout"),
     [
-        pytest.param(activation, layout, marks=[pytest.mark.sampled(0)] * ((number + shift) % 2))
+        pytest.param(activation, layout, marks=[pytest.mark.slow] * ((number + shift) % 2))
         for number, activation in enumerate([*activations.LIMITED, activations.SITU])
         for shift, layout in enumerate(["concatenated", "interleaved"])
     ],

@@ -211,7 +211,7 @@ def test_saves_rows_of_r_columns_more(recompute: bool) -> None:
     assert extra == num_rows * sum(RANKS.values())
 
 
-@pytest.mark.sampled(0)
+@pytest.mark.slow
 def test_compiles_with_inductor() -> None:
     """By default test_gmm.py and test_expert_ffn.py compile the same operators without factors."""
     check_compile(with_factors(ffn_call(SKEWED)), "inductor")

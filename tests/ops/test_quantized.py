@@ -96,7 +96,7 @@ def test_gmm_of_any_number_of_rows(rows: int) -> None:
 @pytest.mark.parametrize(
     ("variant", "sizes"),
     [
-        pytest.param(variant, sizes, marks=[pytest.mark.sampled(0)] * ((number + shift) % 3 != 0))
+        pytest.param(variant, sizes, marks=[pytest.mark.slow] * ((number + shift) % 3 != 0))
         for number, variant in enumerate(VARIANTS)
         for shift, sizes in enumerate([(2880, 34), (34, 2880), (4131, 33)])
     ],
@@ -224,7 +224,7 @@ def test_bits_do_not_depend_on_threads(format: str) -> None:
     assert have_same_bits(stack.dequantize(torch.bfloat16), dequantized[0])
 
 
-@pytest.mark.sampled(0)
+@pytest.mark.slow
 @pytest.mark.parametrize("isa", sorted({*maxmoe.build_info()["supported_isas"]} - {maxmoe.build_info()["isa"]}))
 def test_every_instruction_set(isa: str) -> None:
     """The tests above run with the best instruction set only."""

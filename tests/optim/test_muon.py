@@ -45,7 +45,7 @@ def matrices(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> li
 @pytest.mark.parametrize(
     ("dtype", "options"),
     [
-        pytest.param(dtype, options, marks=[] if dtype == torch.float32 or not options else pytest.mark.sampled(0))
+        pytest.param(dtype, options, marks=[] if dtype == torch.float32 or not options else pytest.mark.slow)
         for dtype in (torch.float32, torch.float64, torch.bfloat16)
         for options in OPTIONS
         # Without Nesterov, torch.optim.Muon divides a momentum in bfloat16 itself by its norm.

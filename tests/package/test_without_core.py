@@ -12,7 +12,7 @@ from support import programs
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.sampled(0)
+@pytest.mark.slow
 def test_the_comparison_of_ranks() -> None:
     files = [f"tests/testing/test_{name}.py" for name in ("compare_ranks", "comparison", "batches")]
     # Processes with equal gradients and with a mistake, batches.

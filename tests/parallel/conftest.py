@@ -1,4 +1,4 @@
-"""With `--exhaustive`, the tests of this folder compare the names of collectives across ranks.
+"""With `-m ""`, the tests of this folder compare the names of collectives across ranks.
 
 By default they run what users run, because each comparison is one more collective.
 """
@@ -10,7 +10,7 @@ from maxmoe.ranks.named_collectives import CHECK_VARIABLE
 
 @pytest.fixture(autouse=True)
 def collectives_are_compared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.config.getoption("exhaustive"):
+    if not request.config.option.markexpr:
         monkeypatch.setenv(CHECK_VARIABLE, "1")
 
 

@@ -81,7 +81,7 @@ class Training:
         dcp.load(self.state, checkpoint_id=folder)
 
 
-@pytest.mark.sampled(0)
+@pytest.mark.slow
 def test_presets_load_what_others_saved(tmp_path: Path) -> None:
     """Every second layout loads a checkpoint of another number of ranks, the others the previous layout's."""
     saved: list[MeshRules] = []

@@ -202,7 +202,7 @@ def test_one_rank_evaluates_alone_where_ranks_share_no_work() -> None:
     ("scope", "layouts"),
     [
         *((scope, LAYOUTS[number::3]) for number, scope in enumerate(SCOPES)),
-        *(pytest.param(scope, LAYOUTS, marks=pytest.mark.sampled(0)) for scope in SCOPES),
+        *(pytest.param(scope, LAYOUTS, marks=pytest.mark.slow) for scope in SCOPES),
     ],
     ids=[*SCOPES, *(f"{scope} everywhere" for scope in SCOPES)],
 )

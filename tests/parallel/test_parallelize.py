@@ -165,7 +165,7 @@ def test_ranks_with_few_sequences_and_with_none() -> None:
     run_ranks(check, 4)
 
 
-@pytest.mark.sampled(0)
+@pytest.mark.slow
 def test_capacity_of_sequences_that_stay_whole() -> None:
     """By default dispatch/test_strategies.py tests one layer."""
     config = replace(BLOCK, moe=replace(MOE, implementation="dense", capacity_factor=1.0))

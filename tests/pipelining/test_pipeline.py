@@ -65,7 +65,7 @@ def test_micro_batches_of_different_sizes() -> None:
 
 # By default each rank has all stages, for claims that do not depend on messages between stages.
 each_number_of_ranks = pytest.mark.parametrize(
-    ("num_ranks", "blocks"), [(1, TWO_BLOCKS), pytest.param(2, DEEPSEEK, marks=pytest.mark.sampled(0))], ids=["1", "2"]
+    ("num_ranks", "blocks"), [(1, TWO_BLOCKS), pytest.param(2, DEEPSEEK, marks=pytest.mark.slow)], ids=["1", "2"]
 )
 
 
@@ -136,7 +136,7 @@ def test_axes_of_data_are_summed_with_a_split_backward(num_ranks: int, blocks: D
     run_ranks(check, 2 * num_ranks)
 
 
-@pytest.mark.sampled(0)
+@pytest.mark.slow
 def test_eight_ranks_with_fsdp_and_experts() -> None:
     expected = step_of_one_process(DEEPSEEK)
 

@@ -230,7 +230,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB on Linux")
-@pytest.mark.sampled(0)
+@pytest.mark.slow
 def test_peak_memory_is_the_model_and_one_quantized_stack() -> None:
     more = int(programs.printed(programs.python(PEAK))) * 1024
     stack = 24 * 1024 * 1024 * 2
@@ -247,7 +247,7 @@ print(sum(parameter.numel() for parameter in model.parameters() if parameter.req
 """
 
 
-@pytest.mark.sampled(0)
+@pytest.mark.slow
 def test_peft_finds_the_weights_if_it_is_imported_later() -> None:
     assert int(programs.printed(programs.python(PEFT_IMPORTED_LATER))) == 2 * 2 * (64 + 64)
 

@@ -108,7 +108,7 @@ def check_command(arguments: list[str]) -> None:
 def test_commands_exist(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     match words:
         case ["make", target, *options]:
-            known = {f"TORCH={release}" for release in TORCHES} | ({"ARGS=--exhaustive"} if target == "test" else set())
+            known = {f"TORCH={release}" for release in TORCHES} | ({'ARGS=-m ""'} if target == "test" else set())
             assert target in TARGETS and set(options) <= known
         case ["pip", "install", *arguments] | [
             "MAXMOE_CORE=off" | "MAXMOE_CUDA=on", "pip", "install", *arguments

@@ -72,8 +72,8 @@ def check_every_spec(sizes: dict[str, int]) -> int:
     ("sizes", "count"),
     [
         ({"one": 1, "fsdp": 2, "expert": 2}, 49),
-        pytest.param({"one": 1, "fsdp": 2, "expert": 4}, 49, marks=pytest.mark.sampled(0)),
-        pytest.param({"expert": 2, "fsdp": 2, "data": 2}, 49, marks=pytest.mark.sampled(0)),
+        pytest.param({"one": 1, "fsdp": 2, "expert": 4}, 49, marks=pytest.mark.slow),
+        pytest.param({"expert": 2, "fsdp": 2, "data": 2}, 49, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -24,7 +24,7 @@ OUT_SPECS = (P("data", None), P("data", "expert"))
 @pytest.mark.parametrize(
     "sizes",
     [
-        pytest.param({"data": 2, "fsdp": 2, "expert": 2}, marks=pytest.mark.sampled(0)),
+        pytest.param({"data": 2, "fsdp": 2, "expert": 2}, marks=pytest.mark.slow),
         {"fsdp": 2, "expert": 2, "data": 1},
         {"data": 2, "expert": 1},
     ],

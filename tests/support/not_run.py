@@ -42,4 +42,4 @@ class NotRun:
         for reason, paths in sorted(files.items()):
             terminalreporter.write_line(f"{len(paths)} of {', '.join(sorted(set(paths)))}: {reason}")
         if self.num_left_out:
-            terminalreporter.write_line(f"{self.num_left_out} {LEFT_OUT}: --exhaustive")
+            terminalreporter.write_line(f'{self.num_left_out} {LEFT_OUT}: -m ""')

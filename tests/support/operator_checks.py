@@ -85,8 +85,8 @@ class OperatorTests:
         ("shape", "along_one_vector"),
         [
             (TINY, True),
-            pytest.param(TINY, False, marks=pytest.mark.sampled(0)),
-            pytest.param(UNROUTED, True, marks=pytest.mark.sampled(0)),
+            pytest.param(TINY, False, marks=pytest.mark.slow),
+            pytest.param(UNROUTED, True, marks=pytest.mark.slow),
         ],
         ids=str,
     )

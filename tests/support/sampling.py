@@ -1,4 +1,4 @@
-"""Cases that `make test` leaves out of tests marked `sampled`; `--exhaustive` runs them all."""
+"""Cases that `make test` leaves out of tests marked `sampled`; `-m ""` runs them all."""
 
 import hashlib
 from collections import defaultdict
@@ -9,14 +9,14 @@ import pytest
 
 
 def by_default(values: Iterable[Any], chosen: Iterable[Any]) -> list[Any]:
-    """Return values for `parametrize`. Those that are not chosen run with `--exhaustive` alone."""
-    mark = pytest.mark.sampled(0)
+    """Return values for `parametrize`. Those that are not chosen run with `-m ""` alone."""
+    mark = pytest.mark.slow
     return [value if is_chosen else pytest.param(value, marks=mark) for value, is_chosen in with_choice(values, chosen)]
 
 
 def cases_by_default(cases: Iterable[tuple[Any, ...]], chosen: Iterable[tuple[Any, ...]]) -> list[Any]:
     """Return the same for several parameters of a test: a case has a value for each of them."""
-    mark = pytest.mark.sampled(0)
+    mark = pytest.mark.slow
     return [case if is_chosen else pytest.param(*case, marks=mark) for case, is_chosen in with_choice(cases, chosen)]
 
 

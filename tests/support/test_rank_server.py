@@ -30,7 +30,7 @@ def test_the_server_has_one_thread_and_what_ranks_need() -> None:
     assert not {"zmq", "IPython", "torch._inductor.compile_fx"} & modules
 
 
-@pytest.mark.sampled(0)  # starts a server
+@pytest.mark.slow  # starts a server
 def test_a_server_with_threads_does_not_fork() -> None:
     """The server raises an error, and is replaced."""
     sent, _ = sent_functions.dumps(None)

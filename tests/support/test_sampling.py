@@ -49,4 +49,4 @@ def test_a_value_that_is_not_there_cannot_be_chosen() -> None:
 
 def test_a_case_has_a_value_for_each_parameter() -> None:
     left, chosen = cases_by_default([(1, "a"), (2, "b")], [(2, "b")])
-    assert chosen == (2, "b") and left.values == (1, "a") and left.marks == (pytest.mark.sampled(0),)
+    assert chosen == (2, "b") and left.values == (1, "a") and left.marks == (pytest.mark.slow,)

@@ -117,7 +117,7 @@ def test_parallelism_of_transformers(preset: str, sizes: dict[str, Any]) -> None
     compare(case(preset, **sizes), dtype=dtype).raise_if_different()
 
 
-@pytest.mark.sampled(0)  # the next test finds the same without transformers
+@pytest.mark.slow  # the next test finds the same without transformers
 def test_gradients_of_experts_are_divided_twice_in_float64() -> None:
     comparison = compare(case("mixtral", **EXPERTS_OF_TWO_RANKS))
     wrong = {gradient.name: gradient.explanation for gradient in comparison.gradients if not gradient.equal}
@@ -163,7 +163,7 @@ def test_the_auxiliary_loss_of_transformers_counts_the_tokens_of_each_rank_alone
     assert comparison.first_wrong.explanation.startswith("mean of the gradients of each rank's batch alone")
 
 
-@pytest.mark.sampled(0)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "last_line"),
     [

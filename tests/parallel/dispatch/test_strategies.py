@@ -141,7 +141,7 @@ def test_every_mesh(layout: MeshRules, num_parts: int) -> None:
 @pytest.mark.filterwarnings("ignore:no rule for the logical name")
 @pytest.mark.parametrize(
     ("layout", "num_parts"),
-    [LAYOUTS[2], *(pytest.param(*LAYOUTS[index], marks=pytest.mark.sampled(0)) for index in (5, 8, 11))],
+    [LAYOUTS[2], *(pytest.param(*LAYOUTS[index], marks=pytest.mark.slow) for index in (5, 8, 11))],
     ids=str,
 )
 def test_chunks_padding_and_dense_products(layout: MeshRules, num_parts: int) -> None:
@@ -164,7 +164,7 @@ def test_chunks_padding_and_dense_products(layout: MeshRules, num_parts: int) ->
     run_ranks(check, layout.world_size)
 
 
-@pytest.mark.sampled(0)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:no rule for the logical name")
 def test_experts_on_no_rank() -> None:
     """Ids of zero, copy and constant experts, also where the ranks are not in the order of their experts."""
