@@ -1,6 +1,5 @@
 """The initial state of every test: the same random numbers and the same number of threads."""
 
-import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,63 +19,19 @@ pytest.register_assert_rewrite("support")
 EMULATOR = Path(__file__).parents[1] / "maxmoe/libmaxmoe_cuda_emulator.so"
 
 
-@pytest.hookimpl(trylast=True)  # after the terminal reporter has been made
-def pytest_configure(config: pytest.Config) -> None:
-    from support.not_run import NotRun
-    from support.time_left import TimeLeft
-
-    # Collections of young objects after 700 allocations each take a tenth of the time of imports and of compiled
-    # functions.
-    gc.set_threshold(100_000, 50, 1000)
-    if config.pluginmanager.has_plugin("terminalreporter") and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(TimeLeft(config))
-        config.pluginmanager.register(NotRun(), "not run")
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Take the file that takes longest first, since nothing else could run beside its end, and sample costly cases."""
-    from support.not_run import LEFT_OUT
     from support.sampling import left_out
 
-    items.sort(key=lambda item: item.path.name != "test_cpp.py")
-    if not config.option.markexpr:
-        return
-    others = left_out(items)
-    config.hook.pytest_deselected(items=others)
-    if hasattr(config, "workeroutput"):  # a process of pytest-xdist
-        config.workeroutput[LEFT_OUT] = len(others)
-    elif plugin := config.pluginmanager.get_plugin("not run"):
-        plugin.num_left_out = len(others)
-    items[:] = [item for item in items if item not in others]
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Exclude all objects of modules and tests from garbage collection: every full collection would visit them."""
-    gc.freeze()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call() -> Iterator[None]:
-    from support.bounded import bounded
-
-    with bounded():
-        return (yield)
+    if config.option.markexpr:
+        others = left_out(items)
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in others]
 
 
 @pytest.fixture
 def num_threads() -> int:
     """One thread: at most sizes of tests, more threads would only wait for each other."""
     return 1
-
-
-@pytest.fixture
-def monkeypatch(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """The fixture of pytest. Ranks have its attributes too."""
-    from support.call_in_fork import monkeypatches
-
-    monkeypatches.append(monkeypatch)
-    yield monkeypatch
-    monkeypatches.remove(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import pickle
 import resource
 import signal
 import tempfile
@@ -12,16 +11,14 @@ from pathlib import Path
 from random import Random
 
 from fuzz.loop import Case
-from maxmoe.ranks.rank_processes import PRELOADED
-from support import sent_functions
+from support.run_ranks import ByValue, start_server
 
 PATIENCE = 60  # seconds for one case, on a busy machine
 MEMORY = 2**30  # bytes for all cases of a process
 
 
-def work(connection: Connection, sent: bytes) -> None:
+def work(connection: Connection, one_case: Case) -> None:
     """Run the received cases, each in an empty folder, and send its result and its error."""
-    one_case: Case = pickle.loads(sent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the other process
     virtual = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (virtual + MEMORY, virtual + MEMORY))
@@ -43,13 +40,12 @@ class Child:
     """
 
     def __init__(self, one_case: Case) -> None:
-        self.sent, _ = sent_functions.dumps(one_case)
+        self.one_case = ByValue(one_case)
 
     def __enter__(self) -> "Child":
         self.connection, theirs = multiprocessing.Pipe()
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
-        self.process = context.Process(target=work, args=(theirs, self.sent))
+        start_server()
+        self.process = multiprocessing.get_context("forkserver").Process(target=work, args=(theirs, self.one_case))
         self.process.start()
         theirs.close()
         return self

@@ -1,9 +1,9 @@
 """Wrong arguments of every registered operator end in an error that names it, never in a crash or a wrong number."""
 
 from support import hostile_calls
-from support.call_in_fork import call_in_fork
+from support.run_ranks import run_alone
 
 
 def test_hostile_calls() -> None:
     """In a fork, which may crash: the last line that it has printed names the call."""
-    call_in_fork(hostile_calls.main, seconds=300)
+    run_alone(hostile_calls.main, deadline=300)

@@ -1,32 +1,50 @@
-"""Run a function on several ranks, one process each, which communicate through gloo: see rank_server."""
+"""Run a function on several ranks, one process each, which communicate through gloo.
 
-import importlib
+Ranks are forked from the forkserver of multiprocessing, which has imported what most tests import and has one thread. A
+fork of pytest could wait without end for a lock that another of its threads held. A rank has the environment, working
+folder and warning filters of the test, and seed 0; anything else must be set by the function that the rank runs, such
+as the attributes of modules that a test replaces.
+"""
+
 import logging
+import multiprocessing
+import os
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
+from multiprocessing import forkserver
+from pathlib import Path
 from typing import Any
 
+import cloudpickle
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from maxmoe.ranks.rank_processes import PRELOADED, RankProcesses
-from maxmoe.sharding import LogicalRules
-from maxmoe.sharding.rules import PRESETS
-from support.call_in_fork import call_in_fork
+from maxmoe.ranks.rank_processes import RankProcesses
 from support.named import named
 
 AT_ONCE = 6  # with four ranks each
-LONGER = 60.0  # seconds after the deadline of the ranks, when their stacks should have come
+TESTS = Path(__file__).parents[1]
 
-for module in PRELOADED:
-    importlib.import_module(module)  # once, in the server, and not in every rank
-for preset in PRESETS.glob("*.yaml"):
-    LogicalRules.load(preset.stem)  # keeps the rules: parsed once
+
+@cache
+def start_server() -> None:
+    """Start the process that ranks are forked from, where no library has threads, and wait until it is ready."""
+    forkserver.set_forkserver_preload(["support.preloaded"])
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PYTHONPATH", f"{TESTS}{os.pathsep}{os.environ['PYTHONPATH']}")
+        environment.setenv("OPENBLAS_NUM_THREADS", "1")
+        environment.setenv("OMP_NUM_THREADS", "1")
+        forkserver.ensure_running()
+    first = multiprocessing.get_context("forkserver").Process(target=os.getpid)
+    first.start()
+    first.join()
 
 
 def run_ranks(
@@ -42,15 +60,53 @@ def run_ranks(
     `debug` compares the collectives of all ranks before they run, which takes half as much time again.
     """
     __tracebackhide__ = True  # by pytest
-    processes = RankProcesses("fork", timeout, deadline, partial(prepare, debug))
-    return call_in_fork(processes.run, function, world_size, *arguments, seconds=deadline + LONGER)
+    ranks = rank_processes(timeout, deadline, debug)
+    return [cloudpickle.loads(result) for result in ranks.run(call, world_size, ByValue(function), ByValue(arguments))]
 
 
 def run_alone(function: Callable[..., Any], *arguments: Any, deadline: float = 120.0) -> Any:
     """Call a function in a process that is not a rank, and return its result."""
     __tracebackhide__ = True
-    processes = RankProcesses("fork", deadline=deadline, prepare=partial(prepare, False))
-    return call_in_fork(processes.run_alone, function, *arguments, seconds=deadline + LONGER)
+    process = rank_processes(deadline, deadline)
+    return cloudpickle.loads(process.run_alone(call, ByValue(function), ByValue(arguments)))
+
+
+def rank_processes(timeout: float, deadline: float, debug: bool = False) -> RankProcesses:
+    """Return processes that begin in the state of this test."""
+    start_server()
+    state = debug, os.getcwd(), warnings.filters
+    return RankProcesses(timeout=timeout, deadline=deadline, prepare=partial(prepare, *state))
+
+
+def prepare(debug: bool, folder: str, filters: list[Any]) -> None:
+    """Initialize the process of a rank."""
+    os.chdir(folder)
+    warnings.filters[:] = filters  # type: ignore[index]
+    torch.default_generator.manual_seed(0)
+    dist.set_debug_level(dist.DebugLevel.DETAIL if debug else dist.DebugLevel.OFF)
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+
+class ByValue:
+    """Is sent as a value, with closures and functions of tests by value: ranks do not import modules of tests."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.value(*arguments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        for name, module in [*sys.modules.items()]:
+            if name.startswith("tests.") and name not in cloudpickle.list_registry_pickle_by_value():
+                cloudpickle.register_pickle_by_value(module)
+        return cloudpickle.loads, (cloudpickle.dumps(self.value),)
+
+
+def call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
+    """Call a function, and return its result, which may be of a class of the tests."""
+    result: bytes = cloudpickle.dumps(function(*arguments))
+    return result
 
 
 def run_cases(
@@ -77,13 +133,6 @@ def check_at_once(check: Callable[..., object], cases: Iterable[tuple[Any, ...]]
     for case, done in checks:
         with named(*case):
             done.result()
-
-
-def prepare(debug: bool) -> None:
-    """Initialize the process of a rank."""
-    torch.default_generator.manual_seed(0)
-    dist.set_debug_level(dist.DebugLevel.DETAIL if debug else dist.DebugLevel.OFF)
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 @contextmanager

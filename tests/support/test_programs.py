@@ -1,4 +1,4 @@
-"""Programs and tests that hang end with the stacks of all processes, wherever these were started."""
+"""Programs that hang end with the stacks of all processes, wherever these were started."""
 
 import os
 import sys
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from support import bounded, programs
-from support.programs import HangError, Program, add_mark, processes
+from support import programs
+from support.programs import HangError, Program, processes
 
 HANG = """
 import sys, time
@@ -32,13 +32,6 @@ subprocess.Popen([sys.executable, "-c", {CHILD!r}, sys.argv[1]], start_new_sessi
 """,
 )
 RANK = HANG.format(name="rank", suffix="{os.environ['RANK']}", before="").replace('"rank" + "', '"rank" + f"')
-NOTEBOOK = """
-import sys
-import nbformat
-from nbclient import NotebookClient
-cell = nbformat.v4.new_code_cell(sys.argv[2].replace("sys.argv[1]", repr(sys.argv[1])))
-NotebookClient(nbformat.v4.new_notebook(cells=[cell])).execute()
-"""
 
 
 def python(folder: Path) -> list[str]:
@@ -52,20 +45,13 @@ def torchrun(folder: Path) -> list[str]:
     return [*command, str(script), str(folder)]
 
 
-def notebook(folder: Path) -> list[str]:
-    pytest.importorskip("nbclient")
-    return [sys.executable, "-c", NOTEBOOK, str(folder), CHILD]
-
-
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("command", "functions"),
     [
         (python, ["hang_in_parent", "hang_in_child"]),
         (torchrun, ["hang_in_rank", "hang_in_rank"]),
-        (notebook, ["hang_in_child"]),
     ],
-    ids=["python", "torchrun", "notebook"],
+    ids=["python", "torchrun"],
 )
 def test_a_program_that_hangs_ends_with_the_stacks_of_its_processes(
     tmp_path: Path, command: Callable[[Path], list[str]], functions: list[str]
@@ -101,15 +87,3 @@ def test_what_it_writes() -> None:
     assert done.stderr.endswith("KeyError: 'value'\n")
     with pytest.raises(AssertionError, match="KeyError: 'value'"):
         programs.printed(done)
-
-
-def test_a_test_that_hangs_ends_where_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process that it has started has written its stack, and has ended."""
-    monkeypatch.setenv(programs.MARKS, "")
-    monkeypatch.setattr(bounded, "_mark", add_mark(os.environ))
-    with Program([sys.executable, "-c", "import time; print('begins', flush=True); time.sleep(1000)"]) as program:
-        program.wait_until(lambda: "begins" in program.written())
-        with pytest.raises(HangError, match=r"the test is still running after 0\.1 s") as error, bounded.bounded(0.1):
-            program.process.wait()
-        assert not processes(program.mark) and "most recent call first" in program.written()
-    assert any(entry.name == "test_a_test_that_hangs_ends_where_it_waits" for entry in error.traceback)
