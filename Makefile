@@ -207,7 +207,7 @@ try-wheel: $(WHEEL_TORCHES:%=%/requirements)
 build/python$(PYTHON_MINOR)-torch%/requirements: pyproject.toml
 	@echo "== torch $*"
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/pip install --quiet $(PIP_TORCH) torch==$* PyYAML numpy 'pytest>=9'
+	$(@D)/bin/pip install --quiet $(PIP_TORCH) torch==$* PyYAML numpy 'pytest>=9' pytest-timeout
 	touch $@
 
 clean:
