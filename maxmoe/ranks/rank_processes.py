@@ -40,14 +40,11 @@ class RankProcesses:
     """Settings of the processes that run a function on several ranks.
 
     Attributes:
-        start_method: of `multiprocessing`; None for "forkserver", or "spawn" where there is none. "fork" runs closures
-            too, in a process that has one thread.
         timeout: seconds for a collective of the default process group.
         deadline: seconds for everything; ranks that still run then are hung.
         prepare: function that each process calls before `torch.distributed` is initialized.
     """
 
-    start_method: str | None = None
     timeout: float = 60.0
     deadline: float = 120.0
     prepare: Callable[[], object] | None = None
@@ -74,7 +71,7 @@ class RankProcesses:
         sys.stderr.flush()
         numbers = range(num_ranks or 1)
         with tempfile.TemporaryDirectory() as folder:
-            box, make = Path(folder), self._context().Process  # type: ignore[attr-defined]
+            box, make = Path(folder), _context().Process  # type: ignore[attr-defined]
             settings = box, self, num_ranks, dict(os.environ), function, arguments
             processes: list[BaseProcess] = [make(target=_main, args=(number, *settings)) for number in numbers]
             try:
@@ -91,23 +88,14 @@ class RankProcesses:
             _raise_first_failure(box, names, [process.exitcode for process in processes], hung)
             return [pickle.loads((box / f"{number}.result").read_bytes()) for number in numbers]
 
-    def _context(self) -> BaseContext:
-        methods = multiprocessing.get_all_start_methods()
-        method = self.start_method or ("forkserver" if "forkserver" in methods else "spawn")
-        context = multiprocessing.get_context(method)
-        if method == "fork":
-            require_one_thread()
-        elif method == "forkserver":
-            context.set_forkserver_preload(PRELOADED)
-        return context
 
-
-def require_one_thread() -> None:
-    """Raise an error if this process has several threads, including OpenMP's, where the system lists them."""
-    tasks = Path("/proc/self/task")
-    count = len([*tasks.iterdir()]) if tasks.exists() else 1
-    if count > 1:
-        raise RuntimeError(f"a process that forks must have one thread, got {count}")
+def _context() -> BaseContext:
+    """The forkserver; where there is none, processes that import everything again."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
 
 
 def _main(
@@ -121,7 +109,7 @@ def _main(
 ) -> NoReturn:
     """Run the function in a started process; `os._exit` skips destructors that may wait for dead peers.
 
-    `environment` has the environment variables of the parent, which a process of the forkserver does not inherit.
+    `environment` has the environment variables of the parent; a process of the forkserver has those of its server.
     """
     torch.set_num_threads(1)  # first of all: the threads of OpenMP are not forked, and waiting for them hangs
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -130,6 +118,7 @@ def _main(
         with (box / f"{number}.stack").open("w") as stack:
             if hasattr(signal, "SIGUSR1"):
                 faulthandler.register(signal.SIGUSR1, stack)
+            os.environ.clear()
             os.environ.update(environment)
             if processes.prepare is not None:
                 processes.prepare()
