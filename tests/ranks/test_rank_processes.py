@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from maxmoe.ranks.rank_processes import RankProcesses
 from support.programs import Program
 
