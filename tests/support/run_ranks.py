@@ -6,9 +6,12 @@ folder and warning filters of the test, and seed 0; anything else must be set by
 as the attributes of modules that a test replaces.
 """
 
+import io
 import logging
+import marshal
 import multiprocessing
 import os
+import pickle
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -17,12 +20,14 @@ from contextlib import contextmanager
 from functools import cache, partial
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any
+from types import CodeType
+from typing import Any, ClassVar
 
 import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -61,14 +66,14 @@ def run_ranks(
     """
     __tracebackhide__ = True  # by pytest
     ranks = rank_processes(timeout, deadline, debug)
-    return [cloudpickle.loads(result) for result in ranks.run(call, world_size, ByValue(function), ByValue(arguments))]
+    return [pickle.loads(result) for result in ranks.run(call, world_size, ByValue(function), ByValue(arguments))]
 
 
 def run_alone(function: Callable[..., Any], *arguments: Any, deadline: float = 120.0) -> Any:
     """Call a function in a process that is not a rank, and return its result."""
     __tracebackhide__ = True
     process = rank_processes(deadline, deadline)
-    return cloudpickle.loads(process.run_alone(call, ByValue(function), ByValue(arguments)))
+    return pickle.loads(process.run_alone(call, ByValue(function), ByValue(arguments)))
 
 
 def rank_processes(timeout: float, deadline: float, debug: bool = False) -> RankProcesses:
@@ -88,7 +93,7 @@ def prepare(debug: bool, folder: str, filters: list[Any]) -> None:
 
 
 class ByValue:
-    """Is sent as a value, with closures and functions of tests by value: ranks do not import modules of tests."""
+    """Is sent as its value, closures and functions of tests included: ranks do not import modules of tests."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -100,13 +105,41 @@ class ByValue:
         for name, module in [*sys.modules.items()]:
             if name.startswith("tests.") and name not in cloudpickle.list_registry_pickle_by_value():
                 cloudpickle.register_pickle_by_value(module)
-        return cloudpickle.loads, (cloudpickle.dumps(self.value),)
+        return pickle.loads, (dumps(self.value),)
 
 
 def call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
     """Call a function, and return its result, which may be of a class of the tests."""
-    result: bytes = cloudpickle.dumps(function(*arguments))
-    return result
+    return dumps(function(*arguments))
+
+
+def dumps(value: Any) -> bytes:
+    """Return the bytes for `pickle.loads`."""
+    buffer = io.BytesIO()
+    Pickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
+class Pickler(cloudpickle.Pickler):
+    """Keeps the files of functions, which tracebacks show, and the gradients of parameters."""
+
+    dispatch_table: ClassVar = {
+        **cloudpickle.Pickler.dispatch_table,
+        CodeType: lambda code: (marshal.loads, (marshal.dumps(code),)),
+    }
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Tensor) and value.is_leaf and value.grad is not None:
+            function, arguments, *state = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            return with_gradient, (value.grad, function, arguments), *state
+        return super().reducer_override(value)
+
+
+def with_gradient(gradient: Tensor, function: Callable[..., Tensor], arguments: tuple[Any, ...]) -> Tensor:
+    """Rebuild a tensor, and give it its gradient."""
+    tensor = function(*arguments)
+    tensor.grad = gradient
+    return tensor
 
 
 def run_cases(
