@@ -1,6 +1,5 @@
 """README.md, CONTRIBUTING.md and docs: the Python runs, the commands exist, the names are right."""
 
-import dataclasses
 import importlib.util
 import re
 import shlex
@@ -18,7 +17,6 @@ from maxmoe.families.gemma4 import NormedTokens
 from maxmoe.families.inkling import SharedExpertScores
 from maxmoe.families.zaya import RouterMLP
 from repository.check_packages import TORCH_REQUIREMENT, TORCHES, tracked
-from support.docs_module import docs_module
 
 ROOT = Path(__file__).parents[2]
 LAYER = ROOT / "docs" / "layer.md"
@@ -172,14 +170,6 @@ def check_pip(arguments: list[str]) -> None:
                 assert re.search(rf"^{extra} = \[", project, re.MULTILINE), extra
         elif not argument.startswith(("-", "https://")) and argument not in (".", "dist/*.whl"):
             assert argument == TORCH_REQUIREMENT or f'"{argument}"' in project, argument
-
-
-def test_the_fields_of_the_config_are_described_as_in_its_docstring() -> None:
-    tables = docs_module("config_table")
-    table = tables.config_table()
-    assert table in LAYER.read_text() and tables.component_table() in LAYER.read_text()
-    named = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
-    assert named == [field.name for field in dataclasses.fields(maxmoe.MoEConfig)]
 
 
 def test_the_state_dict_is_as_written() -> None:
