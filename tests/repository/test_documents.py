@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 import maxmoe
-from fuzz import steps_under_load
 from maxmoe.families.deepseek_v4 import HashRouting
 from maxmoe.families.gemma4 import NormedTokens
 from maxmoe.families.inkling import SharedExpertScores
@@ -41,10 +40,6 @@ def is_part(code: str, script: str) -> bool:
 # Parts of scripts that are run elsewhere; every other block of Python is executed here.
 SHOWN = [code for code in blocks("python", [GETTING_STARTED]) if is_part(code, MINIMAL.read_text())]
 RUN_BY_EXAMPLES = blocks("python", [ROOT / "docs" / "how_to" / "own_model.md"])
-
-
-# Examples that have options and need no packages besides the tests'.
-SCRIPTS = [f"examples/{name}.py" for name in ("balancing", "muon_sharding", "replay_routes", "strategies")]
 
 
 def commands() -> list[list[str]]:
@@ -102,6 +97,22 @@ def check_command(arguments: list[str]) -> None:
         assert options.report(options)
 
 
+def check_script(script: str, arguments: list[str]) -> None:
+    """The options of a script exist; its module is imported by the name of its file."""
+    assert (ROOT / script).exists()
+    if script == "examples/train_minimal.py":
+        assert not arguments
+    elif script.startswith("tests/fuzz/fuzz_"):
+        assert set(arguments[::2]) <= {"--seconds", "--seed", "--case"}
+    else:
+        for library in ("transformers", "peft"):
+            if library in (ROOT / script).read_text():
+                pytest.importorskip(library)
+        folder = f"{Path(script).parts[1]}." * script.startswith("tests/")
+        module = importlib.import_module(folder + Path(script).stem)
+        (module.parse_arguments if folder else module.parse_options)(arguments)
+
+
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
 def test_commands_exist(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     match words:
@@ -123,33 +134,12 @@ def test_commands_exist(words: list[str], tmp_path: Path, monkeypatch: pytest.Mo
         case ["python", "-m", "maxmoe", *arguments]:
             monkeypatch.chdir(tmp_path)  # some write a file
             check_command(arguments)
-        case [*_, "examples/train_minimal.py"]:  # which takes no options
-            assert words[:-1] in (["python"], ["torchrun", "--nproc-per-node", "2"])
-        case ["python", "examples/pretrain.py", *arguments] | [
-            "torchrun", "--nproc-per-node", _, "examples/pretrain.py", *arguments
-        ]:  # fmt: skip
-            from support.pretrain_run import pretrain
-
-            pretrain.parse_options(arguments)
         case ["bash", "tests/device/run.sh", *options]:
             assert options in ([], ["--device", "cpu", "--tiny"])
-        case ["python", "tests/fuzz/steps_under_load.py", *arguments]:
-            steps_under_load.parse_arguments(arguments)
-        case ["python", script, *arguments] if script.startswith("tests/repository/planted_"):
-            importlib.import_module(f"repository.{Path(script).stem}").parse_arguments(arguments)
-        case ["python", fuzzer, *arguments] if fuzzer.startswith("tests/fuzz/"):
-            assert (ROOT / fuzzer).exists() and set(arguments[::2]) <= {"--seconds", "--seed", "--case"}
         case ["python", "examples/notebooks/execute.py", *names]:
             assert all((ROOT / f"examples/notebooks/{name}.ipynb").exists() for name in names)
-        case ["python", script, *arguments] if script in SCRIPTS:
-            importlib.import_module(Path(script).stem).parse_options(arguments)
-        case ["python", "examples/upcycle.py", *arguments]:
-            pytest.importorskip("transformers")
-            importlib.import_module("upcycle").parse_options(arguments)
-        case ["python", ("examples/finetune_transformers.py" | "examples/finetune_quantized.py") as script, *arguments]:
-            pytest.importorskip("transformers")
-            pytest.importorskip("peft")
-            importlib.import_module(Path(script).stem).parse_options(arguments)
+        case ["python", script, *arguments] | ["torchrun", "--nproc-per-node", _, script, *arguments]:
+            check_script(script, arguments)
         case _:
             pytest.fail(f"nothing here checks {words}")
 
