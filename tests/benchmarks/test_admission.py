@@ -1,11 +1,9 @@
 """Which contenders are timed: shared weights, too little memory, wrong results."""
 
 import gc
-from typing import ClassVar
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("transformers")
 
@@ -16,33 +14,8 @@ from benchmarks.alternatives.torch_grouped_mm import TorchGroupedMM
 from benchmarks.alternatives.transformers_experts import TransformersExperts
 from benchmarks.contender import Contender, disagreement
 from benchmarks.problem import Problem, make_problem
-from benchmarks.timing import round_robin
 
 SHAPE = shapes.Shape(num_tokens=7, hidden_size=64, intermediate_size=32, num_experts=4, top_k=2)
-
-
-class Holding(MaxmoeExperts):
-    """Counts the objects that hold a copy of the weights."""
-
-    kind, weight_copies = "alternative", 1
-    alive: ClassVar[list[str]] = []
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.name = name
-
-    def prepare(self, problem: Problem) -> None:
-        super().prepare(problem)
-        self.alive.append(self.name)
-        self.is_prepared = True
-
-    def __del__(self) -> None:
-        if hasattr(self, "is_prepared"):
-            self.alive.remove(self.name)
-
-    def forward(self) -> Tensor:
-        self.alive_at_call = list(self.alive)
-        return super().forward()
 
 
 @pytest.fixture
@@ -69,28 +42,6 @@ def test_contenders_of_the_same_layout_share_memory(problem: Problem) -> None:
     del contender, everybody
     gc.collect()
     assert not problem.copies
-
-
-@pytest.mark.parametrize(("copies", "together"), [(2.1, True), (1.1, False)])
-def test_what_does_not_fit_together_is_prepared_by_turns(
-    copies: float, together: bool, problem: Problem, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pretend_free(monkeypatch, problem, copies)
-    alive: list[list[str]] = []
-    monkeypatch.setattr(Holding, "forward", lambda self: alive.append(list(self.alive)) or MaxmoeExperts.forward(self))
-    runners, reasons = Admission(problem, "forward", 1e-5).runners([Holding("a"), Holding("b")])
-    assert reasons == {}
-    assert alive == [["a"], ["a", "b"] if together else ["b"]]
-    alive.clear()
-    list(round_robin(runners, 2))
-    # If both do not fit at once, the first call of each turn is not timed, because its memory is new.
-    timed = sum(len(each.seconds) for each in runners)
-    assert len(alive) == timed + (0 if together else 2 * 2)
-    assert [len(each.seconds) > 1 for each in runners] == [True, True]
-    assert all(each == ["a", "b"] for each in alive) if together else {*map(tuple, alive)} == {("a",), ("b",)}
-    assert Holding.alive == (["a", "b"] if together else [])
-    runners.clear()
-    assert Holding.alive == []
 
 
 def test_what_does_not_fit_says_so(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
