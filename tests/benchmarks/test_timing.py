@@ -1,6 +1,7 @@
 """The clock of the benchmarks: contenders in turn, rounds, calls that are not timed."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -42,7 +43,11 @@ def test_contenders_are_timed_in_turn_and_each_round_starts_with_another() -> No
 def test_what_comes_before_and_after_a_call_or_a_turn_is_not_timed() -> None:
     clock = Clock()
     seconds = timing.SECONDS_PER_TURN / 4.5
-    untimed = {"before": clock.takes("-", 7), "begin_turn": clock.takes("(", 3), "end_turn": clock.takes(")", 3)}
+    untimed: dict[str, Any] = {
+        "before": clock.takes("-", 7),
+        "begin_turn": clock.takes("(", 3),
+        "end_turn": clock.takes(")", 3),
+    }
     one = Runner("a", clock.takes("a", seconds), settle_seconds=0.06, **untimed)
     list(round_robin([one], 1, clock=clock, sleep=clock.sleep))
     assert one.seconds == pytest.approx([seconds] * 4)

@@ -27,9 +27,9 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 ROOT = Path(__file__).parents[2]
 TABLE = Path(__file__).with_suffix(".yaml")
@@ -105,8 +105,8 @@ def _span(text: str, names: Sequence[str]) -> tuple[int, int]:
 Planted = TypeVar("Planted", bound=Mistake)
 
 
-def mistakes(table: Path = TABLE, kind: type[Planted] = Mistake) -> list[Planted]:
-    """Return a table of mistakes."""
+def mistakes(table: Path = TABLE, kind: type = Mistake) -> list[Any]:
+    """Return a table of mistakes of a kind."""
     return [kind(where=entry.pop("in"), **entry) for entry in yaml.safe_load(table.read_text())]
 
 
@@ -191,8 +191,10 @@ class Copy:
 
     def _run(self, command: Sequence[str], **environment: str) -> "subprocess.CompletedProcess[str]":
         variables = os.environ | {"PYTHONPATH": str(self.folder)} | environment
-        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        return subprocess.run(command, cwd=self.folder, env=variables, text=True, errors="replace", **output)
+        pipe, joined = subprocess.PIPE, subprocess.STDOUT
+        return subprocess.run(
+            command, cwd=self.folder, env=variables, text=True, errors="replace", stdout=pipe, stderr=joined
+        )
 
     def finder(self, mistake: Mistake, *, whole: bool) -> str:
         """Return the first test that finds a mistake, or ""."""
@@ -232,7 +234,8 @@ def chosen(table: Sequence[Planted], only: Sequence[str] | None) -> list[Planted
 def main() -> int:
     """Plant the mistakes, print the test that finds each; return whether one is not found."""
     options = parse_arguments()
-    table, finders = chosen(mistakes(), options.only), []
+    table: list[Mistake] = chosen(mistakes(), options.only)
+    finders: list[str] = []
     for number in (signal.SIGINT, signal.SIGTERM):  # in the background, a shell has SIGINT ignored
         signal.signal(number, signal.default_int_handler)
     FOLDER.mkdir(exist_ok=True)

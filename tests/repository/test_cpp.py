@@ -107,8 +107,8 @@ def test_names_say_what_is_compiled_for_each_instruction_set(build_folder: Path,
         assert compiled == for_vectors
 
 
-def run_benchmarks(build_folder: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return run(str(build_folder / "cpp/benchmarks/maxmoe_kernels_benchmarks"), *options, **environment)
+def run_benchmarks(build_folder: Path, *options: str, isa: str = BEST) -> subprocess.CompletedProcess[str]:
+    return run(str(build_folder / "cpp/benchmarks/maxmoe_kernels_benchmarks"), *options, MAXMOE_ISA=isa)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -116,7 +116,7 @@ def test_benchmarks(build_folder: Path, isa: str) -> None:
     """Every kernel has a row with its time, and one with the time of its bound."""
     headers = [path.read_text() for path in (ROOT / "cpp/kernels").rglob("*.h")]
     kernels = {name for text in headers for name in re.findall(r"^MAXMOE_KERNEL\((\w+),", text, re.MULTILINE)}
-    done = run_benchmarks(build_folder, "--rounds", "1", "--threads", "2", "--filter", "(T 16|R 128),", MAXMOE_ISA=isa)
+    done = run_benchmarks(build_folder, "--rounds", "1", "--threads", "2", "--filter", "(T 16|R 128),", isa=isa)
     assert done.returncode == 0, done.stdout
     cells = [re.split("  +", line) for line in done.stdout.splitlines()[3:]]
     times = {(kernel, contender): float(best) for kernel, _, _, contender, best, *_ in cells}

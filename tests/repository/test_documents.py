@@ -6,9 +6,10 @@ import shlex
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 import maxmoe
 from maxmoe.families.deepseek_v4 import HashRouting
@@ -186,10 +187,12 @@ def test_the_state_dict_is_as_written() -> None:
         expert_norms=maxmoe.ExpertNorms(latent_in=True, latent_out=True, output=True, input=True, sum=True),
     )
     shapes = {name: tuple(value.shape) for name, value in maxmoe.MoE(config).state_dict().items()}
-    small = {"hidden_size": 6, "intermediate_size": 3, "num_experts": 15, "top_k": 2}
+    small: dict[str, Any] = {"hidden_size": 6, "intermediate_size": 3, "num_experts": 15, "top_k": 2}
     rules = (SharedExpertScores(), NormedTokens(), HashRouting(num_ids=9))  # whose routers have further tensors
     for rule in rules:
-        options = {"score_function": "sigmoid", "num_shared_experts": 1} if rule.scores_shared_experts else {}
+        options: dict[str, Any] = (
+            {"score_function": "sigmoid", "num_shared_experts": 1} if rule.scores_shared_experts else {}
+        )
         router = maxmoe.MoE(maxmoe.MoEConfig(**small, **options, router=rule)).router
         own = {name: value for name, value in router.state_dict().items() if name not in ("weight", "bias")}
         assert own
