@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 import finetune_quantized
-from finetuning import quantized_models, token_text
+from finetuning import quantized_models
 from finetuning.adapter_training import AdapterTraining
 from maxmoe.quantization import QuantizedWeight, state_with_stacks
 
@@ -149,22 +149,6 @@ def test_a_published_checkpoint_is_read_as_transformers_reads_it(tmp_path: Path)
     assert quantized_models.checkpoint_config(folder, 1).num_hidden_layers == 1
 
 
-def test_a_tokenizer_is_used(tmp_path: Path) -> None:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "one": 1, "two": 2}, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "a.txt").write_text("one two three " * 40)
-    config = quantized_models.random_config("small", 1)
-    config.eos_token_id = 7
-    text = token_text.load_text([str(tmp_path / "a.txt")], 4, config, tmp_path)
-    assert text.tokens[:6].tolist() == [1, 2, 0, 1, 2, 0] and text.tokens[-1] == 7
-    config.vocab_size = 2
-    with pytest.raises(InputError, match="the text has token 7, vocab_size of the model is 2"):
-        token_text.load_text([str(tmp_path / "a.txt")], 4, config, tmp_path)
-
-
 def test_the_large_preset_has_the_published_sizes() -> None:
     """20.9 billion weights; experts of 10 GB, everything of 14 GB."""
     import maxmoe
@@ -183,10 +167,8 @@ SCALES = "model.layers.1.mlp.experts.down_proj_scales"
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mixtral"}, "--checkpoint .*: model_type in config.json must be gpt_oss, got mixtral"),
         ({"model.norm.weight": None}, "--checkpoint .*: it has no tensor model.norm.weight"),
         ({"lm_head.weight": torch.zeros(3, 128)}, r"lm_head.weight must have shape \(256, 128\), got \(3, 128\)"),
-        ({SCALES: torch.full((16, 128, 4), 255, dtype=torch.uint8)}, "model.layers.1.*scales must be finite"),
         ({SCALES: None}, "model.layers.1.*quantized as mxfp4: missing experts.down_proj_scales"),
     ],
 )

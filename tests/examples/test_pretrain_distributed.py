@@ -167,73 +167,13 @@ def test_a_killed_rank_ends_the_others(text: Path, tmp_path: Path) -> None:
     assert str(error.value).startswith(message)  # no rank hung
 
 
-def torchrun(
-    text: Path, out: Path, *arguments: str, num_ranks: int = 2, script: Path = EXAMPLES / "pretrain.py"
-) -> Program:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    return Program([*command, str(script), *TINY, "--data", str(text), "--out", str(out), *arguments])
-
-
-FAILING_STEP = """
-import os, signal, sys
-sys.path.insert(0, {examples!r})
-import pretrain
-
-train_step = pretrain.Trainer.train_step
-
-def failing_step(trainer):
-    if trainer.step == 3 and os.environ["RANK"] == "1":
-        {failure}
-    return train_step(trainer)
-
-pretrain.Trainer.train_step = failing_step
-sys.exit(pretrain.main())
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mesh", "failure", "other_rank", "cause"),
-    [
-        (
-            CUT_SEQUENCES,
-            "os.kill(os.getpid(), signal.SIGKILL)",
-            "died or hangs: no heartbeat for 5 s, last seen at",
-            "Signal 9",
-        ),
-        (
-            STAGES,
-            "raise KeyError('no such word')",
-            "failed first: KeyError: 'no such word'",
-            "KeyError: 'no such word'",
-        ),
-    ],
-    ids=["dies", "raises"],
-)
-def test_torchrun_names_the_rank_that_failed(
-    text: Path, tmp_path: Path, mesh: tuple[str, ...], failure: str, other_rank: str, cause: str
-) -> None:
-    """A run resumes from the last checkpoint, on another mesh and with another strategy."""
-    script, options = tmp_path / "failing.py", [*SHORT, "--save-every", "2"]
-    script.write_text(FAILING_STEP.format(failure=failure, examples=str(EXAMPLES)))
-    with torchrun(text, tmp_path / "out", *options, *mesh, script=script) as program:
-        done = program.wait()
-    summary = done.stderr.partition("Root Cause")[2]
-    assert done.returncode == 1
-    assert f"RankError: rank 1 of 2 {other_rank}" in done.stderr
-    assert re.search(r"rank +: 1 \(local_rank: 1\)", summary) and cause in summary
-    assert len(saved(tmp_path / "out")["training"]) == 2
-
-    assert run(text, tmp_path / "whole", *SHORT) == 0
-    assert run_ranks(run, 2, text, tmp_path / "out", *SHORT, *CHUNKED, "--resume") == [0, 0]
-    assert_close(saved(tmp_path / "whole"), saved(tmp_path / "out"))
-
-
 @pytest.mark.parametrize("num_ranks", by_default([1, 2], [1]))
 def test_an_interrupt_saves(text: Path, tmp_path: Path, num_ranks: int) -> None:
     """One rank prints."""
     options = ("--steps", "5000", "--eval-every", "5000", "--save-every", "2")
-    with torchrun(text, tmp_path / "out", *options, num_ranks=num_ranks) as program:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    script = [str(EXAMPLES / "pretrain.py"), *TINY, "--data", str(text), "--out", str(tmp_path / "out"), *options]
+    with Program([sys.executable, *torchrun, *script]) as program:
         program.wait_until((tmp_path / "out/checkpoint").exists)
         program.process.send_signal(signal.SIGINT)
         done = program.wait()

@@ -125,21 +125,7 @@ def test_a_failing_write_leaves_the_old_checkpoint(tmp_path: Path, size: int) ->
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
-def test_a_checkpoint_may_be_a_link_to_a_folder_elsewhere(tmp_path: Path) -> None:
-    """The target of the link is replaced."""
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out/checkpoint").symlink_to(tmp_path / "disk/checkpoint")
-    for value in (1.0, 2.0, 3.0):
-        folder = Path(os.path.realpath(tmp_path / "out/checkpoint"))
-        checkpoint.prepare(folder)
-        save(folder, value)
-        assert loaded(folder) == value
-    assert (tmp_path / "out/checkpoint").is_symlink()
-    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["checkpoint"]
-
-
-@pytest.mark.parametrize("name", ["checkpoint", "checkpoint.new", "checkpoint.old"])
+@pytest.mark.parametrize("name", ["checkpoint", "checkpoint.old"])
 def test_what_is_in_the_place_of_a_checkpoint_is_named(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("not to be lost")
     with pytest.raises(InputError, match=rf"cannot write the checkpoint .*: {name} is not a folder"):
