@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml  # type: ignore[import-untyped]
+import yaml
 
 import maxmoe
 from maxmoe.families.deepseek_v4 import HashRouting
