@@ -1,6 +1,7 @@
 """Runs of the benchmarks: files, wrong contenders, Ctrl-C, options."""
 
 import dataclasses
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -10,40 +11,15 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from benchmarks import (
-    adapters,
-    command,
-    devices,
-    experts,
-    layer,
-    local,
-    memory,
-    muon,
-    peak,
-    quantized,
-    ragged,
-    route,
-    rows_per_expert,
-    scaling,
-    sizes,
-)
+from benchmarks import adapters, command, experts, local, memory, peak, quantized, rows_per_expert, sizes
 from benchmarks.alternatives.maxmoe_experts import MaxmoeExperts
 from benchmarks.results import Case
 from benchmarks.timing import Runner
 from maxmoe.quantization import QuantizedStack
 from support.sampling import by_default
 
-COMMANDS = [experts.BENCHMARK, layer.BENCHMARK, memory.BENCHMARK, muon.BENCHMARK, scaling.BENCHMARK]
-COMMANDS += [
-    adapters.BENCHMARK,
-    quantized.BENCHMARK,
-    ragged.BENCHMARK,
-    devices.BENCHMARK,
-    local.BENCHMARK,
-    route.BENCHMARK,
-    rows_per_expert.BENCHMARK,
-    sizes.BENCHMARK,
-]
+NAMES = "adapters devices experts layer local memory muon quantized ragged route rows_per_expert scaling sizes"
+COMMANDS = [importlib.import_module(f"benchmarks.{name}").BENCHMARK for name in NAMES.split()]
 SHAPES = {"ragged": "40x33,16x8", "route": "16x64x32x16x2", "sizes": "16x64x32"}
 
 

@@ -12,7 +12,8 @@ from maxmoe import reference
 
 pytest.importorskip("transformers")
 
-from benchmarks import experts, shapes
+from benchmarks import admission, experts, shapes
+from benchmarks.admission import combinations
 from benchmarks.alternatives import bounds, contenders
 from benchmarks.alternatives.dense_bound import DenseBound
 from benchmarks.contender import TOLERANCE, AutogradContender, Contender, Mode, disagreement, runner
@@ -101,3 +102,16 @@ def test_the_bound_has_the_products_of_the_experts() -> None:
             assert counter.get_total_flops() == products * of_one_product
     assert [bound.name for bound in bounds(["flops"], torch.bfloat16)] == ["bound: mm bfloat16", "bound: mm float32"]
     assert len(bounds(["flops"], torch.float32)) == 1
+
+
+def test_combinations_show_an_error_of_its_size() -> None:
+    generator = torch.Generator().manual_seed(3)
+    right, noise = (torch.randn(4, 64, 32, generator=generator) for _ in range(2))
+    wrong = right + 1e-2 * noise
+    theirs, ours = (combinations({"gate": each, "output": right[0]}) for each in (wrong, right))
+    assert theirs["gate"].shape == (4, 64, admission.NUM_COMBINATIONS)
+    assert disagreement(theirs, ours, 2e-2) is None
+    assert disagreement(theirs, ours, 5e-3) is not None
+    one_number = right.clone()
+    one_number[2, 5, 7] += 1
+    assert disagreement(combinations({"gate": one_number}), combinations({"gate": right}), 1e-3) is not None

@@ -1,9 +1,7 @@
 """`examples/upcycle.py`: whole runs, equal models at the start, and one line for mistakes."""
 
 from argparse import Namespace
-from collections.abc import Sequence
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,8 +13,7 @@ pytest.importorskip("transformers")
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import upcycle
-from finetuning import upcycling, upcycling_figure
-from finetuning.upcycling import ModelRun
+from finetuning import upcycling
 
 TINY = [
     *("--hidden-size", "16", "--intermediate-size", "24", "--num-layers", "1", "--batch-size", "2"),
@@ -52,30 +49,6 @@ def test_a_run_prints_a_table_and_leaves_a_picture(
 
 def number(text: str) -> int:
     return int(text.replace(",", ""))
-
-
-def test_both_models_read_the_same_batches(text: Path, tmp_path: Path) -> None:
-    """The dense model continues from its state, and trains as without the MoE model."""
-    drawn: list[tuple[ModelRun, Sequence[ModelRun]]] = []
-    steps: list[tuple[str, torch.Tensor]] = []
-
-    def step(run: ModelRun, tokens: torch.Tensor, rate: float) -> float:
-        steps.append((run.name, tokens))
-        return original(run, tokens, rate)
-
-    original = ModelRun.step
-    with (
-        patch.object(ModelRun, "step", step),
-        patch.object(upcycling_figure, "draw", lambda _path, *runs: drawn.append(runs)),
-    ):
-        upcycle.run(options("--data", str(text), "--out", str(tmp_path / "out")))
-    ((before, (dense, moe)),) = drawn
-    assert before.model is dense.model and dense.first_step == moe.first_step == 3
-    assert [len(run.losses) for run in (before, dense, moe)] == [3, 4, 4]
-    assert dense.losses[0] == pytest.approx(moe.losses[0], rel=1e-5) and dense.losses[-1] != moe.losses[-1]
-    assert [name for name, _ in steps] == ["dense"] * 3 + ["dense", "MoE"] * 4
-    assert all(torch.equal(steps[index][1], steps[index + 1][1]) for index in range(3, 11, 2))
-    assert len({tuple(tokens.flatten().tolist()) for _, tokens in steps}) == 7
 
 
 def test_a_checkpoint_goes_on(text: Path, tmp_path: Path) -> None:

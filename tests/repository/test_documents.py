@@ -6,20 +6,13 @@ import shlex
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-import maxmoe
-from maxmoe.families.deepseek_v4 import HashRouting
-from maxmoe.families.gemma4 import NormedTokens
-from maxmoe.families.inkling import SharedExpertScores
-from maxmoe.families.zaya import RouterMLP
 from repository.check_packages import TORCH_REQUIREMENT, TORCHES, tracked
 
 ROOT = Path(__file__).parents[2]
-LAYER = ROOT / "docs" / "layer.md"
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 GETTING_STARTED, MINIMAL = ROOT / "docs" / "getting_started.md", ROOT / "examples" / "train_minimal.py"
 TARGETS = set(re.findall(r"^([a-z][a-z0-9-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
@@ -161,43 +154,6 @@ def check_pip(arguments: list[str]) -> None:
                 assert re.search(rf"^{extra} = \[", project, re.MULTILINE), extra
         elif not argument.startswith(("-", "https://")) and argument not in (".", "dist/*.whl"):
             assert argument == TORCH_REQUIREMENT or f'"{argument}"' in project, argument
-
-
-def test_the_state_dict_is_as_written() -> None:
-    sizes = {"V": 9, "K": 2, "E": 4, "N": 15, "D": 6, "F": 3, "n F": 6, "C": 7, "L": 5, "R": 8, "1": 1, "2": 2}
-    rows = re.findall(r"^\| (`\w+\.[\w.]+`.*?) \| `\[(.*?)\]` \|", LAYER.read_text(), re.MULTILINE)
-    written = {
-        name: tuple(sizes[size] for size in shape.split(", "))
-        for names, shape in rows
-        for name in re.findall(r"`([\w.]+)`", names)
-    }
-    config = maxmoe.MoEConfig(
-        hidden_size=6,
-        intermediate_size=3,
-        num_experts=4,
-        top_k=2,
-        router_bias=True,
-        router=RouterMLP(hidden_size=8, takes_state=True),
-        score_correction_bias=True,
-        expert_bias=True,
-        num_shared_experts=2,
-        shared_expert_gate=True,
-        zero_computation=maxmoe.ZeroComputation(zero=1, copy=3, constant=7),
-        latent_size=5,
-        expert_norms=maxmoe.ExpertNorms(latent_in=True, latent_out=True, output=True, input=True, sum=True),
-    )
-    shapes = {name: tuple(value.shape) for name, value in maxmoe.MoE(config).state_dict().items()}
-    small: dict[str, Any] = {"hidden_size": 6, "intermediate_size": 3, "num_experts": 15, "top_k": 2}
-    rules = (SharedExpertScores(), NormedTokens(), HashRouting(num_ids=9))  # whose routers have further tensors
-    for rule in rules:
-        options: dict[str, Any] = (
-            {"score_function": "sigmoid", "num_shared_experts": 1} if rule.scores_shared_experts else {}
-        )
-        router = maxmoe.MoE(maxmoe.MoEConfig(**small, **options, router=rule)).router
-        own = {name: value for name, value in router.state_dict().items() if name not in ("weight", "bias")}
-        assert own
-        shapes |= {f"router.{name}": tuple(value.shape) for name, value in own.items()}
-    assert shapes == written
 
 
 def test_layout_names_what_exists() -> None:
