@@ -20,7 +20,12 @@ OPERATORS = sorted(name for name in ops.__all__ if name.islower() and hasattr(to
 CPP_FILES = sorted(path for pattern in ("*.h", "*.cpp", "*.cu") for path in (ROOT / "cpp").rglob(pattern))
 
 # Names of torch that PyTorch does not document for C++ extensions.
-PRIVATE_NAMES_OF_TORCH = ["at::cpu::", "at::detail::", "at::functorch::", "at::native::", "at::autocast::", "at::impl::", "c10::impl::", "AutoFwGradMode", "DispatchKeySet", "autocast_dispatch_keyset", "functorchTLSAccessor", "graph_task", "key_set()", "profiledCPUMemoryReporter", "_dispatch.h>", "_assert_async", "_fw_grad", "_fw_primal", "_grouped_mm", "_make_dual", "_softmax_backward_data", "_unpack_dual"]
+PRIVATE_NAMES_OF_TORCH = (
+    *("at::cpu::", "at::detail::", "at::functorch::", "at::native::", "at::autocast::", "at::impl::"),
+    *("c10::impl::", "AutoFwGradMode", "DispatchKeySet", "autocast_dispatch_keyset", "functorchTLSAccessor"),
+    *("graph_task", "key_set()", "profiledCPUMemoryReporter", "_dispatch.h>", "_assert_async"),
+    *("_fw_grad", "_fw_primal", "_grouped_mm", "_make_dual", "_softmax_backward_data", "_unpack_dual"),
+)
 
 # The order of imports, as CONTRIBUTING.md shows it: a line imports from itself and the lines above it.
 ORDER = (ROOT / "CONTRIBUTING.md").read_text().partition("Imports go one way")[2].partition("Words:")[0]
