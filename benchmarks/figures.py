@@ -4,8 +4,9 @@ import io
 from collections.abc import Iterable, Sequence
 from itertools import count
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -121,7 +122,7 @@ def _num_lines(panel: Panel | Curves) -> float:
 def _draw_bars(axes: Axes, panel: Panel, num_lines: float) -> None:
     values = [bar.value for bars in panel.groups.values() for bar in bars]
     end = min(1.12 * max(*values, 1), LONGEST)
-    on_white = {"va": "center", "bbox": {"color": "white", "pad": 0.5}}
+    on_white: dict[str, Any] = {"va": "center", "bbox": {"color": "white", "pad": 0.5}}
     names, places, place = [], [], 0.0
     axes.axvline(1, color="black", linewidth=0.8, linestyle=":", zorder=0)
     for heading, bars in panel.groups.items():
@@ -151,7 +152,8 @@ def _draw_curves(axes: Axes, panel: Curves) -> None:
     for name, kind, x, y in panel.curves:
         shades = SHADES[kind]
         color = shades[next(used[kind]) % len(shades)]
-        line = {"linestyle": "--", "linewidth": 1.2} if kind == "bound" else {"marker": "o", "markersize": 3.5}
+        is_bound = kind == "bound"
+        line: dict[str, Any] = {"ls": "--", "lw": 1.2} if is_bound else {"marker": "o", "markersize": 3.5}
         ends.append((name, color, axes.plot(x, y, color=color, **line)[0]))
     axes.set_xscale("log", base=2)
     axes.set_yscale(panel.y_scale)
@@ -175,7 +177,7 @@ def _draw_curves(axes: Axes, panel: Curves) -> None:
 def _name_ends(axes: Axes, ends: list[tuple[str, str, Line2D]]) -> None:
     """Write the name of each curve at its right end, or above an overlapping name."""
     to_axes = axes.transData + axes.transAxes.inverted()
-    heights = [min(max(float(to_axes.transform(line.get_xydata()[-1])[1]), 0), 1) for _, _, line in ends]
+    heights = [min(max(float(to_axes.transform(np.asarray(line.get_xydata())[-1])[1]), 0), 1) for _, _, line in ends]
     lowest = -1.0
     for height, (name, color, _) in sorted(zip(heights, ends, strict=True), key=lambda pair: pair[0]):
         lowest = max(height, lowest + 0.06)

@@ -161,11 +161,11 @@ def report(trainer: Trainer, baselines: dict[str, float], others: Curves) -> Non
     last = torch.stack([counts[first:].sum(0) for counts in history.load.tokens_per_expert.values()])
     steps = trainer.step - history.load.window * first
     print(f"{int((last == 0).sum())} of {last.numel()} experts got no token in the last {steps} steps together")
-    pictures = [out / name for name in PICTURES]
+    loss, expert_load = (out / name for name in PICTURES)
     with ranks.agreed():
         if ranks.is_first():
-            draw(*pictures, trainer, baselines, others)
-    print("Pictures:", *pictures)
+            draw(loss, expert_load, trainer, baselines, others)
+    print("Pictures:", loss, expert_load)
 
 
 def draw(loss: Path, expert_load: Path, trainer: Trainer, baselines: dict[str, float], others: Curves) -> None:

@@ -155,13 +155,17 @@ def run(options: argparse.Namespace) -> int:
     torch.set_num_threads(options.threads)
     prepare_output(options.out, PICTURE)
     torch.manual_seed(options.seed)
-    experts = {"num_experts": options.num_experts, "top_k": options.top_k, "load_balance_loss_weight": 0.01}
     try:
-        moe = maxmoe.MoEConfig(hidden_size=64, intermediate_size=64, **experts)
+        moe = maxmoe.MoEConfig(
+            hidden_size=64,
+            intermediate_size=64,
+            num_experts=options.num_experts,
+            top_k=options.top_k,
+            load_balance_loss_weight=0.01,
+        )
     except ValueError as error:
         raise InputError(f"cannot make the model: {error}") from error
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 64, "num_layers": 4, "num_heads": 4}
-    model = Decoder(DecoderConfig(**sizes, moe=moe))
+    model = Decoder(DecoderConfig(vocab_size=VOCABULARY, hidden_size=64, num_layers=4, num_heads=4, moe=moe))
     runs = [Run(way, copy.deepcopy(model), options.learning_rate) for way in WAYS]
     stopped_by = train(runs, options)
     draw(options.out / PICTURE, runs)

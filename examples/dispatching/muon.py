@@ -5,6 +5,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import mean, median
 
 import torch
@@ -117,5 +118,5 @@ def train_all(options: Namespace, text: Tensor, advance: Callable[[Strategy], No
     for strategy in [ONE_PROCESS, *muon_strategies(options.ranks)]:
         num_ranks = options.ranks if strategy.mesh else 1
         arguments = (options, text, strategy)
-        runs.append(MuonRun.joined(run_ranks(train, num_ranks, *arguments, advance=lambda s=strategy: advance(s))))
+        runs.append(MuonRun.joined(run_ranks(train, num_ranks, *arguments, advance=partial(advance, strategy))))
     return runs

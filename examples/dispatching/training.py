@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 
@@ -122,7 +123,7 @@ class Training:
         for name, parameter in self.model.named_parameters():
             expected = whole[name]
             local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-            if local.numel():
+            if local is not None and local.numel():
                 differences.append((local - expected[self.parts[name]]).abs().max() / expected.abs().max())
         return float(torch.stack(differences).max())
 
@@ -210,5 +211,5 @@ def train_all(options: Namespace, text: Tensor, advance: Callable[[Strategy], No
             num_ranks = options.ranks if strategy.mesh else 1
             expected = runs[0].losses if runs else []
             arguments = (options, text, strategy, Path(record), expected)
-            runs.append(Run.joined(run_ranks(train, num_ranks, *arguments, advance=lambda s=strategy: advance(s))))
+            runs.append(Run.joined(run_ranks(train, num_ranks, *arguments, advance=partial(advance, strategy))))
     return runs

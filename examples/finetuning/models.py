@@ -81,7 +81,8 @@ def small_config(family: str, options: Namespace) -> PreTrainedConfig:
         if name in changes:
             changes.pop(alias, None)
     tokens = ("pad_token_id", "bos_token_id", "eos_token_id")
-    return type(defaults)(**changes, **{name: None for name in tokens if hasattr(defaults, name)})
+    changes |= {name: None for name in tokens if hasattr(defaults, name)}
+    return type(defaults)(**changes)
 
 
 def integers(config: PreTrainedConfig) -> list[str]:

@@ -40,8 +40,9 @@ _DEVIATION, _SCALE = 0.02, 127 - 7
 
 def random_config(preset: str, num_layers: int | None) -> GptOssConfig:
     """Return the config of a preset, with another number of layers if one is given."""
-    sizes = PRESETS[preset]
-    return GptOssConfig(**{**sizes, "num_hidden_layers": num_layers or sizes["num_hidden_layers"]})
+    sizes: dict[str, Any] = dict(PRESETS[preset])
+    sizes["num_hidden_layers"] = num_layers or sizes["num_hidden_layers"]
+    return GptOssConfig(**sizes)
 
 
 def checkpoint_config(folder: Path, num_layers: int | None) -> GptOssConfig:
@@ -114,16 +115,17 @@ def published_model(config: GptOssConfig, folder: Path) -> GptOssForCausalLM:
     return model
 
 
-def sparse_blocks(model: GptOssForCausalLM) -> Iterator[tuple[str, nn.Module]]:
+def sparse_blocks(model: Any) -> Iterator[tuple[str, Any]]:
     """Yield the sparse block of each layer with the name of the layer."""
     for index, layer in enumerate(model.model.layers):
         yield f"model.layers.{index}", layer.mlp
 
 
-def _read_block(folder: Path, name: str, block: nn.Module) -> None:
+def _read_block(folder: Path, name: str, block: Any) -> None:
     """Read router and experts of a layer through a layer of maxmoe."""
-    config: Any = block.experts.config
-    layer = maxmoe.MoE(from_transformers(config), device="meta", dtype=torch.bfloat16).requires_grad_(False)
+    layer = maxmoe.MoE(from_transformers(block.experts.config), device="meta", dtype=torch.bfloat16).requires_grad_(
+        False
+    )
     maxmoe.quantize_experts(layer, FORMAT)
     layer.to_empty(device="cpu")
     read_checkpoint(folder, {name: layer}, FAMILY)

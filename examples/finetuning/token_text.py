@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import GptOssConfig
 
 from pretraining import InputError
 from pretraining.corpus import SEPARATOR, load_corpus
@@ -27,7 +27,7 @@ class TokenText:
     fingerprint: str
 
 
-def load_text(data: list[str], sequence_length: int, config: GptOssConfig, folder: Path | None) -> TokenText:
+def load_text(data: list[str], sequence_length: int, config: Any, folder: Path | None) -> TokenText:
     """Read the files of `--data` and tokenize them if the checkpoint has a tokenizer.json.
 
     Without one, each byte is a token.

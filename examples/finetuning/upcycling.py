@@ -5,6 +5,7 @@ import math
 import time
 from argparse import Namespace
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +65,7 @@ def dense_model(options: Namespace) -> PreTrainedModel:
     if options.checkpoint and not options.checkpoint.is_dir():  # transformers would ask its hub
         raise InputError(f"--checkpoint {options.checkpoint}: no such folder")
     torch.manual_seed(options.seed)
+    model: PreTrainedModel
     try:
         if options.checkpoint:
             model = AutoModelForCausalLM.from_pretrained(options.checkpoint, dtype=torch.float32, local_files_only=True)
@@ -113,7 +115,7 @@ def upcycled(dense: PreTrainedModel, options: Namespace) -> PreTrainedModel:
     return model
 
 
-def _moe_layer(block: nn.Module, activation: str, options: Namespace) -> maxmoe.MoEFeedForward:
+def _moe_layer(block: Any, activation: Any, options: Namespace) -> maxmoe.MoEFeedForward:
     width = block.up_proj.out_features
     if width % options.slices:
         raise InputError(f"--slices {options.slices} must divide the width of the dense blocks, {width}")

@@ -1,6 +1,7 @@
 """Command line of the examples: types of options, the output folder, Ctrl-C, one-line error messages."""
 
 import argparse
+import io
 import os
 import signal
 import sys
@@ -77,12 +78,13 @@ class StopRequest:
     def receive(self, number: int, frame: FrameType | None) -> None:
         """Remember the signal."""
         self.signal = number
-        signal.signal(number, self.usual[number])
+        signal.signal(number, self.usual[signal.Signals(number)])
 
 
 def exit_status(name: str, run: Callable[[], int]) -> int:
     """Run a command and return its exit status. Errors that the user can fix are printed as one line to stderr."""
-    sys.stdout.reconfigure(errors="backslashreplace")  # names of files may not be valid text
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files may not be valid text
     try:
         status = run()
         sys.stdout.flush()

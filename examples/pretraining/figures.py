@@ -34,8 +34,8 @@ def loss_curves(
         axes.plot(*zip(*pairs, strict=True), color=color, linewidth=2, marker="o", markersize=4, label=label)
     for name, value in baselines.items():
         axes.axhline(value, color=BASELINE, linewidth=1, linestyle="--")
-        place = {"xycoords": ("axes fraction", "data"), "va": "center", "color": BASELINE}
-        axes.annotate(f" {name}\n {value:.2f}", (1, value), **place)
+        label, place = f" {name}\n {value:.2f}", ("axes fraction", "data")
+        axes.annotate(label, (1, value), xycoords=place, va="center", color=BASELINE)
     # The first losses are 8 bits per byte and would compress the rest of the curve.
     axes.set_ylim(0, 1.4 * max(*baselines.values(), *(pairs[-1][1] for pairs in held_out.values())))
     axes.set(xlabel="step", ylabel="bits per byte")

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed.checkpoint import Metadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from pretraining import InputError
 from pretraining.command import LARGEST_INT
@@ -53,7 +54,7 @@ def check_tensors(metadata: Metadata, state: dict[str, Any]) -> None:
     """Raise a `ValueError` for faults that `dcp.load` accepts: a different dtype, and a gap between shards."""
     for name, tensor in named_tensors(state):
         saved = metadata.state_dict_metadata.get(name)
-        if saved is None:
+        if not isinstance(saved, TensorStorageMetadata):
             raise ValueError(f"Missing key in checkpoint state_dict: {name}")
         if saved.properties.dtype != tensor.dtype:
             raise ValueError(f"{name} must be {tensor.dtype}, got {saved.properties.dtype}")
@@ -86,7 +87,7 @@ def read_training(path: Path) -> dict[str, Any]:
         return type(value) is int and 0 < value <= LARGEST_INT
 
     def is_loss(value: object) -> bool:
-        return type(value) in (int, float) and -1e9 < value < 1e9
+        return isinstance(value, int | float) and not isinstance(value, bool) and -1e9 < value < 1e9
 
     training, fields = json.loads(path.read_text()), ("configuration", "steps", "training", "held_out")
     if not isinstance(training, dict) or training.keys() != set(fields):

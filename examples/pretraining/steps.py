@@ -62,8 +62,9 @@ class WholeModel:
             output = self.model(self._split.part(tokens))
         expected = self._split.part(targets).flatten()
         token_losses = F.cross_entropy(output.logits.float().flatten(0, 1), expected, reduction="none")
-        divisor = {"num_tokens": torch.tensor(num_tokens), "tokens": self._split.tokens}
-        return mean_over_tokens(token_losses, expected != -100, **divisor), output
+        divisor, tokens_of_ranks = torch.tensor(num_tokens), self._split.tokens
+        loss = mean_over_tokens(token_losses, expected != -100, num_tokens=divisor, tokens=tokens_of_ranks)
+        return loss, output
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the total norm of the gradients, and return it."""

@@ -77,8 +77,8 @@ def build_optimizer(model: nn.Module, options: Namespace) -> torch.optim.Optimiz
         return Muon(groups, lr=peak, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw", ns_dtype=ns_dtype)
     matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=peak, betas=betas, fused=True)
+    by_decay = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(by_decay, lr=peak, betas=betas, fused=True)
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
@@ -179,7 +179,8 @@ class Trainer:
         tokens, targets = F.pad(tokens, (0, 0, 0, missing)), F.pad(targets, (0, 0, 0, missing), value=-100)
         batches = zip(*(part.split(self.options.batch_size) for part in (tokens, targets)), strict=True)
         with self.diverging():
-            losses = [self.computation.evaluate(*batch, pieces[:, 1:].numel()).item() for batch in batches]
+            num_tokens = pieces[:, 1:].numel()
+            losses = [self.computation.evaluate(inputs, nexts, num_tokens).item() for inputs, nexts in batches]
         bits_per_byte = sum(losses) / math.log(2)
         if not math.isfinite(bits_per_byte):
             raise self.diverged(f"{bits_per_byte} bits per byte on held-out text")

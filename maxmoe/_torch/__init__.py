@@ -204,7 +204,7 @@ def default_store() -> Any:
 
 def process_group_named(name: str) -> dist.ProcessGroup:
     """Return the process group with a name, which custom operators take instead of a group."""
-    group: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type,attr-defined]
+    group: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
     return group
 
 

@@ -204,7 +204,7 @@ def search(
 
 def _with_bar(steps: Iterator[None]) -> Iterator[None]:
     try:
-        from tqdm import tqdm  # type: ignore[import-untyped]
+        from tqdm import tqdm
     except ImportError:
         return steps
     options = {"desc": "measuring", "total": MOST_MEASURED, "unit": " steps"}

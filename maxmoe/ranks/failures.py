@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from maxmoe._torch import default_store
@@ -225,7 +225,7 @@ class Watch(threading.Thread):
         store = self._store
         while isinstance(store, PrefixStore):
             store = store.underlying_store
-        if isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
+        if isinstance(store, dist.TCPStore):
             message += ": torchrun" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else ": rank 0"
         return Failure([], message)
 

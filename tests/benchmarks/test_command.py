@@ -1,49 +1,25 @@
 """Runs of the benchmarks: files, wrong contenders, Ctrl-C, options."""
 
 import dataclasses
+import importlib
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from benchmarks import (
-    adapters,
-    command,
-    devices,
-    experts,
-    layer,
-    local,
-    memory,
-    muon,
-    peak,
-    quantized,
-    ragged,
-    route,
-    rows_per_expert,
-    scaling,
-    sizes,
-)
+from benchmarks import adapters, command, experts, local, memory, peak, quantized, rows_per_expert, sizes
 from benchmarks.alternatives.maxmoe_experts import MaxmoeExperts
-from benchmarks.results import Case, Result
+from benchmarks.results import Case
 from benchmarks.timing import Runner
 from maxmoe.quantization import QuantizedStack
+from support.sampling import by_default
 
-COMMANDS = [experts.BENCHMARK, layer.BENCHMARK, memory.BENCHMARK, muon.BENCHMARK, scaling.BENCHMARK]
-COMMANDS += [
-    adapters.BENCHMARK,
-    quantized.BENCHMARK,
-    ragged.BENCHMARK,
-    devices.BENCHMARK,
-    local.BENCHMARK,
-    route.BENCHMARK,
-    rows_per_expert.BENCHMARK,
-    sizes.BENCHMARK,
-]
+NAMES = "adapters devices experts layer local memory muon quantized ragged route rows_per_expert scaling sizes"
+COMMANDS = [importlib.import_module(f"benchmarks.{name}").BENCHMARK for name in NAMES.split()]
 SHAPES = {"ragged": "40x33,16x8", "route": "16x64x32x16x2", "sizes": "16x64x32"}
 
 
@@ -86,8 +62,7 @@ def measure_here(name: str, case: Case, threads: int, experts: Any = None) -> tu
     return peak.answer(json.dumps([name, list(case.shape), case.dtype_name, case.mode, threads, experts])), None
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("benchmark", COMMANDS, ids=lambda benchmark: benchmark.name)
+@pytest.mark.parametrize("benchmark", by_default(COMMANDS, [experts.BENCHMARK]), ids=lambda benchmark: benchmark.name)
 def test_a_run_writes_table_json_and_picture(
     benchmark: command.Benchmark, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,45 +74,12 @@ def test_a_run_writes_table_json_and_picture(
     shape = SHAPES.get(benchmark.name, "16x64x32x8x2")
     contents = run(dataclasses.replace(benchmark, modes=modes), tmp_path, "--shapes", shape, "--dtype", "float32")
 
-    assert set(contents) == {"benchmark", "date", "interrupted", "machine", "options", "timing", "results"}
-    assert contents["benchmark"] == benchmark.name
-    assert contents["interrupted"] is False
-    assert {"cpu", "cpu_flags", "threads", "torch", "maxmoe"} <= set(contents["machine"])
+    assert contents["benchmark"] == benchmark.name and contents["interrupted"] is False
     assert contents["machine"]["threads"] == 1
-    keys = {"shape", "sizes", "dtype", "mode", "contender", "kind", "seconds", "rounds", "numbers", "absent"}
     assert contents["results"]
-    for result in contents["results"]:
-        assert set(result) == keys
-        assert result["seconds"] or result["numbers"] or result["absent"]
-    assert (tmp_path / f"{benchmark.name}.png").read_bytes().startswith(b"\x89PNG")
-    printed = capsys.readouterr()
-    assert ("gmm" if benchmark is sizes.BENCHMARK else "maxmoe") in printed.out
-    assert str(tmp_path / "results.json") in printed.out
-    assert "100%" in printed.err
-
-
-def test_medians_of_adapters_are_those_of_the_rounds() -> None:
-    """Each round has its own ratio, so that a slow round does not count more than another."""
-    shape = adapters.BENCHMARK.shapes["adapters"]
-    case = Case("one", shape, torch.float32, "forward+backward")
-    seconds = {adapters.OURS: [3.0, 40.0, 2.2], adapters.FROZEN: [2.0, 20.0, 2.0], adapters.OTHERS[0]: [6.0, 40.0]}
-    results = [Result(case, name, "part", of) for name, of in seconds.items()]
-    lines = adapters.summary(results).splitlines()
-    assert "".join(lines[-1].split()) == "onefloat322000.03000.01.501.50"
-
-
-def test_formats_are_compared_round_by_round() -> None:
-    """Times relative to dense weights, and bytes per second relative to a read of memory."""
-    shape = quantized.BENCHMARK.shapes["gpt-oss"]._replace(num_tokens=3)
-    case = Case("one", shape, torch.bfloat16, "forward")
-    seconds = {quantized.DENSE: [4.0, 40.0, 4.4], quantized.NAMES["mxfp4"]: [2.0, 10.0, 1.1], quantized.READ: [1.0]}
-    num_bytes = {quantized.DENSE: 22.0, quantized.NAMES["mxfp4"]: 2.0, quantized.READ: 10.0}
-    results = [
-        Result(case, name, "part", of, numbers={"batches": 4, "bytes": num_bytes[name]}) for name, of in seconds.items()
-    ]
-    times, shares = quantized.summary(results).split("\n\n")
-    assert times.splitlines()[-1].split() == ["one", "3", "bfloat16", "forward", "1100.0", "0.25"]
-    assert shares.splitlines()[-1].split() == ["one", "3", "bfloat16", "forward", "0.50", "0.10"]
+    assert all(result["seconds"] or result["numbers"] or result["absent"] for result in contents["results"])
+    assert (tmp_path / f"{benchmark.name}.png").exists()
+    assert ("gmm" if benchmark is sizes.BENCHMARK else "maxmoe") in capsys.readouterr().out
 
 
 def test_a_format_with_other_bits_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,25 +113,6 @@ def test_ctrl_c_keeps_what_is_measured(tmp_path: Path, capsys: pytest.CaptureFix
     assert (tmp_path / "experts.png").exists()
 
 
-@pytest.mark.parametrize("benchmark", COMMANDS, ids=lambda benchmark: benchmark.name)
-@pytest.mark.parametrize("num_calls", [1, *(pytest.param(count, marks=pytest.mark.sampled(4)) for count in (0, 2))])
-def test_ctrl_c_at_any_time_gives_a_report(
-    benchmark: command.Benchmark, num_calls: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The report leaves out cases with missing results."""
-
-    def interrupted(runners: list[Runner], rounds: int) -> Any:
-        for each in runners[:num_calls]:
-            each.seconds.append(1.0)
-        raise KeyboardInterrupt
-        yield
-
-    monkeypatch.setattr(command, "round_robin", interrupted)
-    monkeypatch.setattr(memory, "measure_apart", lambda *arguments: interrupted([], 0).__next__())
-    shape = SHAPES.get(benchmark.name, "16x64x32x8x2")
-    assert run(benchmark, tmp_path, "--shapes", shape)["interrupted"] is True
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -205,40 +128,3 @@ def test_wrong_options(options: list[str], message: str, capsys: pytest.CaptureF
         command.main(experts.BENCHMARK, options)
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("shape", "options", "bounds"),
-    [
-        ("8x16x8x4x2", [], ["bound: mm float32", "bound: bandwidth"]),
-        ("8x16x8x4x2", ["--bound", "flops"], ["bound: mm float32"]),
-        ("8x16x8x4x2", ["--bound", "bandwidth"], ["bound: bandwidth"]),
-        ("decode1", [], ["bound: bandwidth"]),
-    ],
-)
-def test_bounds(
-    shape: str, options: list[str], bounds: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(experts, "contenders", lambda: [MaxmoeExperts()])
-    benchmark = dataclasses.replace(experts.BENCHMARK, modes=["forward"])
-    results = run(benchmark, tmp_path, "--shapes", shape, "--dtype", "float32", *options)["results"]
-    assert [result["contender"] for result in results if result["kind"] == "bound"] == bounds
-
-
-def test_every_command_knows_all_shapes_of_its_kind() -> None:
-    options = command.parse_options(layer.BENCHMARK, ["--shapes", "A,qwen3,mixtral,deepseek,qwen3-E128-decode16"])
-    assert options.shapes["deepseek"] == (1024, 7168, 2048, 32, 8)
-    assert options.shapes["qwen3-E128-decode16"] == (16, 2048, 768, 128, 8)
-    modes = {(case.name, case.mode) for case in layer.BENCHMARK.cases(options)}
-    assert ("mixtral", "forward+backward") in modes
-    assert {mode for name, mode in modes if "decode" in name} == {"forward"}
-
-
-@pytest.mark.parametrize("benchmark", COMMANDS, ids=lambda benchmark: benchmark.name)
-def test_help(benchmark: command.Benchmark, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        command.main(benchmark, ["--help"])
-    assert stop.value.code == 0
-    shown = capsys.readouterr().out
-    assert f"python -m benchmarks.{benchmark.name}" in shown
-    assert benchmark.description.strip().splitlines()[0] in shown

@@ -12,13 +12,14 @@ from maxmoe import reference
 
 pytest.importorskip("transformers")
 
-from benchmarks import experts, shapes
+from benchmarks import admission, experts, shapes
+from benchmarks.admission import combinations
 from benchmarks.alternatives import bounds, contenders
-from benchmarks.alternatives.bandwidth_bound import BandwidthBound, consecutive
 from benchmarks.alternatives.dense_bound import DenseBound
 from benchmarks.contender import TOLERANCE, AutogradContender, Contender, Mode, disagreement, runner
 from benchmarks.layers import layer_contenders
 from benchmarks.problem import Problem, make_problem
+from support.sampling import by_default
 
 # The optional libraries need multiples of 32.
 SHAPE = shapes.Shape(num_tokens=7, hidden_size=64, intermediate_size=32, num_experts=4, top_k=2)
@@ -41,7 +42,7 @@ def expected_results(problem: Problem) -> dict[str, Tensor]:
     return {"output": output, **dict(zip(names, gradients, strict=True))}
 
 
-@pytest.mark.parametrize("mode", experts.MODES)
+@pytest.mark.parametrize("mode", by_default(experts.MODES, ["forward+backward"]))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("contender", contenders(), ids=lambda contender: contender.name)
 def test_contenders_compute_the_experts(contender: Contender, dtype: torch.dtype, mode: Mode) -> None:
@@ -103,32 +104,14 @@ def test_the_bound_has_the_products_of_the_experts() -> None:
     assert len(bounds(["flops"], torch.float32)) == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("mode", ["forward", "forward+backward"])
-def test_the_bandwidth_bound_moves_what_must_move(
-    mode: Mode, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    problem = make_problem(SHAPE._replace(num_tokens=1), dtype)
-    read = []
-    plain_sum = Tensor.sum
-    monkeypatch.setattr(Tensor, "sum", lambda self: read.append(self.nbytes) or plain_sum(self))
-    bound = BandwidthBound()
-    assert bound.available(problem, mode) is None
-    bound.prepare(problem)
-    output, gradients = bound.step() if mode == "forward+backward" else (bound.forward(), [])
-    of_one_expert = 3 * SHAPE.hidden_size * SHAPE.intermediate_size * problem.x.element_size()
-    sum_of_sums = 4  # bytes of the few numbers that are added up in the end
-    times = 2 if mode == "forward+backward" else 1
-    chosen = problem.experts.unique()
-    assert sum(size for size in read if size > 100) == times * len(chosen) * of_one_expert
-    assert sum(size for size in read if size <= 100) <= times * sum_of_sums * 3 * SHAPE.top_k
-    assert sum(gradient.nbytes for gradient in gradients) == (times - 1) * SHAPE.num_experts * of_one_expert
-    if dtype == torch.float32:
-        weights = [each[chosen].double() for each in (problem.gate, problem.up, problem.down)]
-        expected = plain_sum(torch.stack([plain_sum(each) for each in weights]))
-        torch.testing.assert_close(output.double(), expected, rtol=1e-4, atol=1e-3)
-
-
-def test_consecutive_experts_are_read_together() -> None:
-    assert consecutive([0, 1, 2, 5, 7, 8]) == [slice(0, 3), slice(5, 6), slice(7, 9)]
-    assert consecutive([3]) == [slice(3, 4)]
+def test_combinations_show_an_error_of_its_size() -> None:
+    generator = torch.Generator().manual_seed(3)
+    right, noise = (torch.randn(4, 64, 32, generator=generator) for _ in range(2))
+    wrong = right + 1e-2 * noise
+    theirs, ours = (combinations({"gate": each, "output": right[0]}) for each in (wrong, right))
+    assert theirs["gate"].shape == (4, 64, admission.NUM_COMBINATIONS)
+    assert disagreement(theirs, ours, 2e-2) is None
+    assert disagreement(theirs, ours, 5e-3) is not None
+    one_number = right.clone()
+    one_number[2, 5, 7] += 1
+    assert disagreement(combinations({"gate": one_number}), combinations({"gate": right}), 1e-3) is not None

@@ -1,11 +1,11 @@
-"""The inputs of the benchmarks: routing, local experts, rows."""
+"""The inputs of the benchmarks: routing, local experts."""
 
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 
-from benchmarks import local, ragged, rows_per_expert, shapes
+from benchmarks import local, rows_per_expert, shapes
 from benchmarks.problem import balanced, make_problem
 
 
@@ -34,10 +34,3 @@ def test_points_have_the_rows_per_expert_that_they_say(shape: shapes.Shape) -> N
         load = problem.experts.flatten().bincount(minlength=shape.num_experts)
         assert (int(load.min()), int(load.max()) <= rows + 1) == (rows, True)
         assert all(len(set(chosen)) == shape.top_k for chosen in problem.experts.tolist())
-
-
-def test_bytes_to_move() -> None:
-    inputs = ragged.make_inputs(shapes.RowsShape(20, 5), torch.bfloat16)
-    assert len(inputs.rows) == 16  # whole groups of 8
-    assert ragged.bytes_to_move("ragged_gather", inputs) == 16 * 5 * 2 * 2 + 16 * 12
-    assert ragged.bytes_to_move("ragged_gather_reduce", inputs) == 16 * 5 * 2 + 2 * 5 * 2 + 16 * 12

@@ -1,6 +1,7 @@
 """The clock of the benchmarks: contenders in turn, rounds, calls that are not timed."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -39,21 +40,18 @@ def test_contenders_are_timed_in_turn_and_each_round_starts_with_another() -> No
     assert [each.rounds for each in runners] == [3, 3, 3]
 
 
-def test_what_comes_before_a_call_and_after_a_turn_is_not_timed() -> None:
-    clock = Clock()
-    one = Runner("a", clock.takes("a", 1), before=clock.takes("-", 7), settle_seconds=0.06)
-    list(round_robin([one], 2, clock=clock, sleep=clock.sleep))
-    assert clock.log == "-az-az-az"
-    assert one.seconds == pytest.approx([1, 1])
-
-
-def test_a_turn_begins_and_ends_untimed() -> None:
+def test_what_comes_before_and_after_a_call_or_a_turn_is_not_timed() -> None:
     clock = Clock()
     seconds = timing.SECONDS_PER_TURN / 4.5
-    one = Runner("a", clock.takes("a", seconds), begin_turn=clock.takes("(", 3), end_turn=clock.takes(")", 3))
+    untimed: dict[str, Any] = {
+        "before": clock.takes("-", 7),
+        "begin_turn": clock.takes("(", 3),
+        "end_turn": clock.takes(")", 3),
+    }
+    one = Runner("a", clock.takes("a", seconds), settle_seconds=0.06, **untimed)
     list(round_robin([one], 1, clock=clock, sleep=clock.sleep))
-    assert clock.log == "(a)" + "(aaaa)"
     assert one.seconds == pytest.approx([seconds] * 4)
+    assert clock.log.replace("z", "") == "(-a)" + "(-a-a-a-a)"
 
 
 def test_short_calls_have_many_in_a_turn_and_slow_ones_few_rounds() -> None:

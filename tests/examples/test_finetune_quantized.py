@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 import finetune_quantized
-from finetuning import quantized_models, token_text
+from finetuning import quantized_models
 from finetuning.adapter_training import AdapterTraining
 from maxmoe.quantization import QuantizedWeight, state_with_stacks
 
@@ -81,8 +81,7 @@ def test_the_loss_goes_down_and_the_adapters_are_those_of_peft(
     out = tmp_path / "out"
     history = trained(text, out, "--steps", "30", "--learning-rate", "0.01")
     assert history[0] > 5 and history[-1] < history[0] - 1
-    printed = capsys.readouterr().out
-    assert "Experts: 1 MB, 0.266 of bfloat16" in printed and "Peak of the resident memory: " in printed
+    assert "Experts: 1 MB, 0.266 of bfloat16" in capsys.readouterr().out
     model = quantized_models.random_model(quantized_models.random_config("small", 2), seed=0)
     tokens = torch.tensor([[*b"word1 word2 word3"]])
     before = model(input_ids=tokens, labels=tokens).loss
@@ -90,26 +89,13 @@ def test_the_loss_goes_down_and_the_adapters_are_those_of_peft(
     assert adapted(input_ids=tokens, labels=tokens).loss < before - 1
 
 
-def test_the_checkpoint_contains_the_adapters_and_their_optimizer(text: Path, tmp_path: Path) -> None:
-    from safetensors import safe_open
-
-    run(text, tmp_path / "out")
-    names: set[str] = set()
-    for path in (tmp_path / "out/checkpoint").glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            names |= set(file.keys())
-    assert names and all("lora_" in name for name in names)
-    assert {name.split(".")[0] for name in names} == {"adapters", "optimizer"}
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_run_resumes_bit_for_bit(
-    number: int, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = trained(text, tmp_path / "whole")
     with monkeypatch.context() as patch:
-        stop_after(patch, 2, lambda: signal.raise_signal(number))
-        assert run(text, tmp_path / "halves") == 128 + number
+        stop_after(patch, 2, lambda: signal.raise_signal(signal.SIGTERM))
+        assert run(text, tmp_path / "halves") == 128 + signal.SIGTERM
     assert "Stopped and saved at step 2. To continue: finetune_quantized.py --resume" in capsys.readouterr().out
     assert losses(tmp_path / "halves") == whole[:2]
     assert not (tmp_path / "halves/adapters").exists()
@@ -143,7 +129,8 @@ def test_expanded_experts_have_the_same_losses(text: Path, tmp_path: Path) -> No
 
 def test_a_published_checkpoint_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
     """transformers expands the experts to bfloat16."""
-    from transformers import GptOssForCausalLM, Mxfp4Config
+    from transformers import GptOssForCausalLM
+    from transformers.utils.quantization_config import Mxfp4Config
 
     folder = published(tmp_path / "model")
     config = quantized_models.checkpoint_config(folder, None)
@@ -159,29 +146,7 @@ def test_a_published_checkpoint_is_read_as_transformers_reads_it(tmp_path: Path)
     quantized_models.dequantize_experts(model)
     expected = dict(theirs.named_parameters())
     assert all(torch.equal(parameter, expected[name]) for name, parameter in model.named_parameters())
-    assert len(quantized_models.checkpoint_config(folder, 1).layer_types) == 1
-
-
-def test_a_published_checkpoint_is_trained_on(text: Path, tmp_path: Path) -> None:
-    folder = published(tmp_path / "model")
-    history = trained(text, tmp_path / "out", "--checkpoint", str(folder), "--steps", "8", "--learning-rate", "0.01")
-    assert history[-1] < history[0] - 0.1
-
-
-def test_a_tokenizer_is_used(tmp_path: Path) -> None:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "one": 1, "two": 2}, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "a.txt").write_text("one two three " * 40)
-    config = quantized_models.random_config("small", 1)
-    config.eos_token_id = 7
-    text = token_text.load_text([str(tmp_path / "a.txt")], 4, config, tmp_path)
-    assert text.tokens[:6].tolist() == [1, 2, 0, 1, 2, 0] and text.tokens[-1] == 7
-    config.vocab_size = 2
-    with pytest.raises(InputError, match="the text has token 7, vocab_size of the model is 2"):
-        token_text.load_text([str(tmp_path / "a.txt")], 4, config, tmp_path)
+    assert quantized_models.checkpoint_config(folder, 1).num_hidden_layers == 1
 
 
 def test_the_large_preset_has_the_published_sizes() -> None:
@@ -202,10 +167,8 @@ SCALES = "model.layers.1.mlp.experts.down_proj_scales"
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mixtral"}, "--checkpoint .*: model_type in config.json must be gpt_oss, got mixtral"),
         ({"model.norm.weight": None}, "--checkpoint .*: it has no tensor model.norm.weight"),
         ({"lm_head.weight": torch.zeros(3, 128)}, r"lm_head.weight must have shape \(256, 128\), got \(3, 128\)"),
-        ({SCALES: torch.full((16, 128, 4), 255, dtype=torch.uint8)}, "model.layers.1.*scales must be finite"),
         ({SCALES: None}, "model.layers.1.*quantized as mxfp4: missing experts.down_proj_scales"),
     ],
 )
@@ -215,33 +178,9 @@ def test_a_checkpoint_that_does_not_fit_is_named(changes: dict[str, Any], messag
         quantized_models.published_model(quantized_models.checkpoint_config(folder, None), folder)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--checkpoint", "nowhere"], "--checkpoint nowhere: there is no file nowhere/config.json"),
-        (["--resume"], "nothing to resume: there is no checkpoint"),
-        (["--sequence-length", "1000000"], "too little text"),
-        (["--learning-rate", "1e30"], r"step \d: .*, try a smaller --learning-rate"),
-    ],
-)
-def test_bad_arguments(arguments: list[str], message: str, text: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=message):
-        run(text, tmp_path / "out", *arguments)
-
-
-def test_more_layers_than_a_checkpoint_has(tmp_path: Path) -> None:
-    folder = published(tmp_path / "model")
-    with pytest.raises(InputError, match=r"--num-layers 3: the model in .* has 2"):
-        quantized_models.checkpoint_config(folder, 3)
-
-
-def test_a_resumed_run_has_the_same_options(text: Path, tmp_path: Path) -> None:
+def test_wrong_options_are_named(text: Path, tmp_path: Path) -> None:
     run(text, tmp_path / "out", "--steps", "1")
     with pytest.raises(InputError, match="has another configuration: seed is 0 in the checkpoint and 1 in this run"):
         run(text, tmp_path / "out", "--resume", "--seed", "1")
-
-
-def test_preset_and_checkpoint_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        options("--preset", "gpt_oss_20b", "--checkpoint", "folder")
-    assert "not allowed with argument" in capsys.readouterr().err
+    with pytest.raises(InputError, match=r"--checkpoint nowhere: there is no file nowhere/config\.json"):
+        run(text, tmp_path / "new", "--checkpoint", "nowhere")

@@ -1,4 +1,4 @@
-"""`examples/pretrain.py` on several ranks: the losses of one process, checkpoints for every mesh, and its end."""
+"""`examples/pretrain.py` on several ranks and stages: losses of one process, checkpoints for any mesh, and the end."""
 
 import errno
 import io
@@ -6,11 +6,12 @@ import os
 import re
 import signal
 import sys
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
@@ -21,13 +22,15 @@ from support.programs import Program
 from support.run_ranks import run_ranks as run_ranks_in_time
 from support.sampling import by_default
 
-SHORT = ("--batch-size", "4", "--sequence-length", "32", "--steps", "5", "--eval-every", "5")
+SHORT = ("--batch-size", "4", "--sequence-length", "32", "--steps", "6", "--eval-every", "6")
 STRIDED = ("--mesh", "fsdp=2,expert=-1", "--rules", "shard-exp-on-fsdp")
 MUON = ("--mesh", "fsdp=2,expert=2", "--rules", "ep-as-dp", "--optimizer", "muon")
 TENSOR_PARALLEL = ("--mesh", "data=2,expert=2", "--rules", "ep-tp")
 CUT_SEQUENCES = ("--mesh", "expert=2", "--rules", "ep-as-cp", "--dispatch", "ring_of_experts")
-STAGES = ("--mesh", "stage=2", "--num-micro-batches", "2")
 CHUNKED = ("--mesh", "expert=2", "--rules", "ep-as-dp", "--num-chunks", "3", "--dispatch", "ragged_all_to_all")
+STAGES = ("--mesh", "stage=2", "--num-micro-batches", "2")
+STAGES_AND_EXPERTS = ("--mesh", "stage=2,expert=2", "--num-micro-batches", "2")
+STAGES_AND_FSDP = ("--mesh", "stage=2,fsdp=2", "--num-micro-batches", "2", "--optimizer", "muon")
 
 
 run_ranks = partial(run_ranks_in_time, timeout=60, deadline=180)  # pictures and checkpoints, on a busy machine
@@ -43,29 +46,30 @@ def printed(text: Path, out: Path, *arguments: str) -> str:
 # The same numbers
 
 
-@pytest.mark.slow  # the next test has the meshes of three of them by default
+@pytest.mark.slow  # the next test has most of these meshes by default
 @pytest.mark.parametrize(
-    "arguments", [STRIDED, TENSOR_PARALLEL, CUT_SEQUENCES, CHUNKED, MUON], ids=lambda words: words[-1]
+    "arguments", [TENSOR_PARALLEL, MUON, STAGES_AND_EXPERTS, STAGES_AND_FSDP], ids=lambda words: words[1]
 )
 def test_ranks_compute_what_one_process_computes(text: Path, tmp_path: Path, arguments: tuple[str, ...]) -> None:
     optimizer = arguments[arguments.index("--optimizer") :] if "--optimizer" in arguments else ()
     alone = printed(text, tmp_path / "alone", *optimizer)
-    world_size = 2 if "expert=2" in arguments else 4
-    together = run_ranks(printed, world_size, text, tmp_path / "together", *arguments)
-    assert together == [alone] * world_size  # the sample too
+    together = run_ranks(printed, 4, text, tmp_path / "together", *arguments)
+    if "stage=2" in arguments[1]:
+        before, _, after = alone.partition("Sample")
+        assert all(text.startswith(before) and text.endswith(after.partition("\n\n")[2]) for text in together)
+        assert "No sample: no rank has the whole model" in together[0]
+    else:
+        assert together == [alone] * 4  # the sample too
     assert_close(saved(tmp_path / "alone"), saved(tmp_path / "together"))
 
 
-def test_a_stopped_run_goes_on_with_any_mesh_and_dispatch(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_run_goes_on_with_any_mesh_and_dispatch(text: Path, tmp_path: Path) -> None:
     """Only the last rank gets the signal, and all stop after the same step."""
 
     def part(step: int | None, *arguments: str) -> int:
-        with monkeypatch.context() as patch:
-            if step is not None:
-                last = not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
-                after_step(patch, step, lambda: signal.raise_signal(signal.SIGTERM) if last else None)
+        last = not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
+        is_stopped = step is not None and last
+        with after_step(step or 0, lambda: signal.raise_signal(signal.SIGTERM)) if is_stopped else nullcontext():
             return run(text, tmp_path / "out", *SHORT, *arguments)
 
     assert run(text, tmp_path / "whole", *SHORT) == 0
@@ -73,6 +77,7 @@ def test_a_stopped_run_goes_on_with_any_mesh_and_dispatch(
     assert run_ranks(part, 4, 2, *STRIDED, "--resume") == [143] * 4
     assert run_ranks(part, 2, 3, *CUT_SEQUENCES, "--resume") == [143] * 2
     assert run_ranks(part, 2, 4, *CHUNKED, "--resume") == [143] * 2
+    assert run_ranks(part, 2, 5, *STAGES, "--resume") == [143] * 2
     assert part(None, "--resume") == 0
     assert_close(saved(tmp_path / "whole"), saved(tmp_path / "out"))
 
@@ -83,21 +88,27 @@ def test_a_stopped_run_goes_on_with_any_mesh_and_dispatch(
 def test_bad_input_is_named_on_all_ranks_alike(text: Path, tmp_path: Path) -> None:
     expected = {
         "--mesh fsdp=4": r"the mesh axes \(fsdp=4\) make 4 ranks, and the world has 2",
-        "--mesh fsdp=-1,expert=3": r"the mesh axes .* do not divide the world of 2",
         "--mesh fsdp:2": "a mesh must read like fsdp=2,expert=4, got 'fsdp:2'",
         "--mesh fdsp=2": r"no rule has the axis 'fdsp' of Mesh\(fdsp=2\); the nearest are 'fsdp'",
         "--rules best": "there is no preset 'best', only .*, shard-exp-on-fsdp",
-        "--rules best.yaml": "No such file or directory: 'best.yaml'",
         "--batch-size 3": "--batch-size 3 is not divisible by fsdp=2",
         "--mesh expert=2 --rules ep-as-cp --sequence-length 15": "--sequence-length 15 is not divisible by expert=2",
         "--num-experts 5 --mesh expert=2 --rules ep-as-dp": "num_experts must be .*: 5 is not divisible by 2",
         "--top-k 5": "top_k .* must not exceed num_experts",
         "--resume": "nothing to resume",
+        "--schedule gpipe": "--schedule gpipe needs an axis stage in --mesh, such as stage=2",
+        "--mesh stage=2": "--mesh stage=2 --rules default: the axis stage needs --num-micro-batches",
+        "--mesh stage=2 --num-micro-batches 3": "--batch-size 2 is not divisible by --num-micro-batches 3",
+        "--mesh stage=2 --num-micro-batches 2 --schedule 1f1d": "got '1f1d'; the nearest are '1f1b'",
+        "--mesh stage=2 --num-micro-batches 1": r"must be at least the number of stages \(2\) for the schedule '1f1b'",
     }
     together = run_ranks(messages, 2, text, tmp_path / "out", [arguments.split() for arguments in expected])
     assert together[0] == together[1]
     for message, pattern in zip(together[0], expected.values(), strict=True):
         assert re.search(pattern, message) and "\n" not in message
+    alone = "--mesh stage=1 --rules default: the axis stage needs torchrun"
+    assert messages(text, tmp_path / "out", [["--mesh", "stage=1", "--num-micro-batches", "2"]]) == [alone]
+    assert not (tmp_path / "out").exists()
 
 
 def refuse(*arguments: Any) -> NoReturn:
@@ -117,15 +128,13 @@ def full_disk(*arguments: Any) -> NoReturn:
     ids=["text", "disk"],
 )
 def test_what_fails_on_one_rank_fails_on_all(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: object, name: str, failure: object, message: str
+    text: Path, tmp_path: Path, owner: object, name: str, failure: object, message: str
 ) -> None:
     def failing() -> list[str]:
-        if dist.get_rank() == 1:
-            monkeypatch.setattr(owner, name, failure)
-        return messages(text, tmp_path / "out", [[*SHORT, "--resume"]])
+        with patch.object(owner, name, failure) if dist.get_rank() == 1 else nullcontext():
+            return messages(text, tmp_path / "out", [[*SHORT, "--resume"]])
 
-    with monkeypatch.context() as patch:
-        after_step(patch, 4, lambda: signal.raise_signal(signal.SIGINT))
+    with after_step(4, lambda: signal.raise_signal(signal.SIGINT)):
         run(text, tmp_path / "out", *SHORT)
     ((first,), (second,)) = run_ranks(failing, 2)
     assert first == second and first.endswith(message)
@@ -133,118 +142,38 @@ def test_what_fails_on_one_rank_fails_on_all(
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"checkpoint"}
 
 
-def test_ranks_refuse_a_folder_in_which_another_run_writes(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_refuse_a_folder_in_which_another_run_writes(text: Path, tmp_path: Path) -> None:
     """Every rank raises the error; the first run continues."""
     refused: list[list[str]] = []
     out, arguments = tmp_path / "out", [[], ["--resume"]]
     run(text, out, "--steps", "1")
-    after_step(monkeypatch, 2, lambda: refused.extend(run_ranks(messages, 2, text, out, arguments)))
-    assert run(text, out, "--resume", "--steps", "2") == 0
+    with after_step(2, lambda: refused.extend(run_ranks(messages, 2, text, out, arguments))):
+        assert run(text, out, "--resume", "--steps", "2") == 0
     assert refused == [[f"cannot write to --out {out}: another run is writing there"] * 2] * 2
 
 
-def test_a_killed_rank_ends_the_others(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    after_step(monkeypatch, 2, lambda: dist.get_rank() == 1 and os.kill(os.getpid(), signal.SIGKILL))
-    monkeypatch.setattr(pretrain.ranks, "PATIENCE", timedelta(seconds=1))
+def test_a_killed_rank_ends_the_others(text: Path, tmp_path: Path) -> None:
+    def dying() -> None:
+        kill = partial(os.kill, os.getpid(), signal.SIGKILL)
+        with (
+            patch.object(pretrain.ranks, "PATIENCE", timedelta(seconds=1)),
+            after_step(2, lambda: kill() if dist.get_rank() == 1 else None),
+        ):
+            run(text, tmp_path / "out", *SHORT)
+
     with pytest.raises(RuntimeError) as error:
-        run_ranks(run, 2, text, tmp_path / "out", *SHORT)
+        run_ranks(dying, 2)
     message = "rank 1 of 2 failed first:\nit died: exit code -9\n\nranks that failed too: [0]"
     assert str(error.value).startswith(message)  # no rank hung
-
-
-def torchrun(
-    text: Path, out: Path, *arguments: str, num_ranks: int = 2, script: Path = EXAMPLES / "pretrain.py"
-) -> Program:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    return Program([*command, str(script), *TINY, "--data", str(text), "--out", str(out), *arguments])
-
-
-FAILING_STEP = """
-import os, signal, sys
-sys.path.insert(0, {examples!r})
-import pretrain
-
-train_step = pretrain.Trainer.train_step
-
-def failing_step(trainer):
-    if trainer.step == 3 and os.environ["RANK"] == "1":
-        {failure}
-    return train_step(trainer)
-
-pretrain.Trainer.train_step = failing_step
-sys.exit(pretrain.main())
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mesh", "failure", "other_rank", "cause"),
-    [
-        (
-            CUT_SEQUENCES,
-            "os.kill(os.getpid(), signal.SIGKILL)",
-            "died or hangs: no heartbeat for 5 s, last seen at",
-            "Signal 9",
-        ),
-        (
-            STAGES,
-            "raise KeyError('no such word')",
-            "failed first: KeyError: 'no such word'",
-            "KeyError: 'no such word'",
-        ),
-    ],
-    ids=["dies", "raises"],
-)
-def test_torchrun_names_the_rank_that_failed(
-    text: Path, tmp_path: Path, mesh: tuple[str, ...], failure: str, other_rank: str, cause: str
-) -> None:
-    """A run resumes from the last checkpoint, on another mesh and with another strategy."""
-    script, options = tmp_path / "failing.py", [*SHORT, "--save-every", "2"]
-    script.write_text(FAILING_STEP.format(failure=failure, examples=str(EXAMPLES)))
-    with torchrun(text, tmp_path / "out", *options, *mesh, script=script) as program:
-        done = program.wait()
-    summary = done.stderr.partition("Root Cause")[2]
-    assert done.returncode == 1
-    assert f"RankError: rank 1 of 2 {other_rank}" in done.stderr
-    assert re.search(r"rank +: 1 \(local_rank: 1\)", summary) and cause in summary
-    assert len(saved(tmp_path / "out")["training"]) == 2
-
-    assert run(text, tmp_path / "whole", *SHORT) == 0
-    assert run_ranks(run, 2, text, tmp_path / "out", *SHORT, *CHUNKED, "--resume") == [0, 0]
-    assert_close(saved(tmp_path / "whole"), saved(tmp_path / "out"))
-
-
-@pytest.mark.slow
-def test_one_rank_says_what_is_wrong(text: Path, tmp_path: Path) -> None:
-    with torchrun(text, tmp_path / "out", "--batch-size", "3") as program:
-        done = program.wait()
-    assert done.returncode != 0 and done.stdout.count("\n") == 1
-    own = [line for line in done.stderr.splitlines() if line.startswith("pretrain:")]
-    assert len(own) == 1 and own[0].endswith("--batch-size 3 is not divisible by fsdp=2")
-    assert "examples/pretrain" not in "".join(re.findall(r"^.*line \d+, in.*$", done.stderr, re.MULTILINE))
-
-
-def test_one_rank_prints(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    def joined() -> None:
-        """Join the ranks, whose process group exists already."""
-        monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: True)
-        monkeypatch.setattr(dist, "init_process_group", lambda *arguments, **options: None)
-        monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
-        with pretrain.ranks.joined():
-            print(f"rank {dist.get_rank()}")
-            print("error", file=sys.stderr)
-
-    run_ranks(joined, 2)
-    assert capfd.readouterr() == ("rank 0\n", "error\n")
 
 
 @pytest.mark.parametrize("num_ranks", by_default([1, 2], [1]))
 def test_an_interrupt_saves(text: Path, tmp_path: Path, num_ranks: int) -> None:
     """One rank prints."""
     options = ("--steps", "5000", "--eval-every", "5000", "--save-every", "2")
-    with torchrun(text, tmp_path / "out", *options, num_ranks=num_ranks) as program:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    script = [str(EXAMPLES / "pretrain.py"), *TINY, "--data", str(text), "--out", str(tmp_path / "out"), *options]
+    with Program([sys.executable, *torchrun, *script]) as program:
         program.wait_until((tmp_path / "out/checkpoint").exists)
         program.process.send_signal(signal.SIGINT)
         done = program.wait()

@@ -1,8 +1,5 @@
 """`examples/strategies.py`: losses and gradients of all strategies equal one process's; sent bytes are printed."""
 
-import multiprocessing
-import time
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,16 +9,10 @@ import torch.distributed as dist
 
 import strategies
 from dispatching import training
-from dispatching.ranks import run_ranks
 from dispatching.sent_bytes import SentBytes
-from dispatching.strategies import ONE_PROCESS
-from dispatching.training import MIB, Run
 from maxmoe.parallel.dispatch import all_gather_rows, ragged_all_to_all, reduce_scatter_rows
-from pretraining import InputError
-from pretraining.command import exit_status
 from support.pretrain_run import words
-from support.ranks_of_examples import fail, wait_long
-from support.run_ranks import run_ranks as run_forked_ranks
+from support.run_ranks import run_ranks
 
 
 def rows_of(text: str) -> dict[str, list[str]]:
@@ -43,12 +34,11 @@ def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> l
     ("options", "chosen"),
     [
         pytest.param(["--ranks", "2"], (2, slice(0, 5)), marks=pytest.mark.slow),
-        pytest.param(["--ranks", "4"], (4, slice(6, 8)), marks=pytest.mark.slow),
         pytest.param(["--ranks", "4", "--random-routing"], (4, slice(5, 8, 2)), marks=pytest.mark.slow),
         (["--ranks", "2", "--random-routing"], (2, slice(0, 2))),
     ],
     indirect=["chosen"],
-    ids=["ep and fsdp", "on two axes", "random, on two axes", "random, ep"],
+    ids=["ep and fsdp", "random, on two axes", "random, ep"],
 )
 def test_all_strategies_have_the_losses_of_one_process(
     options: list[str], chosen: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -64,59 +54,26 @@ def test_all_strategies_have_the_losses_of_one_process(
         assert (same_loss, same_perplexity) == (loss, perplexity), name
         assert float(loss_apart) < 1e-12 and float(gradients_apart) < 1e-11, name
         assert float(peak) > 0 and float(sent) > 0, name
-    assert (out / "strategies.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_runs_are_joined_by_their_worst() -> None:
-    runs = [
-        Run(ONE_PROCESS, [3.0, 2.0], [0.0, 1.0], [0.5, 0.0], [9.0, 1.0, 2.0, 4.0], 5 * MIB, Counter({"all-gather": 2})),
-        Run(ONE_PROCESS, [3.0, 2.0], [2.0, 0.0], [0.0, 0.7], [9.0, 1.0, 2.0, 4.0], 7 * MIB, Counter({"all-gather": 4})),
-    ]
-    joined = Run.joined(runs)
-    assert joined.loss_differences == [2.0, 1.0] and joined.gradient_differences == [0.5, 0.7]
-    assert joined.peak == 7 * MIB and joined.sent == {"all-gather": 3}
-    assert joined.tokens_per_second(10) == 5
+    assert (out / "strategies.png").exists()
 
 
 def sent() -> dict[str, int]:
+    world = dist.group.WORLD
+    assert world is not None
     rank, rows = dist.get_rank(), torch.ones(3, 5, dtype=torch.float64, requires_grad=True)
     with SentBytes() as counted:
-        gathered = all_gather_rows(rows, [3] * 4, dist.group.WORLD, "rows")()
-        reduce_scatter_rows(gathered, [3] * 4, dist.group.WORLD, "rows")()
+        gathered = all_gather_rows(rows, [3] * 4, world, "rows")()
+        reduce_scatter_rows(gathered, [3] * 4, world, "rows")()
         send, receive = [1, 0, 2, 0] if rank == 0 else [0] * 4, [int(rank in (0, 2)) * (1 + rank // 2), 0, 0, 0]
-        ragged_all_to_all(rows[: sum(send)], send, receive, dist.group.WORLD, "rows")().sum().backward()
+        ragged_all_to_all(rows[: sum(send)], send, receive, world, "rows")().sum().backward()
         dist.all_reduce(torch.ones(8))
     return dict(counted.counts)
 
 
 def test_sent_bytes() -> None:
     """P = 4 ranks with T = 3 tokens of D = 5 numbers of 8 bytes each: 2 (P - 1) T D in a ring of experts."""
-    of_first, *_, of_last = run_forked_ranks(sent, 4)
+    of_first, *_, of_last = run_ranks(sent, 4)
     # gloo reduce-scatters rows by an all-to-all.
     ring = {"all-gather": 3 * 3 * 5 * 8, "all-reduce": 2 * 8 * 4 * 3 // 4}
     assert of_first == ring | {"all-to-all": 3 * 3 * 5 * 8 + 2 * 5 * 8}  # one row stays, and none comes back to rank 0
     assert of_last == ring | {"all-to-all": 3 * 3 * 5 * 8}
-
-
-def test_a_failed_rank_is_named_and_the_others_end() -> None:
-    begin = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"(?s)rank 1 of 2: Traceback.*no such expert"):
-        run_ranks(fail, 2, "raised", advance=lambda: None)
-    with pytest.raises(InputError, match="rank 1 of 2: the process was killed"):
-        run_ranks(fail, 2, "killed", advance=lambda: None)
-    assert time.monotonic() - begin < 100  # no collective has waited for its timeout
-
-
-def test_ctrl_c_ends_all_ranks() -> None:
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run_ranks(wait_long, 2, advance=interrupt)
-    assert not multiprocessing.active_children()
-
-
-def test_a_batch_that_the_ranks_cannot_share(capsys: pytest.CaptureFixture[str]) -> None:
-    options = strategies.parse_options(["--ranks", "4", "--batch-size", "6"])
-    assert exit_status("strategies", lambda: strategies.run(options)) == 1
-    assert capsys.readouterr().err == "strategies: --batch-size 6 is not divisible by --ranks 4\n"

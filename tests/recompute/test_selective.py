@@ -19,6 +19,7 @@ from torch.utils.checkpoint import (
 import maxmoe
 from maxmoe import MoE, MoEOutput
 from maxmoe._torch import SELECTIVE_CHECKPOINT_OPTIONS
+from maxmoe.recompute.selective import choices_are_kept
 from support.moe_layers import COMPUTE, DEEPSEEK, GPT_OSS, LLAMA4, Options, make, outcome, tokens
 from support.operator_calls import assert_same
 from support.operator_checks import compile_whole
@@ -180,6 +181,20 @@ def test_keeps_the_experts_of_the_forward_when_the_recomputation_differs() -> No
     calls.clear()
     other = outcome(layer, x, lambda x: WAYS["non_reentrant"](unrepeatable, x)).gradients["experts.up_proj"]
     assert other is not None and other[1].any()
+
+
+def test_random_numbers_of_a_router_are_drawn_again() -> None:
+    """If its random integers were kept, a recomputation would draw other numbers after them."""
+    x = torch.ones(64, requires_grad=True)
+
+    def noisy(x: Tensor) -> Tensor:
+        with choices_are_kept():
+            kept = torch.randint(2, x.shape)
+        return x * (kept + torch.rand(x.shape))
+
+    y = checkpoint(noisy, x, use_reentrant=False, context_fn=maxmoe.keep_routing)
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(gradient, y)
 
 
 def test_counts_once(path: str) -> None:

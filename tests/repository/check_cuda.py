@@ -170,8 +170,8 @@ def code_complaints(library: Path, registers: dict[str, int]) -> Iterator[str]:
 def main() -> int:
     """Print a line for each file and hot kernel, and the complaints; return whether there are any."""
     folder = Path(sys.argv[1])
-    found = []
-    registers = {}
+    found: list[str] = []
+    registers: dict[str, int] = {}
     for log in sorted(folder.glob("*.log")):
         text = log.read_text()
         kernels = compiled(text)

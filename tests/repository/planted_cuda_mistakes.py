@@ -8,6 +8,7 @@ nothing, with the address and undefined-behaviour sanitizers. They must pass wit
 all mistakes are found. Only the kernel is compiled again, not the operators, unlike by planted_mistakes.py.
 """
 
+import argparse
 import os
 import re
 import shutil
@@ -18,13 +19,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 ROOT = Path(__file__).parents[2]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT / "tests"))
 
-from repository.planted_mistakes import Replacement, argument_parser, choose, misplaced  # noqa: E402
+from repository import planted_mistakes  # noqa: E402
+from repository.planted_mistakes import chosen, parser_of  # noqa: E402
 
 FOLDER = ROOT / "cpp/cuda"
 TABLE = Path(__file__).with_suffix(".yaml")
@@ -34,24 +34,19 @@ MAX_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
-class Mistake(Replacement):
-    """A mistake in a source of the CUDA kernels; `file` is relative to cpp/cuda.
+class Mistake(planted_mistakes.Mistake):
+    """A mistake in a source of the CUDA kernels.
 
     Args:
         kernel: kernel whose tests should find it.
     """
 
-    kernel: str
+    kernel: str = ""
 
 
 def mistakes() -> list[Mistake]:
     """Return the table of mistakes."""
-    return [Mistake(**entry) for entry in yaml.safe_load(TABLE.read_text())]
-
-
-def problems(planted: Sequence[Mistake]) -> list[str]:
-    """Return a message for each mistake that cannot be planted."""
-    return misplaced(FOLDER, planted)
+    return planted_mistakes.mistakes(TABLE, Mistake)
 
 
 class Tests:
@@ -79,11 +74,10 @@ class Tests:
         shutil.rmtree(sources, ignore_errors=True)
         source = FOLDER / f"{kernel}.cu"
         if mistake is not None:
-            text = (FOLDER / mistake.file).read_text()
-            planted = sources / "cuda" / mistake.file
+            planted = sources / "cuda" / Path(mistake.file).name
             planted.parent.mkdir(parents=True)
-            planted.write_text(text.replace(mistake.right, mistake.wrong))
-            source = planted if mistake.file == source.name else source
+            planted.write_text(mistake.planted())
+            source = planted if planted.name == source.name else source
         self._compile(source, self.folder / "kernel.o", sanitizer, sources)
         program = self.folder / "tests"
         objects = [str(self.folder / "kernel.o"), *(str(self._object(other, sanitizer)) for other in others)]
@@ -112,29 +106,24 @@ def found_by(tests: Tests, mistake: Mistake) -> str:
     return ""
 
 
-def parse_arguments(arguments: Sequence[str] | None = None) -> list[Mistake]:
-    """Parse the command line; return the chosen mistakes."""
-    parser = argument_parser(__doc__)
-    return choose(mistakes(), parser, parser.parse_args(arguments))
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    return parser_of(__doc__).parse_args(arguments)
 
 
 def main() -> int:
     """Plant the mistakes, print the tests that find each, return whether one is not found."""
-    chosen = parse_arguments()
-    if found := problems(chosen):
-        raise SystemExit("\n".join(found))
-    width = max(len(mistake.name) for mistake in chosen)
-    missed = 0
+    table, missed = chosen(mistakes(), parse_arguments().only), 0
     with tempfile.TemporaryDirectory() as name:
         tests = Tests(Path(name))
-        for kernel in sorted({mistake.kernel for mistake in chosen}):
+        for kernel in sorted({mistake.kernel for mistake in table}):
             if complaint := tests.complaint(kernel, None, "plain"):
                 raise SystemExit(f"the tests of {kernel} fail without a mistake: {complaint}")
-        for mistake in chosen:
+        for mistake in table:
             finder = found_by(tests, mistake)
             missed += not finder
-            print(f"{mistake.name:{width}}  {finder or 'NOT FOUND'}", flush=True)
-    print(f"{len(chosen) - missed} of {len(chosen)} mistakes found")
+            print(f"{mistake.name:60} {finder or 'NOT FOUND'}", flush=True)
+    print(f"{len(table) - missed} of {len(table)} mistakes found")
     return int(missed > 0)
 
 

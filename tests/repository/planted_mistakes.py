@@ -1,20 +1,21 @@
 """Plants mistakes in a copy of the sources, one at a time, and prints the test that finds each.
 
-    python tests/repository/planted_mistakes.py --json before.json
-    python tests/repository/planted_mistakes.py --tree ../other --whole --only ties-to-odd-codes
+    python tests/repository/planted_mistakes.py
+    python tests/repository/planted_mistakes.py --whole --only ties-to-odd-codes
 
-The mistakes are in planted_mistakes.yaml. For each, the tests that are named there run, selected as by default, until
-one fails; if none does, with --whole all tests. The tests that have found mistakes must pass without them. Two runs,
-before and after a change of the tests, show whether the tests still find the same mistakes.
+The mistakes are in planted_mistakes.yaml. For each, tests run as by default until one fails: those of the source
+(tests_of.py), then those of its folder and, with --whole, all. The tests that have found mistakes must pass without
+them. The output before and after a change of the tests shows whether they still find the same mistakes.
 
 The copy is kept in the folder for temporary files, so that only changed files are compiled again. After a mistake in
-C++, the build folder is restored.
+C++, the build is restored.
 """
 
 import argparse
+import ast
 import contextlib
 import fcntl
-import json
+import hashlib
 import os
 import re
 import shutil
@@ -24,138 +25,152 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import yaml
-from tqdm import tqdm
 
 ROOT = Path(__file__).parents[2]
 TABLE = Path(__file__).with_suffix(".yaml")
-FOLDER = Path(tempfile.gettempdir()) / "maxmoe_planted_mistakes"
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT / "tests"))
+
+from repository.tests_of import tests_of  # noqa: E402
+
+FOLDER = Path(tempfile.gettempdir(), f"maxmoe_planted_mistakes_{hashlib.sha256(str(ROOT).encode()).hexdigest()[:8]}")
 # The kernels for this machine alone, and small translation units.
 BUILD_OPTIONS = "-DMAXMOE_ISAS=native -DMAXMOE_UNITY_BATCH_SIZE=2"
 
 
 @dataclass(frozen=True)
-class Replacement:
-    """A text that a mistake replaces in a file.
+class Mistake:
+    """A text that is replaced at one place of the sources.
 
     Args:
         name: name of the mistake.
-        file: file of the sources.
-        right: text that is in the file once.
+        where: qualified name of a function, class or module, or a file in cpp/.
+        right: text that is there once, with any white space where it has some.
         wrong: text in its place.
+        tests: files with tests of a C++ source.
     """
 
     name: str
-    file: str
+    where: str
     right: str
     wrong: str
+    tests: Sequence[str] = ()
+
+    @property
+    def file(self) -> str:
+        """The file of the mistake."""
+        return self._place()[0]
+
+    def _place(self) -> tuple[str, list[str]]:
+        """Return the file, and the names of the classes and functions in it that lead to the place."""
+        parts = self.where.split(".")
+        for count in range(len(parts), 0, -1):
+            for file in ("/".join(parts[:count]) + ".py", "/".join([*parts[:count], "__init__.py"])):
+                if (ROOT / file).is_file():
+                    return file, parts[count:]
+        return self.where, []
+
+    def planted(self) -> str:
+        """Return the text of the file with the mistake; raise a ValueError if the right text is not there once."""
+        file, names = self._place()
+        text = (ROOT / file).read_text() if (ROOT / file).is_file() else ""
+        begin, end = _span(text, names) if names else (0, len(text))
+        pattern = re.compile(r"\s+".join(map(re.escape, self.right.split())))
+        found = [*pattern.finditer(text, begin, end)]
+        if len(found) != 1:
+            raise ValueError(f"{self.name}: {self.where} must have the text once, got {len(found)}: {self.right}")
+        return text[: found[0].start()] + self.wrong + text[found[0].end() :]
 
 
-Replacements = TypeVar("Replacements", bound=Replacement)
+def _span(text: str, names: Sequence[str]) -> tuple[int, int]:
+    """Return where a class or function of a Python source begins and ends; (0, 0) if it is not there."""
+    node: ast.AST | None = ast.parse(text)
+    for name in names:
+        scopes = (
+            (child for child in ast.walk(node) if isinstance(child, ast.FunctionDef | ast.ClassDef)) if node else ()
+        )
+        node = next((scope for scope in scopes if scope.name == name and scope is not node), None)
+    if not isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return 0, 0
+    ends = [0, *(match.end() for match in re.finditer("\n|$", text))]
+    first = min(part.lineno for part in (node, *node.decorator_list))
+    return ends[first - 1], ends[node.end_lineno or first]
 
 
-@dataclass(frozen=True)
-class Mistake(Replacement):
-    """A mistake.
-
-    Args:
-        tests: files or folders with tests that should find it.
-    """
-
-    tests: list[str]
+Planted = TypeVar("Planted", bound=Mistake)
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """Outcome of a mistake: the test that has found it, or "", and the time in seconds."""
-
-    name: str
-    file: str
-    found_by: str
-    seconds: float
+def mistakes(table: Path = TABLE, kind: type = Mistake) -> list[Any]:
+    """Return a table of mistakes of a kind."""
+    return [kind(where=entry.pop("in"), **entry) for entry in yaml.safe_load(table.read_text())]
 
 
-def mistakes() -> list[Mistake]:
-    """Return the table of mistakes."""
-    return [Mistake(**entry) for entry in yaml.safe_load(TABLE.read_text())]
-
-
-def misplaced(folder: Path, planted: Sequence[Replacement]) -> list[str]:
-    """Return a message for each mistake whose right text is not exactly once in its file of the folder."""
+def problems(table: Sequence[Mistake]) -> list[str]:
+    """Return a message for each mistake that cannot be planted."""
     found = []
-    for mistake in planted:
-        path = folder / mistake.file
-        count = path.read_text().count(mistake.right) if path.is_file() else 0
-        if count != 1:
-            found.append(f"{mistake.name}: {mistake.file} must have the text once, got {count} times: {mistake.right}")
-    return found
-
-
-def problems(tree: Path, planted: Sequence[Mistake]) -> list[str]:
-    """Return a message for each mistake that cannot be planted in a tree, or whose tests are not there."""
-    found = misplaced(tree, planted)
-    for mistake in planted:
-        if not any((tree / test).exists() for test in mistake.tests):
-            found.append(f"{mistake.name}: none of {mistake.tests} is there")
+    for mistake in table:
+        try:
+            mistake.planted()
+        except ValueError as error:
+            found.append(str(error))
     return found
 
 
 class Copy:
-    """A copy of a checkout in which mistakes are planted."""
+    """A copy of the checkout in which mistakes are planted."""
 
-    def __init__(self, tree: Path, folder: Path = FOLDER) -> None:
-        self.folder, self._build, self._saved = folder, folder / "build", folder / "saved"
+    def __init__(self, folder: Path = FOLDER) -> None:
+        self.folder = folder
         self._is_compiled = False
         listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-        names = subprocess.run(listed, cwd=tree, check=True, capture_output=True, text=True).stdout.split("\0")
-        names += [str(path.relative_to(tree)) for path in (tree / "maxmoe").rglob("*.so")]
-        files = {name for name in names if name and os.path.lexists(tree / name)}
-        for path in [*folder.rglob("*")]:
-            is_source = "__pycache__" not in path.parts and not {self._build, self._saved} & {path, *path.parents}
-            if is_source and not path.is_dir() and str(path.relative_to(folder)) not in files:
+        names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
+        names += [str(path.relative_to(ROOT)) for path in (ROOT / "maxmoe").rglob("*.so")]
+        files = {name for name in names if (ROOT / name).is_file()}
+        for path in folder.rglob("*"):
+            name = str(path.relative_to(folder))
+            if path.is_file() and not name.startswith("build/") and name not in files:
                 path.unlink()
-        for name in files:
-            _update(tree / name, folder / name)
+        for name in files:  # an equal file keeps its time, so that it is not compiled again
+            target = folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if not target.is_file() or target.read_bytes() != (ROOT / name).read_bytes():
+                shutil.copyfile(ROOT / name, target)
         time.sleep(1)  # Python compares the times of sources in whole seconds
 
     @contextlib.contextmanager
     def planted(self, mistake: Mistake) -> Iterator[None]:
         """Plant a mistake while the block runs."""
-        is_compiled = mistake.file.startswith("cpp/")
-        if is_compiled and not self._is_compiled:
-            self._compile()
-            self._is_compiled = True
         path = self.folder / mistake.file
         text, status = path.read_text(), path.stat()
-        path.write_text(text.replace(mistake.right, mistake.wrong))
-        try:
-            with self._compiled_again() if is_compiled else contextlib.nullcontext():
+        with self._build_restored() if mistake.file.startswith("cpp/") else contextlib.nullcontext():
+            path.write_text(mistake.planted())
+            try:
+                if mistake.file.startswith("cpp/"):
+                    self._compile()
                 yield
-        finally:
-            path.write_text(text)
-            os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+            finally:
+                path.write_text(text)
+                os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
     @contextlib.contextmanager
-    def _compiled_again(self) -> Iterator[None]:
-        package = self.folder / "maxmoe"
-        shutil.rmtree(self._saved, ignore_errors=True)
-        shutil.copytree(self._build, self._saved / "build")
-        libraries = [path.relative_to(package) for path in package.rglob("*.so")]
-        for library in libraries:
-            (self._saved / library).parent.mkdir(exist_ok=True)
-            shutil.copy2(package / library, self._saved / library)
-        try:
+    def _build_restored(self) -> Iterator[None]:
+        if not self._is_compiled:
             self._compile()
-            yield
-        finally:
-            shutil.rmtree(self._build)
-            (self._saved / "build").rename(self._build)
-            for library in libraries:
-                shutil.copy2(self._saved / library, package / library)
+            self._is_compiled = True
+        with tempfile.TemporaryDirectory(dir=self.folder.parent) as saved:
+            for name in ("build", "maxmoe"):
+                shutil.copytree(self.folder / name, Path(saved, name), symlinks=True)
+            try:
+                yield
+            finally:
+                for name in ("build", "maxmoe"):
+                    shutil.rmtree(self.folder / name)
+                    Path(saved, name).rename(self.folder / name)
 
     def _compile(self) -> None:
         command = [sys.executable, "setup.py", "--quiet", "build_ext", "--build-lib", "."]
@@ -176,90 +191,65 @@ class Copy:
 
     def _run(self, command: Sequence[str], **environment: str) -> "subprocess.CompletedProcess[str]":
         variables = os.environ | {"PYTHONPATH": str(self.folder)} | environment
-        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        return subprocess.run(command, cwd=self.folder, env=variables, text=True, errors="replace", **output)
+        pipe, joined = subprocess.PIPE, subprocess.STDOUT
+        return subprocess.run(
+            command, cwd=self.folder, env=variables, text=True, errors="replace", stdout=pipe, stderr=joined
+        )
+
+    def finder(self, mistake: Mistake, *, whole: bool) -> str:
+        """Return the first test that finds a mistake, or ""."""
+        folder = Path("tests", Path(mistake.file).parts[1])
+        runs = [mistake.tests or tests_of(mistake.file), [str(folder)] if (ROOT / folder).is_dir() else []]
+        with self.planted(mistake):
+            for tests in [*filter(None, runs), *([()] if whole else [])]:
+                if found := self.failing("-x", *tests):
+                    return found[0]
+        return ""
 
 
-def _update(source: Path, target: Path) -> None:
-    """Make a file equal to another one; an equal one keeps its time, so that it is not compiled again."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if source.is_symlink():
-        target.unlink(missing_ok=True)
-        target.symlink_to(os.readlink(source))
-    elif not target.is_file() or target.read_bytes() != source.read_bytes():
-        shutil.copyfile(source, target)
-
-
-def plant(copy: Copy, mistake: Mistake, *, whole: bool) -> Outcome:
-    """Plant a mistake and run tests until one of them finds it."""
-    begin = time.monotonic()
-    named = [test for test in mistake.tests if (copy.folder / test).exists()]
-    with copy.planted(mistake):
-        found = copy.failing("-x", *named) or (copy.failing("-x") if whole else [])
-    return Outcome(mistake.name, mistake.file, found[0] if found else "", round(time.monotonic() - begin, 1))
-
-
-def failing_without_mistakes(copy: Copy, outcomes: Sequence[Outcome]) -> set[str]:
-    """Return the tests that found a mistake but fail without one as well."""
-    tests = sorted({outcome.found_by for outcome in outcomes if outcome.found_by.startswith("tests/")})
-    return set(copy.failing(*tests)) if tests else set()
-
-
-def table(outcomes: Sequence[Outcome]) -> str:
-    """Return a line for each mistake, those that no test has found last."""
-    rows = sorted(outcomes, key=lambda outcome: not outcome.found_by)
-    width = max((len(outcome.name) for outcome in rows), default=0)
-    lines = [f"{row.name:{width}}  {row.seconds:6.1f} s  {row.found_by or 'NOT FOUND, in ' + row.file}" for row in rows]
-    return "\n".join([*lines, f"{sum(bool(row.found_by) for row in rows)} of {len(rows)} mistakes found"])
-
-
-def argument_parser(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser with the option --only, for `choose`."""
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the option --only, for `chosen`."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these mistakes")
     return parser
 
 
-def choose(
-    table: Sequence[Replacements], parser: argparse.ArgumentParser, options: argparse.Namespace
-) -> list[Replacements]:
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--whole", action="store_true", help="all tests, if those of the folder do not find a mistake")
+    return parser.parse_args(arguments)
+
+
+def chosen(table: Sequence[Planted], only: Sequence[str] | None) -> list[Planted]:
     """Return the mistakes that --only names, or all without it."""
-    if unknown := {*(options.only or ())} - {mistake.name for mistake in table}:
-        parser.error(f"unknown mistakes: {', '.join(sorted(unknown))}")
-    return [mistake for mistake in table if options.only is None or mistake.name in options.only]
-
-
-def parse_arguments(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[Mistake]]:
-    """Parse the command line; return the options and the chosen mistakes."""
-    parser = argument_parser(__doc__)
-    parser.add_argument("--tree", type=Path, default=ROOT, help="checkout with the tests and the sources")
-    parser.add_argument("--whole", action="store_true", help="all tests, if the named ones do not find a mistake")
-    parser.add_argument("--json", type=Path, help="file for the outcomes")
-    options = parser.parse_args(arguments)
-    return options, choose(mistakes(), parser, options)
+    if unknown := {*(only or ())} - {mistake.name for mistake in table}:
+        raise SystemExit(f"unknown mistakes: {', '.join(sorted(unknown))}")
+    found = [mistake for mistake in table if only is None or mistake.name in only]
+    if messages := problems(found):
+        raise SystemExit("\n".join(messages))
+    return found
 
 
 def main() -> int:
-    """Plant the mistakes, print and write the outcomes; return whether not all are found."""
-    options, chosen = parse_arguments()
-    if found := problems(options.tree, chosen):
-        raise SystemExit("\n".join(found))
+    """Plant the mistakes, print the test that finds each; return whether one is not found."""
+    options = parse_arguments()
+    table: list[Mistake] = chosen(mistakes(), options.only)
+    finders: list[str] = []
     for number in (signal.SIGINT, signal.SIGTERM):  # in the background, a shell has SIGINT ignored
         signal.signal(number, signal.default_int_handler)
     FOLDER.mkdir(exist_ok=True)
     with FOLDER.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        copy, outcomes = Copy(options.tree.resolve()), []
-        with contextlib.suppress(KeyboardInterrupt), tqdm(chosen, unit="mistake") as progress:
-            for mistake in progress:
-                progress.set_postfix_str(mistake.name)
-                outcomes.append(plant(copy, mistake, whole=options.whole))
-                if options.json is not None:
-                    options.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=2) + "\n")
-        print(table(outcomes))
-        if also := failing_without_mistakes(copy, outcomes):
-            raise SystemExit("\n".join(["These tests fail without a mistake as well:", *sorted(also)]))
-    return int(sum(bool(outcome.found_by) for outcome in outcomes) < len(chosen))
+        copy = Copy()
+        for mistake in table:
+            finders.append(copy.finder(mistake, whole=options.whole))
+            print(f"{mistake.name:60} {finders[-1] or 'NOT FOUND'}", flush=True)
+        tests = sorted({finder for finder in finders if finder.startswith("tests/")})
+        if also := copy.failing(*tests) if tests else []:
+            raise SystemExit("\n".join(["These tests fail without a mistake as well:", *also]))
+    print(f"{len(table) - finders.count('')} of {len(table)} mistakes found")
+    return int("" in finders)
 
 
 if __name__ == "__main__":

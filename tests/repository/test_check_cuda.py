@@ -19,16 +19,6 @@ ptxas info    : Compile time = 621.181 ms
 """
     for target, registers in zip(check_cuda.TARGETS, (50, 40, 40, 40), strict=True)
 )
-# Two loads at a time: the third one waits for the first, and of two opposite predicates one holds.
-SUM = """\
-        /*0000*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
-        /*0010*/              @!P0 LDG.E.128 R8, desc[UR4][R2.64+0x10] ;
-        /*0020*/               @P0 LDG.E.128 R8, desc[UR4][R2.64+0x20] ;
-        /*0030*/                   FADD R16, R4, R7 ;
-        /*0040*/                   LDG.E.128 R12, desc[UR4][R2.64+0x30] ;
-        /*0050*/               @P0 BRA 0x40 ;
-        /*0060*/                   EXIT ;
-"""
 
 
 def test_logs() -> None:
@@ -59,26 +49,6 @@ def test_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(check_cuda.code_complaints(Path("a.so"), {})) == [
         f"{names[0]} for {target} has no HMMA" for target in check_cuda.TARGETS
     ]
-    del code[names[0]]
-    assert "11 kernels for the matrix units of sm_80, there should be 12" in list(
-        check_cuda.code_complaints(Path("a.so"), {})
-    )
-
-
-def test_hot_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    def complaints(code: str, registers: int) -> list[str]:
-        return list(check_cuda.hot_complaints({"_Z4kernel": code}, {"_Z4kernel": registers}))
-
-    assert [check_cuda.blocks_of(registers) for registers in (32, 33, 80, 81, 255)] == [8, 6, 3, 2, 1]
-    monkeypatch.setattr(check_cuda, "HOT", (check_cuda.Hot("kernel", "_Z4kernel", 3, 2),))
-    assert not complaints(SUM, 80)
-    assert complaints(SUM, 81) == [
-        "kernel for sm_90 has 0 indirect branches, 2 blocks and 2 loads, there should be 0, at least 3 and 2"
-    ]
-    assert "1 indirect branches" in complaints(SUM.replace("FADD R16, R4, R7", "BRX R4 -0x30"), 80)[0]
-    assert "and 1 loads" in complaints(SUM.replace("@!P0 LDG", "@!P0 LDS").replace("@P0 LDG", "@P0 LDS"), 80)[0]
-    monkeypatch.setattr(check_cuda, "HOT", (check_cuda.Hot("other", "_Z5other", 3, 2),))
-    assert complaints(SUM, 80) == ["0 kernels other, there should be 1"]
 
 
 def test_both_builds_compile_for_the_same_targets() -> None:

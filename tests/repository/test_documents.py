@@ -1,6 +1,5 @@
 """README.md, CONTRIBUTING.md and docs: the Python runs, the commands exist, the names are right."""
 
-import dataclasses
 import importlib.util
 import re
 import shlex
@@ -11,17 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-import maxmoe
-from fuzz import steps_under_load
-from maxmoe.families.deepseek_v4 import HashRouting
-from maxmoe.families.gemma4 import NormedTokens
-from maxmoe.families.inkling import SharedExpertScores
-from maxmoe.families.zaya import RouterMLP
 from repository.check_packages import TORCH_REQUIREMENT, TORCHES, tracked
-from support.docs_module import docs_module
 
 ROOT = Path(__file__).parents[2]
-LAYER = ROOT / "docs" / "layer.md"
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 GETTING_STARTED, MINIMAL = ROOT / "docs" / "getting_started.md", ROOT / "examples" / "train_minimal.py"
 TARGETS = set(re.findall(r"^([a-z][a-z0-9-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
@@ -43,10 +34,6 @@ def is_part(code: str, script: str) -> bool:
 # Parts of scripts that are run elsewhere; every other block of Python is executed here.
 SHOWN = [code for code in blocks("python", [GETTING_STARTED]) if is_part(code, MINIMAL.read_text())]
 RUN_BY_EXAMPLES = blocks("python", [ROOT / "docs" / "how_to" / "own_model.md"])
-
-
-# Examples that have options and need no packages besides the tests'.
-SCRIPTS = [f"examples/{name}.py" for name in ("balancing", "muon_sharding", "replay_routes", "strategies")]
 
 
 def commands() -> list[list[str]]:
@@ -104,6 +91,22 @@ def check_command(arguments: list[str]) -> None:
         assert options.report(options)
 
 
+def check_script(script: str, arguments: list[str]) -> None:
+    """The options of a script exist; its module is imported by the name of its file."""
+    assert (ROOT / script).exists()
+    if script == "examples/train_minimal.py":
+        assert not arguments
+    elif script.startswith("tests/fuzz/fuzz_"):
+        assert set(arguments[::2]) <= {"--seconds", "--seed", "--case"}
+    else:
+        for library in ("transformers", "peft"):
+            if library in (ROOT / script).read_text():
+                pytest.importorskip(library)
+        folder = f"{Path(script).parts[1]}." * script.startswith("tests/")
+        module = importlib.import_module(folder + Path(script).stem)
+        (module.parse_arguments if folder else module.parse_options)(arguments)
+
+
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
 def test_commands_exist(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     match words:
@@ -125,33 +128,12 @@ def test_commands_exist(words: list[str], tmp_path: Path, monkeypatch: pytest.Mo
         case ["python", "-m", "maxmoe", *arguments]:
             monkeypatch.chdir(tmp_path)  # some write a file
             check_command(arguments)
-        case [*_, "examples/train_minimal.py"]:  # which takes no options
-            assert words[:-1] in (["python"], ["torchrun", "--nproc-per-node", "2"])
-        case ["python", "examples/pretrain.py", *arguments] | [
-            "torchrun", "--nproc-per-node", _, "examples/pretrain.py", *arguments
-        ]:  # fmt: skip
-            from support.pretrain_run import pretrain
-
-            pretrain.parse_options(arguments)
         case ["bash", "tests/device/run.sh", *options]:
             assert options in ([], ["--device", "cpu", "--tiny"])
-        case ["python", "tests/fuzz/steps_under_load.py", *arguments]:
-            steps_under_load.parse_arguments(arguments)
-        case ["python", script, *arguments] if script.startswith("tests/repository/planted_"):
-            importlib.import_module(f"repository.{Path(script).stem}").parse_arguments(arguments)
-        case ["python", fuzzer, *arguments] if fuzzer.startswith("tests/fuzz/"):
-            assert (ROOT / fuzzer).exists() and set(arguments[::2]) <= {"--seconds", "--seed", "--case"}
         case ["python", "examples/notebooks/execute.py", *names]:
             assert all((ROOT / f"examples/notebooks/{name}.ipynb").exists() for name in names)
-        case ["python", script, *arguments] if script in SCRIPTS:
-            importlib.import_module(Path(script).stem).parse_options(arguments)
-        case ["python", "examples/upcycle.py", *arguments]:
-            pytest.importorskip("transformers")
-            importlib.import_module("upcycle").parse_options(arguments)
-        case ["python", ("examples/finetune_transformers.py" | "examples/finetune_quantized.py") as script, *arguments]:
-            pytest.importorskip("transformers")
-            pytest.importorskip("peft")
-            importlib.import_module(Path(script).stem).parse_options(arguments)
+        case ["python", script, *arguments] | ["torchrun", "--nproc-per-node", _, script, *arguments]:
+            check_script(script, arguments)
         case _:
             pytest.fail(f"nothing here checks {words}")
 
@@ -172,49 +154,6 @@ def check_pip(arguments: list[str]) -> None:
                 assert re.search(rf"^{extra} = \[", project, re.MULTILINE), extra
         elif not argument.startswith(("-", "https://")) and argument not in (".", "dist/*.whl"):
             assert argument == TORCH_REQUIREMENT or f'"{argument}"' in project, argument
-
-
-def test_the_fields_of_the_config_are_described_as_in_its_docstring() -> None:
-    tables = docs_module("config_table")
-    table = tables.config_table()
-    assert table in LAYER.read_text() and tables.component_table() in LAYER.read_text()
-    named = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
-    assert named == [field.name for field in dataclasses.fields(maxmoe.MoEConfig)]
-
-
-def test_the_state_dict_is_as_written() -> None:
-    sizes = {"V": 9, "K": 2, "E": 4, "N": 15, "D": 6, "F": 3, "n F": 6, "C": 7, "L": 5, "R": 8, "1": 1, "2": 2}
-    rows = re.findall(r"^\| (`\w+\.[\w.]+`.*?) \| `\[(.*?)\]` \|", LAYER.read_text(), re.MULTILINE)
-    written = {
-        name: tuple(sizes[size] for size in shape.split(", "))
-        for names, shape in rows
-        for name in re.findall(r"`([\w.]+)`", names)
-    }
-    config = maxmoe.MoEConfig(
-        hidden_size=6,
-        intermediate_size=3,
-        num_experts=4,
-        top_k=2,
-        router_bias=True,
-        router=RouterMLP(hidden_size=8, takes_state=True),
-        score_correction_bias=True,
-        expert_bias=True,
-        num_shared_experts=2,
-        shared_expert_gate=True,
-        zero_computation=maxmoe.ZeroComputation(zero=1, copy=3, constant=7),
-        latent_size=5,
-        expert_norms=maxmoe.ExpertNorms(latent_in=True, latent_out=True, output=True, input=True, sum=True),
-    )
-    shapes = {name: tuple(value.shape) for name, value in maxmoe.MoE(config).state_dict().items()}
-    small = {"hidden_size": 6, "intermediate_size": 3, "num_experts": 15, "top_k": 2}
-    rules = (SharedExpertScores(), NormedTokens(), HashRouting(num_ids=9))  # whose routers have further tensors
-    for rule in rules:
-        options = {"score_function": "sigmoid", "num_shared_experts": 1} if rule.scores_shared_experts else {}
-        router = maxmoe.MoE(maxmoe.MoEConfig(**small, **options, router=rule)).router
-        own = {name: value for name, value in router.state_dict().items() if name not in ("weight", "bias")}
-        assert own
-        shapes |= {f"router.{name}": tuple(value.shape) for name, value in own.items()}
-    assert shapes == written
 
 
 def test_layout_names_what_exists() -> None:

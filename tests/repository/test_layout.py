@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from maxmoe import ops
+from repository import tests_of
 
 ROOT = Path(__file__).parents[2]
 # The functions of maxmoe.ops that call operators.
@@ -20,28 +21,10 @@ CPP_FILES = sorted(path for pattern in ("*.h", "*.cpp", "*.cu") for path in (ROO
 
 # Names of torch that PyTorch does not document for C++ extensions.
 PRIVATE_NAMES_OF_TORCH = (
-    "at::cpu::",
-    "at::detail::",
-    "at::functorch::",
-    "at::native::",
-    "at::autocast::",
-    "at::impl::",
-    "c10::impl::",
-    "AutoFwGradMode",
-    "DispatchKeySet",
-    "autocast_dispatch_keyset",
-    "functorchTLSAccessor",
-    "graph_task",
-    "key_set()",
-    "profiledCPUMemoryReporter",
-    "_dispatch.h>",
-    "_assert_async",
-    "_fw_grad",
-    "_fw_primal",
-    "_grouped_mm",
-    "_make_dual",
-    "_softmax_backward_data",
-    "_unpack_dual",
+    *("at::cpu::", "at::detail::", "at::functorch::", "at::native::", "at::autocast::", "at::impl::"),
+    *("c10::impl::", "AutoFwGradMode", "DispatchKeySet", "autocast_dispatch_keyset", "functorchTLSAccessor"),
+    *("graph_task", "key_set()", "profiledCPUMemoryReporter", "_dispatch.h>", "_assert_async"),
+    *("_fw_grad", "_fw_primal", "_grouped_mm", "_make_dual", "_softmax_backward_data", "_unpack_dual"),
 )
 
 # The order of imports, as CONTRIBUTING.md shows it: a line imports from itself and the lines above it.
@@ -87,6 +70,32 @@ def test_an_operator_has_one_name_in_every_layer(operator: str) -> None:
 
 def test_every_test_lies_in_a_folder() -> None:
     assert not [*(ROOT / "tests").glob("test_*.py")]
+
+
+def test_every_source_has_tests_where_a_newcomer_looks() -> None:
+    assert [*tests_of.complaints()] == []
+
+
+def test_sources_without_tests_and_wrong_lines_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tests_of, "ROOT", tmp_path)
+    files = ["maxmoe/a.py", "maxmoe/nn/b.py", "maxmoe/nn/_c.py", "maxmoe/nn/in/d.py", "maxmoe/nn/e.py", "maxmoe/f.py"]
+    tests = ["tests/package/test_a.py", "tests/nn/test_c.py", "tests/nn/test_d.py", "tests/nn/test_x.py"]
+    for file in ["maxmoe/__init__.py", "maxmoe/nn/__init__.py", *files, *tests]:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    (tmp_path / "maxmoe/__init__.py").write_text("def f():\n    pass\n")
+    lines = {"maxmoe/nn/b.py": "[tests/nn/test_x.py]", "maxmoe/a.py": "[tests/nn/test_x.py]"}
+    lines |= {"maxmoe/nn/e.py": "[tests/nn/test_e.py]", "maxmoe/gone.py": "[tests/nn/test_x.py]"}
+    (tmp_path / "tests/tests_of.yaml").write_text("".join(f"{source}: {files}\n" for source, files in lines.items()))
+    assert [message.partition(",")[0] for message in tests_of.complaints()] == [
+        "maxmoe/__init__.py has no test of its name",
+        "maxmoe/f.py has no test of its name",
+        "maxmoe/a.py needs no line in tests_of.yaml: its tests are in tests/package/test_a.py",
+        "tests_of.yaml names ['tests/nn/test_e.py'] for maxmoe/nn/e.py",
+        "maxmoe/gone.py",
+    ]
+    assert tests_of.tests_of("maxmoe/nn/b.py") == ["tests/nn/test_x.py"]
+    assert tests_of.tests_of("maxmoe/nn/in/d.py") == ["tests/nn/test_d.py"]
 
 
 def test_public_names_of_packages_are_no_modules() -> None:

@@ -1,36 +1,36 @@
-"""The table of planted mistakes fits the sources. planted_mistakes.py checks that tests find the mistakes."""
+"""The mistakes can be planted, at one place each. planted_mistakes.py checks that tests find them."""
 
-from dataclasses import replace
+import ast
 from pathlib import Path
 
 import pytest
 
-from repository import planted_cuda_mistakes
-from repository.planted_mistakes import ROOT, Mistake, mistakes, problems
+from repository import planted_cuda_mistakes, planted_mistakes
+from repository.planted_mistakes import ROOT, Mistake, problems
 
 
-def test_every_mistake_can_be_planted() -> None:
-    table = mistakes()
-    assert not problems(ROOT, table)
+@pytest.mark.parametrize("table", [planted_mistakes.mistakes(), planted_cuda_mistakes.mistakes()], ids=["all", "cuda"])
+def test_every_mistake_can_be_planted(table: list[Mistake]) -> None:
+    assert not problems(table)
     assert len({mistake.name for mistake in table}) == len(table) >= 60
     for mistake in table:
         assert mistake.wrong != mistake.right
-        missing = [test for test in mistake.tests if not (ROOT / test).exists()]
-        assert not missing, f"{mistake.name} names {missing}"
+        assert all((ROOT / test).exists() for test in mistake.tests), f"{mistake.name} names {mistake.tests}"
+        if mistake.file.endswith(".py"):
+            ast.parse(mistake.planted())
 
 
-@pytest.mark.parametrize("text", ["", "x = 1\nx = 1\n"])
-def test_a_text_that_is_not_there_once_is_named(text: str, tmp_path: Path) -> None:
-    (tmp_path / "a.py").write_text(text)
-    mistake = Mistake("wrong-number", "a.py", "x = 1", "x = 2", ["a.py"])
-    (message,) = problems(tmp_path, [mistake])
-    assert "wrong-number: a.py must have the text once" in message
-    assert len(problems(tmp_path, [replace(mistake, tests=["b.py"])])) == 2
-
-
-def test_every_mistake_in_a_cuda_kernel_can_be_planted() -> None:
-    table = planted_cuda_mistakes.mistakes()
-    assert not planted_cuda_mistakes.problems(table)
-    assert len({mistake.name for mistake in table}) == len(table) >= 30
+def test_every_cuda_kernel_has_mistakes() -> None:
     kernels = {path.stem for path in (ROOT / "cpp/cuda").glob("*.cu")} - {"library"}
-    assert {mistake.kernel for mistake in table} == kernels
+    assert {mistake.kernel for mistake in planted_cuda_mistakes.mistakes()} == kernels
+
+
+def test_a_mistake_is_planted_in_one_function(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(planted_mistakes, "ROOT", tmp_path)
+    (tmp_path / "a.py").write_text("x = 1\nclass A:\n    @g\n    def f(self):\n        x =  1\n        return x\n")
+    planted = Mistake("wrong-number", "a.A.f", "x = 1", "x = 2").planted()
+    assert planted == "x = 1\nclass A:\n    @g\n    def f(self):\n        x = 2\n        return x\n"
+    assert "    @h\n" in Mistake("wrong-decorator", "a.A.f", "@g", "@h").planted()
+    for where, right, count in [("a", "x = 1", 2), ("a.A", "x = 2", 0), ("a.B", "x = 1", 0), ("b", "x = 1", 0)]:
+        (message,) = problems([Mistake("wrong-number", where, right, "x = 2")])
+        assert message == f"wrong-number: {where} must have the text once, got {count}: {right}"

@@ -23,80 +23,72 @@ def site_with_torch(folder: Path, version: str) -> str:
     return str(folder)
 
 
-def metadata(folder: Path, *, sites: list[str] | None, **variables: str) -> subprocess.CompletedProcess[str]:
-    """The metadata, which pip requests first."""
+def metadata(
+    folder: Path, *, sites: list[str] | None, **variables: str
+) -> tuple["subprocess.CompletedProcess[str]", set[str]]:
+    """Make the metadata, which pip requests first; return the end of the process, and the requirements."""
     environment = {name: value for name, value in os.environ.items() if name != "MAXMOE_TORCH"} | variables
     if sites is not None:
         environment["MAXMOE_TORCH"] = os.pathsep.join(sites)
     command = [sys.executable, "setup.py", "--quiet", "egg_info", "--egg-base", str(folder)]
-    return programs.run(command, cwd=ROOT, env=environment)
+    done = programs.run(command, cwd=ROOT, env=environment)
+    path = folder / "maxmoe.egg-info/requires.txt"
+    return done, set(path.read_text().partition("\n\n")[0].splitlines()) if path.exists() else set()
 
 
-def required(folder: Path) -> set[str]:
-    lines = (folder / "maxmoe.egg-info/requires.txt").read_text().partition("\n\n")[0]
-    return set(lines.splitlines())
+OTHERS = {"PyYAML>=6", "numpy"}
 
 
-def test_the_torch_of_the_environment_is_required(tmp_path: Path) -> None:
-    done = metadata(tmp_path, sites=None)
-    assert done.returncode == 0, done.stderr
-    assert required(tmp_path) == {f"torch<{MAJOR}.{MINOR + 1},>={MAJOR}.{MINOR}", "PyYAML>=6", "numpy"}
-
-
-def test_one_wheel_for_several_releases_accepts_each_of_them(tmp_path: Path) -> None:
+def test_what_is_required(tmp_path: Path) -> None:
+    """The torch of the environment; with one wheel for several releases, or without the core, any supported one."""
     sites = [site_with_torch(tmp_path / release, f"{release}+cpu") for release in reversed(TORCHES)]
-    done = metadata(tmp_path, sites=sites)
-    assert done.returncode == 0, done.stderr
-    assert required(tmp_path) == {REQUIREMENTS[0], "PyYAML>=6", "numpy"}
+    cases = [
+        (metadata(tmp_path, sites=None), f"torch<{MAJOR}.{MINOR + 1},>={MAJOR}.{MINOR}"),
+        (metadata(tmp_path, sites=sites), REQUIREMENTS[0]),
+        (metadata(tmp_path, sites=[str(tmp_path)], MAXMOE_CORE="off"), REQUIREMENTS[0]),
+    ]
+    for (done, found), torch_requirement in cases:
+        assert done.returncode == 0, done.stderr
+        assert found == {torch_requirement, *OTHERS}
 
 
-def test_without_the_core_every_torch_will_do(tmp_path: Path) -> None:
-    done = metadata(tmp_path, sites=[str(tmp_path)], MAXMOE_CORE="off")
-    assert done.returncode == 0, done.stderr
-    assert required(tmp_path) == {REQUIREMENTS[0], "PyYAML>=6", "numpy"}
+@pytest.mark.parametrize(
+    ("variables", "version", "message"),
+    [
+        ({"MAXMOE_CORE": "of"}, None, "MAXMOE_CORE must be 'on' or 'off', got 'of'\n"),
+        ({"MAXMOE_CUDA": "yes"}, None, "MAXMOE_CUDA must be 'auto', 'on' or 'off', got 'yes'\n"),
+        (
+            {},
+            "",
+            "maxmoe is built against the torch that is installed, and there is none in {site}. "
+            f"First run: pip install '{TORCH_REQUIREMENT}'\n",
+        ),
+        (
+            {},
+            "2.12.1+cu130",
+            f"maxmoe needs {TORCH_REQUIREMENT}, but torch 2.12.1+cu130 is installed in {{site}}. Nothing has been "
+            f"changed. To continue, first run: pip install '{TORCH_REQUIREMENT}'\n",
+        ),
+    ],
+)
+def test_what_cannot_be_built_is_said_first(
+    tmp_path: Path, variables: dict[str, str], version: str | None, message: str
+) -> None:
+    site = site_with_torch(tmp_path / "site", version) if version else str(tmp_path / "site")
+    done, _ = metadata(tmp_path, sites=None if version is None else [site], **variables)
+    assert (done.returncode, done.stderr) == (1, message.format(site=site))
+    assert not [path for path in tmp_path.iterdir() if path.name != "site"]
 
 
-def test_a_misspelt_choice_of_the_core_is_an_error(tmp_path: Path) -> None:
-    done = metadata(tmp_path, sites=None, MAXMOE_CORE="of")
-    assert done.returncode == 1 and done.stderr == "MAXMOE_CORE must be 'on' or 'off', got 'of'\n"
-
-
-def test_a_misspelt_choice_of_the_cuda_kernels_is_an_error(tmp_path: Path) -> None:
-    done = metadata(tmp_path, sites=None, MAXMOE_CUDA="yes")
-    assert done.returncode == 1 and done.stderr == "MAXMOE_CUDA must be 'auto', 'on' or 'off', got 'yes'\n"
-
-
-def test_no_torch_is_said_first(tmp_path: Path) -> None:
-    done = metadata(tmp_path, sites=[str(tmp_path)])
-    assert done.returncode == 1 and not list(tmp_path.iterdir())
-    assert done.stderr == (
-        f"maxmoe is built against the torch that is installed, and there is none in {tmp_path}. "
-        f"First run: pip install '{TORCH_REQUIREMENT}'\n"
-    )
-
-
-def test_an_older_torch_is_said_first_and_stays(tmp_path: Path) -> None:
-    folder = site_with_torch(tmp_path / "site", "2.12.1+cu130")
-    done = metadata(tmp_path, sites=[folder])
-    assert done.returncode == 1 and [path.name for path in tmp_path.iterdir()] == ["site"]
-    assert done.stderr == (
-        f"maxmoe needs {TORCH_REQUIREMENT}, but torch 2.12.1+cu130 is installed in {folder}. Nothing has been changed. "
-        f"To continue, first run: pip install '{TORCH_REQUIREMENT}'\n"
-    )
-
-
-def test_an_older_torch_is_built_for_if_asked(tmp_path: Path) -> None:
-    """Device checks need it, because their machine may have an older torch only."""
-    done = metadata(tmp_path, sites=[site_with_torch(tmp_path / "site", "2.11.0+cu130")], MAXMOE_ANY_TORCH="1")
+@pytest.mark.parametrize(
+    ("version", "variables"), [("2.11.0+cu130", {"MAXMOE_ANY_TORCH": "1"}), ("2.99.0.dev20270101", {})]
+)
+def test_a_torch_that_is_not_tested_is_built_for(tmp_path: Path, version: str, variables: dict[str, str]) -> None:
+    """A newer one, and for device checks, whose machine may have no other, an older one."""
+    done, found = metadata(tmp_path, sites=[site_with_torch(tmp_path / "site", version)], **variables)
     assert done.returncode == 0
-    assert f"maxmoe is tested with {TORCH_REQUIREMENT}; building for torch 2.11.0+cu130" in done.stderr
-
-
-def test_a_newer_torch_is_built_for(tmp_path: Path) -> None:
-    done = metadata(tmp_path, sites=[site_with_torch(tmp_path / "site", "2.99.0.dev20270101")])
-    assert done.returncode == 0
-    assert f"maxmoe is tested with {TORCH_REQUIREMENT}; building for torch 2.99.0.dev20270101" in done.stderr
-    assert "torch<2.100,>=2.99" in required(tmp_path)
+    assert f"maxmoe is tested with {TORCH_REQUIREMENT}; building for torch {version}" in done.stderr
+    assert any(requirement.endswith(f">={version[:4]}") for requirement in found)
 
 
 def test_the_releases_are_the_same_everywhere() -> None:

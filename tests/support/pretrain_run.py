@@ -3,7 +3,8 @@
 import json
 import warnings
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -94,8 +95,9 @@ def messages(text: Path, out: Path, commands: list[list[str]]) -> list[str]:
     return result
 
 
-def after_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[], None]) -> None:
-    """Call a function during a step."""
+@contextmanager
+def after_step(step: int, action: Callable[[], object]) -> Iterator[None]:
+    """Call a function after a step of the training, in this process."""
     original = pretrain.Trainer.train_step
 
     def train_step(trainer: pretrain.Trainer) -> Any:
@@ -104,4 +106,5 @@ def after_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[], 
             action()
         return output
 
-    monkeypatch.setattr(pretrain.Trainer, "train_step", train_step)
+    with patch.object(pretrain.Trainer, "train_step", train_step):
+        yield
