@@ -213,8 +213,10 @@ CASES: dict[str, tuple[Callable[[], dict[str, Any]], Table]] = {
         GMM,
     ),
     "tgmm": (
-        lambda: {"lhs": torch.randn(6, 4), "rhs": torch.randn(6, 3), "group_sizes": torch.tensor([2, 3])}
-        | {"num_local_groups": 2},
+        lambda: (
+            {"lhs": torch.randn(6, 4), "rhs": torch.randn(6, 3), "group_sizes": torch.tensor([2, 3])}
+            | {"num_local_groups": 2}
+        ),
         TGMM,
     ),
     "linear": (lambda: {"x": torch.randn(6, 4), "weight": torch.randn(5, 4), "bias": torch.randn(5)}, LINEAR),

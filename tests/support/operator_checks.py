@@ -212,6 +212,7 @@ class OperatorTests(AutogradTests):
         for threads in (1, 2, 4, 4) if path == "cpu" else (2, 2):
             torch.set_num_threads(threads)
             assert_same(result(call), first)
+
     def test_wrong_tensors_are_refused(self, path: str) -> None:
         """Each tensor with another dtype, without dimensions, or on another device than the others."""
         call = self.call(SKEWED).cast(torch.float32)
@@ -242,7 +243,9 @@ class UnreadElements:
         values = {**call.floats(), "out": cotangents_of(call())[0]}
         for name, mask in self.unread(call).items():
             assert mask.any(), name
-            values[name] = values[name].masked_fill(mask.view(*mask.shape, *[1] * (values[name].dim() - mask.dim())), NAN)
+            values[name] = values[name].masked_fill(
+                mask.view(*mask.shape, *[1] * (values[name].dim() - mask.dim())), NAN
+            )
         cotangent = values.pop("out")
         call = call.replace(**values)
         got = result(call, ops, [cotangent])
