@@ -1,9 +1,15 @@
 """The paths through the operators that a test takes: our CPU kernels, ATen, and the CUDA kernels in their emulator."""
 
 from collections.abc import Collection, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+import maxmoe
+
+EMULATOR = Path(maxmoe.__file__).with_name("libmaxmoe_cuda_emulator.so")
+needs_emulator = pytest.mark.skipif(not EMULATOR.exists(), reason="the emulator of CUDA is built with the C++ tests")
 
 # For a test that takes `every_path`: by default it runs in the emulator, which is slow, too.
 emulated = pytest.mark.parametrize("every_path", ["cpu", "aten", "cuda"], indirect=True)
