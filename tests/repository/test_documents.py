@@ -13,6 +13,7 @@ import yaml
 
 import maxmoe
 from fuzz import steps_under_load
+from fuzz.run import FUZZERS
 from maxmoe.families.deepseek_v4 import HashRouting
 from maxmoe.families.gemma4 import NormedTokens
 from maxmoe.families.inkling import SharedExpertScores
@@ -139,8 +140,8 @@ def test_commands_exist(words: list[str], tmp_path: Path, monkeypatch: pytest.Mo
             steps_under_load.parse_arguments(arguments)
         case ["python", script, *arguments] if script.startswith("tests/repository/planted_"):
             importlib.import_module(f"repository.{Path(script).stem}").parse_arguments(arguments)
-        case ["python", fuzzer, *arguments] if fuzzer.startswith("tests/fuzz/"):
-            assert (ROOT / fuzzer).exists() and set(arguments[::2]) <= {"--seconds", "--seed", "--case"}
+        case ["python", "tests/fuzz/run.py", fuzzer, *arguments]:
+            assert fuzzer in FUZZERS and set(arguments[::2]) <= {"--seconds", "--seed", "--case"}
         case ["python", "examples/notebooks/execute.py", *names]:
             assert all((ROOT / f"examples/notebooks/{name}.ipynb").exists() for name in names)
         case ["python", script, *arguments] if script in SCRIPTS:
