@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from maxmoe import ops
+from maxmoe import _C, ops
 from maxmoe.quantization import quantize
+from ops.test_core_module import calls, moved
 from support.call_in_fork import call_in_fork
+from support.operator_checks import ExecutedOperators
 
 HUGE = (-(2**63), -(2**62), -1, 0, 1, 3, 10**9, 2**32, 2**62, 2**63 - 1)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
@@ -32,95 +34,51 @@ Arguments = dict[str, Any]
 
 
 def valid_calls() -> Iterator[tuple[str, Arguments]]:
-    """Yield at least one call of each operator: 5 tokens, 2 experts each out of 3, D = 4, F = 6."""
-    experts = torch.tensor([[0, 1], [2, 0], [1, 2], [0, 2], [2, 1]])
-    plan = ops.ragged_plan(experts, 3)
-    yield from calls_of_experts(plan)
-    yield from calls_of_products(plan)
-    yield from calls_of_routing(experts)
-    yield from calls_of_movement(plan)
+    """Yield the calls of operators that functions of maxmoe._C and their backward make: 5 tokens, 3 experts."""
+    given = calls()
+    ffn, stack = given["expert_ffn"], given["gmm"]["rhs"]
+    frozen = {"gate": stack, "up": stack, "down": quantize(torch.randn(3, 6, 4), "mxfp4")}
+    more = [("gmm", given["gmm"] | {"rhs": ffn["up"]}), ("expert_ffn", ffn | frozen)]
+    with ExecutedOperators() as executed:
+        for name, arguments in [*given.items(), *more]:
+            out = getattr(_C, name)(**{key: moved(value, trained) for key, value in arguments.items()})
+            roots = [each.sum() for each in (out if isinstance(out, tuple) else (out,)) if is_trained(each)]
+            torch.autograd.backward(roots)
+    distinct = {(name, *arguments): arguments for name, arguments in executed.calls}
+    for (name, *_), arguments in distinct.items():
+        full = {each.name: detached(arguments.get(each.name, each.default_value)) for each in schema(name)}
+        if name == "expert_ffn_backward":  # kernels and ATen order the preactivations differently
+            full["preactivations"] = torch.full_like(full["preactivations"], 0.5)
+        yield name, full
+        if name == "expert_ffn_forward":
+            yield "expert_ffn", full
+    routed = {"x": ffn["x"], "router": torch.randn(3, 4), "weights": None, "recompute": False}
+    matrices = {"gate": torch.randn(3, 4, 6), "up": torch.randn(3, 4, 6), "down": torch.randn(3, 6, 4)}
+    rules = {
+        name: value
+        for name, value in (given["route"] | ffn).items()
+        if name in {each.name for each in schema("routed_experts")}
+    }
+    yield (
+        "routed_experts",
+        {each.name: each.default_value for each in schema("routed_experts")} | rules | routed | matrices,
+    )
 
 
-def calls_of_experts(plan: ops.RaggedPlan) -> Iterator[tuple[str, Arguments]]:
-    ffn: Arguments = {"x": torch.randn(5, 4), "weights": torch.rand(5, 2), "slots": plan.slots, "rows": plan.rows}
-    ffn |= {"group_sizes": plan.group_sizes, "top_k": 2, "gate": torch.randn(3, 4, 6), "up": torch.randn(3, 4, 6)}
-    ffn |= {"down": torch.randn(3, 6, 4), "gate_bias": torch.randn(3, 6), "up_bias": torch.randn(3, 6)}
-    ffn |= {"down_bias": torch.randn(3, 4), "fused_gate": None, "recompute": False, **activation_arguments()}
-    for name in ("gate", "up", "down"):
-        count, inner, outer = ffn[name].shape
-        ffn |= {f"{name}_a": torch.randn(count, inner, 2), f"{name}_b": torch.randn(count, 2, outer)}
-    before = {"grad_out": torch.randn(5, 4), "preactivations": torch.full((10, 12), 0.5), "reduced": torch.randn(10, 6)}
-    before |= {"gate_preactivations": torch.randn(10, 0), "output_mask": [True] * 14}
-    yield "expert_ffn", ffn
-    routed = {"x": ffn["x"], "router": torch.randn(3, 4), "router_bias": None, "recompute": False}
-    names = [f"{name}{end}" for name in ("gate", "up", "down") for end in ("", "_bias")]
-    yield "routed_experts", routing_rules() | routed | {name: ffn[name] for name in names} | activation_arguments()
-    yield "expert_ffn_forward", ffn
-    yield "expert_ffn_backward", before | ffn
-    codes = {name: quantize(ffn[name], "mxfp4") for name in ("gate", "up", "down")}
-    frozen = ffn | {name: stack.codes for name, stack in codes.items()}
-    frozen |= {f"{name}_scales": stack.scales for name, stack in codes.items()}
-    frozen |= {f"{name}_zeros": None for name in codes} | {f"{name}_format": "mxfp4" for name in codes}
-    frozen |= {f"{name}_columns": stack.columns for name, stack in codes.items()}
-    frozen |= {f"{name}_is_transposed": True for name in codes}
-    yield "expert_ffn", frozen
-    yield "expert_ffn_forward", frozen
-    mask = [True, True, *[False, True, True, True] * 3]
-    yield "expert_ffn_backward", before | frozen | {"output_mask": mask}
+def schema(operator: str) -> list[Any]:
+    return getattr(torch.ops.maxmoe, operator).default._schema.arguments
 
 
-def activation_arguments() -> Arguments:
-    return {"activation": "silu", "limit": 1.0, "limit_target": "input", "gate_softcap": None, "up_softcap": None}
+def trained(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.is_floating_point() and tensor.dtype.itemsize > 1)
 
 
-def calls_of_products(plan: ops.RaggedPlan) -> Iterator[tuple[str, Arguments]]:
-    rows, matrices, sizes = torch.randn(10, 4), torch.randn(3, 4, 6), plan.group_sizes
-    factors = {"rhs_a": torch.randn(3, 4, 2), "rhs_b": torch.randn(3, 2, 6)}
-    product = {"lhs": rows, "rhs": matrices, "group_sizes": sizes, "rhs_bias": torch.randn(3, 6), "group_offset": 0}
-    yield "gmm", product
-    yield "gmm", product | factors
-    stack = quantize(matrices, "mxfp4")
-    parts = {"rhs": stack.codes, "rhs_scales": stack.scales, "rhs_zeros": None, "rhs_format": "mxfp4"}
-    quantized = product | parts | {"rhs_columns": 4, "rhs_is_transposed": True}
-    yield "gmm", quantized
-    yield "gmm", quantized | factors
-    integers, zeros = quantize(matrices, "int4"), torch.full((3, 6, 1), 5, dtype=torch.uint8)
-    parts = {"codes": integers.codes, "scales": integers.scales, "zeros": zeros}
-    yield "dequantize", parts | {"format": "int4", "columns": 4, "dtype": torch.float32}
-    x = torch.randn(5, 4)
-    yield "linear", {"x": x, "weight": torch.randn(3, 4), "bias": torch.randn(3), "out_dtype": None}
-    yield "tgmm", {"lhs": rows, "rhs": rows, "group_sizes": sizes, "num_local_groups": 3, "group_offset": 0}
-    yield "ragged_dot", {"a": x, "b": rows, "index": plan.rows, "group_size": 2}
+def is_trained(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
 
 
-def routing_rules() -> Arguments:
-    rules: Arguments = {"top_k": 2, "score_function": "softmax", "normalization": "sum", "scale": 1.0}
-    return rules | {"correction_bias": torch.randn(3), "num_groups": 1, "top_k_groups": 1, "group_score": "top2"}
-
-
-def calls_of_routing(experts: Tensor) -> Iterator[tuple[str, Arguments]]:
-    logits = torch.randn(5, 3)
-    rules = routing_rules()
-    yield "route", {"logits": logits, **rules, "experts": experts}
-    gradients = {"grad_weights": torch.rand(5, 2), "grad_probabilities": torch.randn(5, 3)}
-    scores = {name: rules[name] for name in ("score_function", "normalization", "scale")}
-    yield "route_backward", {**gradients, "logits": logits, "experts": experts, **scores}
-    yield "router_entropy", {"probabilities": logits.softmax(1), "divisor": 5}
-    bounds = {"first_expert": 0, "num_local_experts": 3, "max_rows": None, "num_rows": None}
-    yield "ragged_plan", {"experts": experts, "num_experts": 3, **bounds}
-
-
-def calls_of_movement(plan: ops.RaggedPlan) -> Iterator[tuple[str, Arguments]]:
-    x, weights, rows, list_weights = torch.randn(5, 4), torch.rand(5, 2), torch.randn(10, 4), torch.rand(10)
-    yield "ragged_gather", {"x": x, "index": plan.slots // 2, "weights": list_weights, "start": 1, "end": 9}
-    valid = list_weights > 0.3
-    reduce = {"rows": rows, "index": plan.rows, "group_size": 2, "weights": list_weights, "valid": valid}
-    yield "ragged_gather_reduce", reduce
-    scatter = {"rows": x, "index": plan.rows, "num_rows": 10, "group_size": 2, "weights": list_weights}
-    yield "ragged_scatter_add", scatter
-    yield "ragged_sort", {"x": x, "slots": plan.slots, "rows": plan.rows, "top_k": 2, "weights": weights}
-    unsort = {"rows": rows, "slots": plan.slots, "row_of_slot": plan.rows, "top_k": 2, "weights": weights}
-    yield "ragged_unsort", unsort
+def detached(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def registered_operators() -> set[str]:
