@@ -55,9 +55,9 @@ def path(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
-@pytest.fixture(params=["cpu", "aten", pytest.param("cuda", marks=pytest.mark.sampled(4))])
+@pytest.fixture(params=["cpu", "aten", pytest.param("cuda", marks=pytest.mark.slow)])
 def every_path(request: pytest.FixtureRequest) -> Iterator[str]:
-    """These two, and the CUDA kernels in their emulator. It is slow: by default it runs four cases of each test."""
+    """These two, and the CUDA kernels in their emulator: by default in the tests that support/paths.py marks."""
     if request.param == "cuda" and not EMULATOR.exists():
         pytest.skip("the emulator of CUDA is built with the C++ tests (MAXMOE_BUILD_TESTS), wheels have none")
     with implementation(request.param):

@@ -1,4 +1,4 @@
-"""Operators on a device: errors, the same bits twice, no wait, CUDA graph, refused arguments.
+"""Operators on a device: errors, the same bits twice, another stream, refused arguments.
 
     python -m device.operators --device cuda --out results.json
 
@@ -23,7 +23,7 @@ from device import experts
 from device.cases import Cases, Values, main, rounded, within
 from maxmoe import build_info, ops
 from support.operator_calls import Call, Result, cotangents_of, expected_result, result, tolerance
-from support.operator_checks import OperatorTests
+from support.operator_checks import AutogradTests
 from support.shapes import DTYPES, EMPTY_EXPERTS, NO_TOKEN, ODD_WIDTHS, SEVERAL_BLOCKS, SKEWED, UNROUTED
 
 TESTS = Path(__file__).parents[1]
@@ -39,12 +39,12 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def operator_tests() -> Iterator[tuple[str, OperatorTests]]:
+def operator_tests() -> Iterator[tuple[str, AutogradTests]]:
     """Yield the classes of tests/ops that say how an operator is called, and the file that holds each."""
     for path in sorted((TESTS / "ops").glob("test_*.py")):
         module = importlib.import_module(f"ops.{path.stem}")
         for kind in vars(module).values():
-            is_class = isinstance(kind, type) and issubclass(kind, OperatorTests)
+            is_class = isinstance(kind, type) and issubclass(kind, AutogradTests)
             if is_class and kind.__module__ == module.__name__:
                 yield f"{path.stem.removeprefix('test_')}, {kind.__name__.removeprefix('Test')}", kind()
 
@@ -70,7 +70,7 @@ def tensors_of(results: Result) -> dict[str, Tensor]:
     return outputs | {name: gradient for name, gradient in gradients.items() if gradient is not None}
 
 
-def operator_errors(cases: Cases, tests: OperatorTests, dtype: torch.dtype) -> Values:
+def operator_errors(cases: Cases, tests: AutogradTests, dtype: torch.dtype) -> Values:
     """Compare an operator with the specification; the error is relative to the largest value of a tensor."""
     errors, same_bits = {}, True
     for shape in SHAPES[:2] if cases.is_tiny else SHAPES:
@@ -105,35 +105,6 @@ def experts_errors(cases: Cases, sizes: Sizes, dtype: torch.dtype, skew: float) 
     values = within(LIMITS[dtype], got, experts.ours(problem.to_host(), backward=True))
     same_bits = all(torch.equal(again[name], tensor) for name, tensor in got.items())
     return {"dtype": name_of(dtype), **values, "same_bits": same_bits, "ok": values["ok"] and same_bits}
-
-
-def no_wait(cases: Cases) -> Values:
-    """Run forward and backward while every wait of the host for the device is an error."""
-    problem = experts.draw(WAITLESS, torch.bfloat16, cases.device)
-    experts.ours(problem, backward=True)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        experts.ours(problem, backward=True)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    return {"ok": True}
-
-
-def cuda_graph(cases: Cases) -> Values:
-    """Capture the forward; new tokens in the same memory give the bits of a call."""
-    problem = experts.draw(WAITLESS, torch.bfloat16, cases.device)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        experts.ours(problem, backward=False)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = experts.ours(problem, backward=False)["out"]
-    problem.x.normal_()
-    problem.experts.copy_(problem.experts.flip(0))
-    graph.replay()
-    return {"ok": torch.equal(out, experts.ours(problem, backward=False)["out"])}
 
 
 def side_stream(cases: Cases) -> Values:
@@ -207,8 +178,6 @@ def check(cases: Cases) -> None:
         with implementation():
             check_results(cases, suffix)
     if cases.is_cuda:
-        cases.run("device", "experts, no wait", no_wait)
-        cases.run("device", "experts, forward in a CUDA graph", cuda_graph)
         cases.run("device", "experts, on another stream", side_stream)
     cases.run("device", "tensors on two devices are refused", two_devices)
     if not cases.is_tiny:

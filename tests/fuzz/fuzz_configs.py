@@ -1,36 +1,26 @@
 """Makes configs of values of every kind and size, and layers and decoders of the accepted configs.
 
-    python tests/fuzz/fuzz_configs.py --seconds 3600 --seed 1
-    python tests/fuzz/fuzz_configs.py --seed 1 --case 4711
-
 A config is refused with a ValueError that names a field and has one line, or a layer of it computes a few tokens:
 finite numbers, without much memory.
 """
 
 import dataclasses
 import math
-import sys
-from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any, get_args
 
-ROOT = Path(__file__).parents[2]
-if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+import numpy as np
+import torch
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-
-from fuzz import loop  # noqa: E402
-from maxmoe import ExpertNorms, MoE, MoEConfig, SiTU, StatsAccumulator, ZeroComputation, presets  # noqa: E402
-from maxmoe.config import Component  # noqa: E402
-from maxmoe.families.family import families  # noqa: E402
-from maxmoe.families.inkling import SharedExpertScores  # noqa: E402
-from maxmoe.families.muse_spark import ScaledLogits  # noqa: E402
-from maxmoe.models import Decoder, DecoderConfig  # noqa: E402
-from maxmoe.nn import Selection  # noqa: E402
-from support.memory import at_most  # noqa: E402
+from maxmoe import ExpertNorms, MoE, MoEConfig, SiTU, StatsAccumulator, ZeroComputation, presets
+from maxmoe.config import Component
+from maxmoe.families.family import families
+from maxmoe.families.inkling import SharedExpertScores
+from maxmoe.families.muse_spark import ScaledLogits
+from maxmoe.models import Decoder, DecoderConfig
+from maxmoe.nn import Selection
+from support.memory import at_most
 
 FIELDS = dataclasses.fields(MoEConfig)
 WORDS = sorted({word for field in FIELDS for word in get_args(field.type) if isinstance(word, str)})
@@ -156,7 +146,3 @@ def one_case(random: Random) -> str:
     torch.manual_seed(random.getrandbits(60))
     with at_most(BYTES):
         return random.choice([layer_config, layer_config, decoder_config, family_config])(random)
-
-
-if __name__ == "__main__":
-    sys.exit(loop.main(one_case, __doc__))

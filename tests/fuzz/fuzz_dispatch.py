@@ -1,8 +1,5 @@
 """Compares steps of random layers on random meshes with one process's.
 
-    python tests/fuzz/fuzz_dispatch.py --seconds 3600 --seed 1
-    python tests/fuzz/fuzz_dispatch.py --seed 1 --case 4711
-
 A case is one mesh with some steps. Strategies, chunks, configs, dtypes, loads, padding, numbers of sequences on every
 rank, replayed routing and activation checkpointing are drawn for each. Outputs, losses, statistics and all gradients
 must equal one process's. With a bounded buffer, whose drops depend on the ranks, only tokens are counted. The last
@@ -11,36 +8,29 @@ step is taken again and again: no process group and no tensor may be left. A ran
 
 import gc
 import math
-import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from random import Random
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
-if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from torch import Tensor  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
+import maxmoe
+from fuzz import fuzz_layers
+from maxmoe import MoE, MoEConfig
+from maxmoe.parallel import parallelize, parameter_shardings, token_sharding
+from maxmoe.parallel.dispatch import ExpertLayout, Strategy, least_loaded
+from maxmoe.parallel.plan.dispatch_plan import STRATEGIES
+from maxmoe.sharding import LogicalRules, Mesh
+from support.dispatched_layer import Batch, Outcome, check_part, make_layer, take_step
+from support.run_ranks import run_ranks
 
-import maxmoe  # noqa: E402
-from fuzz import fuzz_layers, loop  # noqa: E402
-from maxmoe import MoE, MoEConfig  # noqa: E402
-from maxmoe.parallel import parallelize, parameter_shardings, token_sharding  # noqa: E402
-from maxmoe.parallel.dispatch import ExpertLayout, Strategy, least_loaded  # noqa: E402
-from maxmoe.parallel.plan.dispatch_plan import STRATEGIES  # noqa: E402
-from maxmoe.sharding import LogicalRules, Mesh  # noqa: E402
-from support.dispatched_layer import Batch, Outcome, check_part, make_layer, take_step  # noqa: E402
-from support.run_ranks import run_ranks  # noqa: E402
-
-STEPS = 10  # per case
 DTYPES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.1}
 RULES = {
     **{name: LogicalRules.load(name) for name in ("default", "ep-as-dp", "ep-as-cp", "cp-as-ep", "ep-tp", "pure-fsdp")},
@@ -64,10 +54,10 @@ class Step:
     sizes: tuple[int, ...] | None
 
 
-def draw_mesh(random: Random, rules: LogicalRules) -> dict[str, int]:
+def draw_mesh(random: Random, rules: LogicalRules, ranks: Sequence[int]) -> dict[str, int]:
     """Draw axes that the rules have, in any order; `expert` more often than others."""
     axes = [axis for axis in AXES if any(axis in of_rule for _, of_rule in rules)]
-    num_ranks, sizes = random.choice([2, 4, 4, 4, 8]), {}
+    num_ranks, sizes = random.choice(ranks), {}
     random.shuffle(axes)
     if "expert" in axes and random.random() < 0.7:
         axes.sort(key="expert".__ne__)
@@ -76,7 +66,7 @@ def draw_mesh(random: Random, rules: LogicalRules) -> dict[str, int]:
         if left > 1:
             sizes[axis] = random.choice([size for size in (2, 4, 8) if size <= left])
     if math.prod(sizes.values()) != num_ranks:
-        return draw_mesh(random, rules)
+        return draw_mesh(random, rules, ranks)
     order = list(sizes)
     random.shuffle(order)
     return {axis: sizes[axis] for axis in order}
@@ -188,21 +178,21 @@ def remains(layer: MoE, batch: Batch, forward: Callable[..., Any]) -> tuple[int,
     return len(dist.distributed_c10d._world.pg_map), len(tensors), sum(map(Tensor.numel, tensors))
 
 
-def one_case(random: Random) -> str:
+def one_case(random: Random, steps: int = 10, ranks: Sequence[int] = (2, 4, 4, 4, 8)) -> str:
     """Run the steps of one mesh, and name its rules."""
     torch.manual_seed(random.getrandbits(60))
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "no rule for the logical name")
     name = random.choice(list(RULES))
     rules = RULES[name]
-    sizes = draw_mesh(random, rules)
-    steps = [draw_step(random, Mesh.planned(sizes), rules) for _ in range(STEPS)]
+    sizes = draw_mesh(random, rules, ranks)
+    drawn = [draw_step(random, Mesh.planned(sizes), rules) for _ in range(steps)]
 
     def check() -> None:
         mesh = Mesh(sizes)
-        for index, step in enumerate(steps):
+        for index, step in enumerate(drawn):
             try:
-                run_step(step, mesh, rules, repetitions=4 if index == STEPS - 1 else 0)
+                run_step(step, mesh, rules, repetitions=4 if index == steps - 1 else 0)
             except Exception as error:
                 what = f"{step.config} {step.options} {step.batch.x.dtype} {tuple(step.batch.x.shape)} {step.sizes}"
                 raise AssertionError(f"{what} checkpointing {step.checkpointing}: {error}") from error
@@ -212,9 +202,3 @@ def one_case(random: Random) -> str:
     except RuntimeError as error:
         raise RuntimeError(f"{name} on {sizes}: {str(error)[-3000:]}") from error
     return name
-
-
-if __name__ == "__main__":
-    from fuzz import fuzz_dispatch  # the name that another process can import
-
-    sys.exit(loop.main(fuzz_dispatch.one_case, __doc__))

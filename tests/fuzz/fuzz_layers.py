@@ -1,40 +1,30 @@
 """Compares layers of random configs, sizes, dtypes, strides and padding with the specification in float64.
 
-    python tests/fuzz/fuzz_layers.py --seconds 3600 --seed 1
-    python tests/fuzz/fuzz_layers.py --seed 1 --case 4711
-
 Outputs, losses, statistics and all gradients must equal `maxmoe.reference` up to rounding: some eps of the largest
 value, plus the change of the reference when its arguments are rounded differently. If this changes the routing, nothing
 is compared.
 """
 
 import math
-import sys
 from dataclasses import replace
-from pathlib import Path
 from random import Random
 from typing import Any, get_args
 from unittest.mock import patch
 
-ROOT = Path(__file__).parents[2]
-if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+import torch
+from torch import Tensor
 
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
-
-import maxmoe  # noqa: E402
-from fuzz import loop  # noqa: E402
-from maxmoe import ExpertNorms, MoE, MoEConfig, ZeroComputation, ops, reference  # noqa: E402
-from maxmoe.config import moe_config as config  # noqa: E402
-from maxmoe.families.inkling import SharedExpertScores  # noqa: E402
-from maxmoe.families.muse_spark import ScaledLogits  # noqa: E402
-from maxmoe.families.step3p7 import LimitedOutput  # noqa: E402
-from maxmoe.families.zaya import RouterMLP  # noqa: E402
-from maxmoe.nn import Selection  # noqa: E402
-from support import activations  # noqa: E402
-from support.moe_layers import differentiate  # noqa: E402
-from support.operator_calls import Result, cotangents_of, floating, strided  # noqa: E402
+import maxmoe
+from maxmoe import ExpertNorms, MoE, MoEConfig, ZeroComputation, ops, reference
+from maxmoe.config import moe_config as config
+from maxmoe.families.inkling import SharedExpertScores
+from maxmoe.families.muse_spark import ScaledLogits
+from maxmoe.families.step3p7 import LimitedOutput
+from maxmoe.families.zaya import RouterMLP
+from maxmoe.nn import Selection
+from support import activations
+from support.moe_layers import differentiate
+from support.operator_calls import Result, cotangents_of, floating, strided
 
 DTYPES = [torch.float64, torch.float64, torch.float32, torch.float32, torch.bfloat16, torch.float16]
 WIDTHS = [1, 2, 3, 5, 7, 8, 13, 16, 17, 24, 31, 33, 64, 67]
@@ -322,7 +312,3 @@ def integers(*results: Result) -> list[list[Tensor]]:
 
 def largest(values: Tensor | None) -> float:
     return 0.0 if values is None or not values.numel() else float(values.detach().abs().max())
-
-
-if __name__ == "__main__":
-    sys.exit(loop.main(one_case, __doc__))

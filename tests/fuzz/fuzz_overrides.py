@@ -1,8 +1,5 @@
 """Compares steps under random tables of rules with one process's.
 
-    python tests/fuzz/fuzz_overrides.py --seconds 3600 --seed 1
-    python tests/fuzz/fuzz_overrides.py --seed 1 --case 4711
-
 A case is a preset and a mesh, with several tables: one to three names of the preset get other axes. Each table must be
 refused alike by `explain` and, on every rank, by `parallelize`, or give the outputs, losses, statistics and gradients
 of one process, in a layer or in a decoder. The counts say how many tables of each preset ran, and how many were
@@ -11,33 +8,27 @@ refused.
 
 import math
 import re
-import sys
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from random import Random
 
-ROOT = Path(__file__).parents[2]
-if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.distributed.tensor import DTensor  # noqa: E402
-
-from fuzz import loop  # noqa: E402
-from fuzz.fuzz_dispatch import AXES  # noqa: E402
-from maxmoe.costs import explain  # noqa: E402
-from maxmoe.models import DecoderConfig  # noqa: E402
-from maxmoe.nn import Selection  # noqa: E402
-from maxmoe.parallel import parallelize, parameter_shardings, token_sharding  # noqa: E402
-from maxmoe.sharding import LogicalRules, Mesh  # noqa: E402
-from maxmoe.sharding.rules import PRESETS as FOLDER  # noqa: E402
-from support import parallel_decoder  # noqa: E402
-from support.dispatched_layer import (  # noqa: E402
+from fuzz.fuzz_dispatch import AXES, draw_mesh
+from maxmoe.costs import explain
+from maxmoe.models import DecoderConfig
+from maxmoe.nn import Selection
+from maxmoe.parallel import parallelize, parameter_shardings, token_sharding
+from maxmoe.sharding import LogicalRules, Mesh
+from maxmoe.sharding.rules import PRESETS as FOLDER
+from support import parallel_decoder
+from support.dispatched_layer import (
     FAMILIES,
     LOSSES,
     Outcome,
@@ -46,11 +37,10 @@ from support.dispatched_layer import (  # noqa: E402
     make_layer,
     take_step,
 )
-from support.parts import assert_same, part_by_definition  # noqa: E402
-from support.run_ranks import run_ranks  # noqa: E402
+from support.parts import assert_same, part_by_definition
+from support.run_ranks import run_ranks
 
 PRESETS = tuple(path.stem for path in sorted(FOLDER.glob("*.yaml")))
-TABLES = 10  # per case
 DISPATCHES = ("auto", "auto", "ring_of_experts", "ragged_all_to_all", "gather_weights")
 LAYERS = {
     **FAMILIES,
@@ -86,18 +76,6 @@ class Table:
 
 def axes_of(table: LogicalRules) -> list[str]:
     return [axis for axis in AXES if any(axis in axes for _, axes in table)]
-
-
-def draw_mesh(random: Random, preset: LogicalRules) -> dict[str, int]:
-    """Draw axes of a preset, in any order, until their sizes fill 2, 4 or 8 ranks."""
-    num_ranks, sizes = random.choice([2, 2, 4, 4, 8]), {}
-    axes = axes_of(preset)
-    random.shuffle(axes)
-    for axis in axes:
-        left = num_ranks // math.prod(sizes.values())
-        if left > 1:
-            sizes[axis] = random.choice([size for size in (2, 2, 4, 8) if size <= left])
-    return sizes if math.prod(sizes.values()) == num_ranks else draw_mesh(random, preset)
 
 
 def draw_table(random: Random, preset: LogicalRules, sizes: dict[str, int]) -> Table:
@@ -170,17 +148,17 @@ def check_refusal(table: Table, mesh: Mesh) -> None:
     assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-def one_case(random: Random) -> Counter[str]:
+def one_case(random: Random, tables: int = 10, ranks: Sequence[int] = (2, 2, 4, 4, 8)) -> Counter[str]:
     """Run the tables of one preset on one mesh; count those that ran and those that were refused."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     name = random.choice(PRESETS)
-    sizes = draw_mesh(random, LogicalRules.load(name))
-    tables = [draw_table(random, LogicalRules.load(name), sizes) for _ in range(TABLES)]
+    sizes = draw_mesh(random, LogicalRules.load(name), ranks)
+    drawn = [draw_table(random, LogicalRules.load(name), sizes) for _ in range(tables)]
 
     def check() -> None:
         mesh = Mesh(sizes)
-        for table in tables:
+        for table in drawn:
             try:
                 if table.refusal is not None:
                     check_refusal(table, mesh)
@@ -195,11 +173,5 @@ def one_case(random: Random) -> Counter[str]:
         run_ranks(check, math.prod(sizes.values()), timeout=60.0)
     except RuntimeError as error:
         raise RuntimeError(f"{name} on {sizes}: {str(error)[-1500:]}") from error
-    outcomes = Counter("refused" if table.refusal is not None else "ran" for table in tables)
+    outcomes = Counter("refused" if table.refusal is not None else "ran" for table in drawn)
     return Counter({f"{name} on {math.prod(sizes.values())}: {what}": count for what, count in outcomes.items()})
-
-
-if __name__ == "__main__":
-    from fuzz import fuzz_overrides  # the name that another process can import
-
-    sys.exit(loop.main(fuzz_overrides.one_case, __doc__))

@@ -1,8 +1,5 @@
 """Compares random sequences of operations on a parallelized model with the same sequence in one process.
 
-    python tests/fuzz/fuzz_sequences.py --seconds 1800 --seed 1
-    python tests/fuzz/fuzz_sequences.py --seed 1 --case 4711
-
 A sequence is one preset on a mesh and up to eight operations: backwards of one or two forwards, steps of an optimizer,
 clipping, evaluations, loading of the state, and forwards and backwards that an exception or a KeyboardInterrupt ends.
 In one process nothing is interrupted; an interrupted backward is followed by `zero_grad`, because it has added to the
@@ -10,27 +7,20 @@ gradients. Norms, logits of evaluations, and in the end all parameters and gradi
 case is several sequences on the same ranks.
 """
 
-import sys
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).parents[2]
-if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-import torch  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from torch.distributed.tensor import DTensor  # noqa: E402
-
-from fuzz import loop  # noqa: E402
-from maxmoe.parallel import clip_grad_norm_, parallelize, token_sharding  # noqa: E402
-from maxmoe.sharding import Mesh  # noqa: E402
-from support.parallel_decoder import LocalSGD, MeshRules, batch, decoder, layouts, loss  # noqa: E402
-from support.parts import assert_same  # noqa: E402
-from support.run_ranks import run_ranks  # noqa: E402
+from maxmoe.parallel import clip_grad_norm_, parallelize, token_sharding
+from maxmoe.sharding import Mesh
+from support.parallel_decoder import LocalSGD, MeshRules, batch, decoder, layouts, loss
+from support.parts import assert_same
+from support.run_ranks import run_ranks
 
 LAYOUTS = [*layouts(2, 4), MeshRules("ep-as-dp", {"data": 2, "fsdp": 2})]
 RECOMPUTE: list[tuple[str, ...]] = [(), ("blocks",), ("experts",), ("attention", "experts", "dispatch")]
@@ -184,9 +174,3 @@ def one_case(random: Random, cases: int = 8) -> Counter[str]:
 
     run_ranks(check, num_ranks)
     return Counter(operation.name for _, _, operations in drawn for operation in operations)
-
-
-if __name__ == "__main__":
-    from fuzz import fuzz_sequences  # the name that another process can import
-
-    sys.exit(loop.main(fuzz_sequences.one_case, __doc__))

@@ -15,14 +15,13 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from tqdm import tqdm
+from tqdm import trange
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -62,16 +61,14 @@ def cases(num_ranks: int) -> dict[str, MeshRules | None]:
     return {"lines": None} | {str(layout): layout for layout in layouts(num_ranks) if layout.world_size == num_ranks}
 
 
-def train(layout: MeshRules | None, num_ranks: int, num_steps: int, progress: str) -> None:
-    """Run steps on one rank, and write their number to a file."""
+def train(layout: MeshRules | None, num_ranks: int, num_steps: int) -> None:
+    """Run steps on one rank."""
     torch.manual_seed(SEED)
     model, inputs, targets = lines(num_ranks) if layout is None else preset(layout)
     slow_down_other_threads()
-    for number in range(num_steps):
+    for _ in trange(num_steps, disable=dist.get_rank() > 0):
         step(model, inputs, targets).backward()
         model.zero_grad()
-        if dist.get_rank() == 0 and number % 50 == 0:
-            Path(progress).write_text(str(number))
 
 
 def step(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -99,33 +96,6 @@ def busy_processes(number: int) -> Iterator[None]:
             process.wait()
 
 
-def run(name: str, num_ranks: int, num_steps: int, deadline: float) -> float:
-    """Run a case on ranks; return the seconds it took.
-
-    Raises:
-        RankError: if it hung, with the stacks of all ranks.
-    """
-    progress, begin = f"/tmp/steps_under_load.{os.getpid()}", time.monotonic()
-    ranks = RankProcesses(timeout=deadline, deadline=deadline)
-    stopped = threading.Event()
-
-    def show() -> None:
-        with tqdm(total=num_steps, desc=f"{name} on {num_ranks} ranks", unit=" steps") as bar:
-            while not stopped.wait(1):
-                with contextlib.suppress(OSError, ValueError):
-                    bar.update(int(Path(progress).read_text()) - bar.n)
-
-    watcher = threading.Thread(target=show, daemon=True)
-    watcher.start()
-    try:
-        ranks.run(train, num_ranks, cases(num_ranks)[name], num_ranks, num_steps, progress)
-    finally:
-        stopped.set()
-        watcher.join()
-        Path(progress).unlink(missing_ok=True)
-    return time.monotonic() - begin
-
-
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=5000, help="training steps of each case")
@@ -137,12 +107,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
+    """Run the cases; one that hangs is an error with the stacks of all ranks."""
     arguments = parse_arguments()
     with busy_processes(arguments.busy):
         for num_ranks in arguments.ranks:
             for name in arguments.cases or cases(num_ranks):
-                seconds = run(name, num_ranks, arguments.steps, arguments.deadline)
-                print(f"{name} on {num_ranks} ranks: {arguments.steps} steps in {seconds:.0f} s", flush=True)
+                ranks = RankProcesses(timeout=arguments.deadline, deadline=arguments.deadline)
+                ranks.run(train, num_ranks, cases(num_ranks)[name], num_ranks, arguments.steps)
+                print(f"{name} on {num_ranks} ranks: {arguments.steps} steps", flush=True)
 
 
 if __name__ == "__main__":

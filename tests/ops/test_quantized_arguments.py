@@ -1,24 +1,25 @@
 """Arguments of operators with quantized matrices: errors, and arguments that stay unchanged."""
 
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from support.operator_calls import refusal, saved_for_backward, short
+from maxmoe import ops
+from support.low_rank_calls import PROJECTIONS
+from support.named import named
+from support.operator_calls import refusal, saved_for_backward
 from support.operator_checks import ExecutedOperators, ignore_warnings_of_transforms
 from support.quantized_calls import ROWS, VARIANTS, Variant, ffn_call, gmm_call, random_stack
-
-# Scales are frozen, and keep their dtype
 
 
 def raw_gmm(**changes: Any) -> dict[str, Any]:
     """Arguments of torch.ops.maxmoe.gmm: L 2, D 70, F 40, rows of codes along D."""
     stack = random_stack(Variant("int4", torch.float32, 32, has_zeros=True), (2, 70, 40))
-    given = {"lhs": torch.randn(6, 70), "rhs": stack.codes, "group_sizes": torch.tensor([2, 3])}
-    parts = {"rhs_scales": stack.scales, "rhs_zeros": stack.zeros, "rhs_format": "int4"}
-    return {**given, **parts, "rhs_columns": 70, "rhs_is_transposed": True, **changes}
+    given = {"lhs": torch.randn(6, 70), "group_sizes": torch.tensor([2, 3])}
+    return {**given, **ops.Projection(stack).arguments("rhs", torch.float32), **changes}
 
 
 FACTORS = {"rhs_a": torch.randn(2, 70, 3), "rhs_b": torch.randn(2, 3, 40)}
@@ -26,14 +27,11 @@ FACTORS = {"rhs_a": torch.randn(2, 70, 3), "rhs_b": torch.randn(2, 3, 40)}
 
 def raw_ffn(**changes: Any) -> dict[str, Any]:
     """Arguments of torch.ops.maxmoe.expert_ffn: D 96, F 40, 11 experts."""
-    call = ffn_call(Variant("fp8_row", torch.float32), (96, 40)).cast(torch.float32)
-    arguments = {**call.arguments}
+    arguments = {**ffn_call(Variant("fp8_row", torch.float32), (96, 40)).cast(torch.float32).arguments}
     plan = arguments.pop("plan")
-    arguments |= {"slots": plan.slots, "rows": plan.rows, "group_sizes": plan.group_sizes, "top_k": plan.top_k}
-    for name in ("gate", "up", "down"):
-        stack = arguments[name]
-        arguments |= {name: stack.codes, f"{name}_scales": stack.scales, f"{name}_format": stack.format}
-        arguments |= {f"{name}_columns": stack.columns, f"{name}_is_transposed": True}
+    arguments |= {name: getattr(plan, name) for name in ("slots", "rows", "group_sizes", "top_k")}
+    for name in PROJECTIONS:
+        arguments |= ops.Projection(arguments[name]).arguments(name, torch.float32)
     return {**arguments, **changes}
 
 
@@ -49,48 +47,35 @@ def raw_ffn(**changes: Any) -> dict[str, Any]:
 )
 def test_autocast(path: str, dtype: torch.dtype, variant: Variant) -> None:
     """Scales stay float32."""
-    call = gmm_call(random_stack(variant, (len(ROWS), 96, 50))).cast(torch.float32)
-    with torch.autocast("cpu", dtype):
-        got = call()[0]
-    assert got.dtype == dtype and torch.equal(got, call.cast(dtype)()[0])
-    call = ffn_call(variant, (96, 50)).cast(torch.float32)
-    with torch.autocast("cpu", dtype):
-        got = call()[0]
-    weights = call.arguments["weights"]
-    assert got.dtype == dtype and torch.equal(got, call.cast(dtype).replace(weights=weights)()[0])
-
-
-def test_scales_have_no_gradient(path: str) -> None:
-    scales = raw_gmm()["rhs_scales"]
-    with refusal("gmm", "rhs_scales", "frozen"):
-        torch.ops.maxmoe.gmm(**raw_gmm(rhs_scales=scales.clone().requires_grad_()))
-    with refusal("gmm", "rhs_scales", "frozen"):
-        torch.ops.maxmoe.gmm(**raw_gmm(rhs_scales=scales.clone().requires_grad_()), **FACTORS)
-    for name in ("gate_scales", "up_scales", "down_scales"):
-        with refusal("expert_ffn", name, "frozen"):
-            torch.ops.maxmoe.expert_ffn(**raw_ffn(**{name: raw_ffn()[name].requires_grad_()}))
+    for call in (gmm_call(random_stack(variant, (len(ROWS), 96, 50))), ffn_call(variant, (96, 50))):
+        call = call.cast(torch.float32)
+        with torch.autocast("cpu", dtype):
+            got = call()[0]
+        weights = {name: value for name, value in call.arguments.items() if name == "weights"}
+        assert got.dtype == dtype and torch.equal(got, call.cast(dtype).replace(**weights)()[0])
 
 
 @ignore_warnings_of_transforms
-def test_scales_have_no_tangent(path: str) -> None:
-    def through_gmm(scales: Tensor) -> Tensor:
-        return torch.ops.maxmoe.gmm(**raw_gmm(rhs_scales=scales))
-
-    def through_ffn(scales: Tensor) -> Tensor:
-        return torch.ops.maxmoe.expert_ffn(**raw_ffn(down_scales=scales))
-
-    for operator, function, scales in (
-        ("gmm", through_gmm, raw_gmm()["rhs_scales"]),
-        ("expert_ffn", through_ffn, raw_ffn()["down_scales"]),
+def test_scales_have_neither_gradient_nor_tangent(path: str) -> None:
+    for operator, arguments, name in (
+        ("gmm", raw_gmm(), "rhs_scales"),
+        ("gmm", raw_gmm(**FACTORS), "rhs_scales"),
+        *(("expert_ffn", raw_ffn(), f"{name}_scales") for name in PROJECTIONS),
     ):
+
+        def run(scales: Tensor, operator=operator, arguments=arguments, name=name) -> Tensor:
+            return getattr(torch.ops.maxmoe, operator)(**{**arguments, name: scales})
+
+        with refusal(operator, name, "frozen"):
+            run(arguments[name].clone().requires_grad_())
         with refusal(operator, "frozen"):
-            torch.func.jvp(function, (scales,), (torch.ones_like(scales),))
+            torch.func.jvp(run, (arguments[name],), (torch.ones_like(arguments[name]),))
 
 
-@pytest.mark.parametrize("name", ["gate", "up", "down"])
+@pytest.mark.parametrize("name", PROJECTIONS)
 def test_backward_operator_has_no_gradient_of_quantized_weights(path: str, name: str) -> None:
     arguments = raw_ffn()
-    names = ("x", "weights", *(each + field for each in ("gate", "up", "down") for field in ("", "_bias", "_a", "_b")))
+    names = ("x", "weights", *(each + field for each in PROJECTIONS for field in ("", "_bias", "_a", "_b")))
     mask = [each == name for each in names]
     rows = {
         "preactivations": torch.randn(148, 80),
@@ -140,13 +125,7 @@ REFUSED_OF_STACKS: list[tuple[dict[str, Any], tuple[Any, ...]]] = [
 ]
 REFUSED_OF_OPERANDS: list[tuple[dict[str, Any], tuple[Any, ...]]] = [
     ({"{}_scales": None}, ("{}_scales must be given", "int4", "None")),
-    (
-        {"{}_format": None},
-        (
-            "{}",
-            "None without rhs_format",
-        ),
-    ),
+    ({"{}_format": None}, ("{}", "None without rhs_format")),
     ({"{}_columns": -1}, ("bytes per row for -1 columns",)),
     ({"{}_columns": 2**62}, ("bytes per row", str(2**62))),
     ({"{}_columns": 69}, ("70", "69")),
@@ -165,35 +144,28 @@ def named_for(name: str, texts: Any) -> Any:
     return texts.format(name) if name else texts.replace("{}_", "").replace("{}", "codes")
 
 
-@pytest.mark.parametrize(("changes", "named"), REFUSED_OF_STACKS + REFUSED_OF_OPERANDS, ids=short)
-def test_gmm_refuses(path: str, changes: dict[str, Any], named: tuple[Any, ...]) -> None:
-    with refusal("gmm", *named_for("rhs", named)):
-        torch.ops.maxmoe.gmm(**raw_gmm(**named_for("rhs", changes)))
-    with refusal("gmm", *named_for("rhs", named)):
-        torch.ops.maxmoe.gmm(**raw_gmm(**named_for("rhs", changes)), **FACTORS)
+def test_gmm_refuses(path: str) -> None:
+    for (changes, words), factors in product(REFUSED_OF_STACKS + REFUSED_OF_OPERANDS, ({}, FACTORS)):
+        with named(words), refusal("gmm", *named_for("rhs", words)):
+            torch.ops.maxmoe.gmm(**raw_gmm(**named_for("rhs", changes)), **factors)
 
 
-@pytest.mark.parametrize(("changes", "named"), REFUSED_OF_STACKS, ids=short)
-def test_dequantize_refuses(path: str, changes: dict[str, Any], named: tuple[Any, ...]) -> None:
+def test_dequantize_refuses(path: str) -> None:
     given = raw_gmm()
     parts = {"codes": given["rhs"], "scales": given["rhs_scales"], "zeros": given["rhs_zeros"], "format": "int4"}
-    with refusal("dequantize", *named_for("", named)):
-        torch.ops.maxmoe.dequantize(**{**parts, "columns": 70, "dtype": torch.float32, **named_for("", changes)})
+    parts |= {"columns": 70, "dtype": torch.float32}
+    dtypes = [torch.int32, torch.float8_e4m3fn, torch.complex64, torch.bool]
+    for changes, words in [*REFUSED_OF_STACKS, *(({"dtype": dtype}, ("dtype",)) for dtype in dtypes)]:
+        with named(words), refusal("dequantize", *named_for("", words)):
+            torch.ops.maxmoe.dequantize(**{**parts, **named_for("", changes)})
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.float8_e4m3fn, torch.complex64, torch.bool], ids=str)
-def test_dequantize_refuses_a_dtype(path: str, dtype: torch.dtype) -> None:
-    given = raw_gmm()
-    with refusal("dequantize", "dtype"):
-        torch.ops.maxmoe.dequantize(given["rhs"], given["rhs_scales"], given["rhs_zeros"], "int4", 70, dtype)
-
-
-@pytest.mark.parametrize("name", ["gate", "up", "down"])
+@pytest.mark.parametrize("name", PROJECTIONS)
 def test_expert_ffn_refuses(path: str, name: str) -> None:
     given = raw_ffn()
     codes, scales = given[name], given[f"{name}_scales"]
     columns = codes.shape[2]
-    for changes, named in (
+    for changes, words in (
         ({name: codes[..., 1:]}, (f"{name} must have {columns} bytes", f"{columns - 1}]")),
         ({name: codes.float()}, (name, "uint8", "Float")),
         ({name: codes[1:], f"{name}_scales": scales[1:]}, (name, "11", "[10, ")),
@@ -204,7 +176,7 @@ def test_expert_ffn_refuses(path: str, name: str) -> None:
         ({f"{name}_format": "fp9"}, (f"{name}_format", "fp8_row, fp8_block", "fp9")),
         ({name: torch.randn(11, 96, 40) if name != "down" else torch.randn(11, 40, 96)}, (name, "uint8", "Float")),
     ):
-        with refusal("expert_ffn", *named):
+        with named(words), refusal("expert_ffn", *words):
             torch.ops.maxmoe.expert_ffn(**{**given, **changes})
     with refusal("expert_ffn", f"{name}_scales must be None without {name}_format"):
         dense = torch.randn(11, 40, 96) if name == "down" else torch.randn(11, 96, 40)

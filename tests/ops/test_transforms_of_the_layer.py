@@ -10,7 +10,6 @@ import maxmoe
 from support.operator_checks import ignore_warnings_of_transforms
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
     "deepseek": {
         "score_function": "sigmoid",
         "score_correction_bias": True,

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from fuzz.run import FUZZERS
 from repository.check_packages import TORCH_REQUIREMENT, TORCHES, tracked
 
 ROOT = Path(__file__).parents[2]
@@ -96,8 +97,9 @@ def check_script(script: str, arguments: list[str]) -> None:
     assert (ROOT / script).exists()
     if script == "examples/train_minimal.py":
         assert not arguments
-    elif script.startswith("tests/fuzz/fuzz_"):
-        assert set(arguments[::2]) <= {"--seconds", "--seed", "--case"}
+    elif script == "tests/fuzz/run.py":
+        fuzzer, *options = arguments
+        assert fuzzer in FUZZERS and set(options[::2]) <= {"--seconds", "--seed", "--case"}
     else:
         for library in ("transformers", "peft"):
             if library in (ROOT / script).read_text():

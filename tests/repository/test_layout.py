@@ -57,7 +57,7 @@ def test_an_operator_has_one_name_in_every_layer(operator: str) -> None:
     files = (
         source_of(operator),
         f"cpp/tests/test_{kernel}.cpp",
-        f"tests/ops/test_{operator}.py",
+        f"tests/ops/test_{getattr(ops, operator).__module__.rpartition('.')[2]}.py",
     )
     missing = [file for file in files if not (ROOT / file).exists()]
     assert not missing, f"the operator {operator} lacks {missing}"

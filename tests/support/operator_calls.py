@@ -57,7 +57,13 @@ class Call:
         return {name: tensor for name, tensor in self.tensors().items() if tensor.is_floating_point()}
 
     def replace(self, **arguments: Any) -> "Call":
-        return Call(self.operator, {**self.arguments, **arguments})
+        """Return the call with other arguments. A name such as "plan.rows" stands for a field of the plan."""
+        of_plan = {name: value for name, value in arguments.items() if name.startswith("plan.")}
+        given = {**self.arguments, **{name: value for name, value in arguments.items() if name not in of_plan}}
+        if of_plan:
+            fields = {name.removeprefix("plan."): value for name, value in of_plan.items()}
+            given["plan"] = given["plan"]._replace(**fields)
+        return Call(self.operator, given)
 
     def cast(self, dtype: torch.dtype) -> "Call":
         return self.replace(**{name: value.to(dtype) for name, value in self.floats().items()})

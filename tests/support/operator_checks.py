@@ -12,10 +12,12 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from maxmoe import ops, reference
+from support.named import named
 from support.operator_calls import (
     Call,
     Result,
@@ -23,11 +25,13 @@ from support.operator_calls import (
     cotangents_of,
     expected_result,
     floating,
+    refusal,
     result,
     saved_for_backward,
     strided,
     tolerance,
 )
+from support.paths import each_case, emulated
 from support.shapes import (
     DTYPES,
     MANY_ROWS,
@@ -41,19 +45,22 @@ from support.shapes import (
     Shape,
 )
 
+NAN = float("nan")
 # Warnings of torch: it loads forward-mode rules with torch.jit, and runs an operator once for each member of a batch.
 ignore_warnings_of_transforms = pytest.mark.filterwarnings(
     "ignore:`torch.jit.script` is deprecated", "ignore:There is a performance drop"
 )
 
 
-class OperatorTests:
-    """The common tests; a class that derives from it is collected once per operator."""
+class Operator:
+    """How an operator is called."""
 
     # Number of roundings to a 16 bit dtype between the arguments and any result.
     roundings: ClassVar[int] = 1
     # Operators of the backward that the gradients of several arguments need.
     shared_in_backward: ClassVar[frozenset[str]] = frozenset()
+    # Arguments that may be left out, one or all of them.
+    optional: ClassVar[tuple[str, ...]] = ()
 
     def result_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
@@ -62,32 +69,14 @@ class OperatorTests:
         """The operator on random float64 arguments of this shape."""
         raise NotImplementedError
 
-    @pytest.mark.parametrize(
-        ("shape", "dtype"),
-        [*product(SHAPES, [torch.float64]), *product([SKEWED, ODD_WIDTHS, SEVERAL_BLOCKS], DTYPES[1:])],
-        ids=str,
-    )
-    def test_equals_reference(self, every_path: str, shape: Shape, dtype: torch.dtype) -> None:
-        call = self.call(shape).cast(dtype)
-        got = result(call)
-        assert all(output.dtype == self.result_dtype(dtype) for output in floating(got.outputs))
-        assert_same(got, expected_result(call), tolerance(dtype, self.roundings))
 
-    def test_graph_without_tokens(self, every_path: str) -> None:
-        """A result without elements is part of the graph too: every rank and step runs the same backward."""
-        call = self.call(NO_TOKEN).trainable()
-        for output in floating(call()):
-            assert output.requires_grad
-            output.sum().backward(retain_graph=True)
+class AutogradTests(Operator):
+    """Derivatives, what is saved for them, and compilation."""
 
     @ignore_warnings_of_transforms
     @pytest.mark.parametrize(
         ("shape", "along_one_vector"),
-        [
-            (TINY, True),
-            pytest.param(TINY, False, marks=pytest.mark.slow),
-            pytest.param(UNROUTED, True, marks=pytest.mark.slow),
-        ],
+        [(TINY, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((TINY, False), (UNROUTED, True)))],
         ids=str,
     )
     def test_gradcheck(self, path: str, shape: Shape, along_one_vector: bool) -> None:
@@ -96,17 +85,10 @@ class OperatorTests:
         First derivatives are compared along one random vector, or in full.
         """
         function, values = function_of(self.call(shape).trainable())
-        assert torch.autograd.gradcheck(
-            function,
-            values,
-            fast_mode=along_one_vector,
-            check_forward_ad=True,
-            check_batched_grad=True,
-            check_batched_forward_grad=True,
-        )
-        assert torch.autograd.gradgradcheck(
-            function, values, fast_mode=True, check_fwd_over_rev=True, check_rev_over_rev=True, check_batched_grad=True
-        )
+        forward = {"check_forward_ad": True, "check_batched_forward_grad": True}
+        assert gradcheck(function, values, fast_mode=along_one_vector, check_batched_grad=True, **forward)
+        second = {"check_fwd_over_rev": True, "check_rev_over_rev": True}
+        assert gradgradcheck(function, values, fast_mode=True, check_batched_grad=True, **second)
 
     @ignore_warnings_of_transforms
     @pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
@@ -133,31 +115,6 @@ class OperatorTests:
         for transform in (torch.func.grad, torch.func.jacrev, torch.func.hessian):
             with pytest.raises(NotImplementedError, match=message):
                 transform(lambda *values: function(*values)[0].sum())(*values)
-
-    @pytest.mark.parametrize("layout", ["transposed", "columns", "rows", "expanded"])
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-    def test_strides_do_not_matter(self, every_path: str, dtype: torch.dtype, layout: str) -> None:
-        call = self.call(ODD_WIDTHS).cast(dtype)
-        other = call.replace(**{name: strided(value, layout) for name, value in call.tensors().items()})
-        same = other.replace(**{name: value.contiguous() for name, value in other.tensors().items()})
-        assert_same(result(other), result(same), tolerance(dtype, self.roundings))
-
-    def test_expanded_upstream_gradient(self, every_path: str) -> None:
-        call = self.call(SKEWED)
-        outputs = call()
-        ones = [torch.ones((), dtype=out.dtype).expand(out.shape) for out in floating(outputs)]
-        expected = result(call, reference, [one.contiguous() for one in ones])
-        assert_same(result(call, ops, ones), expected, tolerance(torch.float64, 1))
-
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-    def test_bitwise_repeatable_for_any_number_of_threads(self, path: str, dtype: torch.dtype) -> None:
-        call = self.call(MANY_ROWS).cast(dtype)
-        torch.set_num_threads(2)
-        first = result(call)
-        # The products of ATen are repeatable for the same number of threads only.
-        for threads in (1, 2, 4, 4) if path == "cpu" else (2, 2):
-            torch.set_num_threads(threads)
-            assert_same(result(call), first)
 
     def test_no_grad_saves_nothing(self, path: str) -> None:
         call = self.call(SKEWED)
@@ -189,24 +146,112 @@ class OperatorTests:
 
     def test_activation_checkpointing(self, path: str) -> None:
         call = self.call(SKEWED).trainable()
-
-        def run(**values: Tensor) -> tuple[Tensor, ...]:
-            return call.replace(**values)()
-
-        outputs = checkpoint(run, use_reentrant=False, **call.floats())
+        outputs = checkpoint(lambda **values: call.replace(**values)(), use_reentrant=False, **call.floats())
         gradients = torch.autograd.grad(
             floating(outputs), list(call.floats().values()), cotangents_of(outputs), allow_unused=True
         )
-        again = Result(outputs, dict(zip(call.floats(), gradients, strict=True)))
-        assert_same(again, result(call))
+        assert_same(Result(outputs, dict(zip(call.floats(), gradients, strict=True))), result(call))
 
-    @pytest.mark.sampled(1)
-    def test_opcheck(self, path: str) -> None:
+    def test_opcheck(self) -> None:
         check_registrations(self.call(SKEWED))
 
-    @pytest.mark.sampled(1)
-    def test_compiles_without_graph_breaks(self, path: str) -> None:
+    def test_compiles_without_graph_breaks(self) -> None:
         check_compile(self.call(SKEWED), "aot_eager")
+
+
+class OperatorTests(AutogradTests):
+    """All common tests; a class that derives from it is collected once per operator."""
+
+    @each_case(
+        "shape, dtype",
+        [*product(SHAPES, [torch.float64]), *product([SKEWED, ODD_WIDTHS, SEVERAL_BLOCKS], DTYPES[1:])],
+        in_emulator=[(SKEWED, torch.float64), (UNROUTED, torch.float64), (ODD_WIDTHS, torch.bfloat16)],
+    )
+    def test_equals_reference(self, every_path: str, shape: Shape, dtype: torch.dtype) -> None:
+        call = self.call(shape).cast(dtype)
+        got = result(call)
+        assert all(output.dtype == self.result_dtype(dtype) for output in floating(got.outputs))
+        assert_same(got, expected_result(call), tolerance(dtype, self.roundings))
+
+    def test_without_optional_arguments(self, every_path: str) -> None:
+        for shape, left_out in product((SKEWED, UNROUTED), [*((name,) for name in self.optional), self.optional]):
+            call = self.call(shape)
+            fewer = Call(call.operator, {name: v for name, v in call.arguments.items() if name not in left_out})
+            with named(shape, left_out):
+                assert_same(result(fewer), result(fewer, reference), tolerance(torch.float64, 1))
+
+    @emulated
+    def test_graph_without_tokens(self, every_path: str) -> None:
+        """A result without elements is part of the graph too: every rank and step runs the same backward."""
+        call = self.call(NO_TOKEN).trainable()
+        for output in floating(call()):
+            assert output.requires_grad
+            output.sum().backward(retain_graph=True)
+
+    @pytest.mark.parametrize("layout", ["transposed", "columns", "rows", "expanded"])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    def test_strides_do_not_matter(self, every_path: str, dtype: torch.dtype, layout: str) -> None:
+        call = self.call(ODD_WIDTHS).cast(dtype)
+        other = call.replace(**{name: strided(value, layout) for name, value in call.tensors().items()})
+        same = other.replace(**{name: value.contiguous() for name, value in other.tensors().items()})
+        assert_same(result(other), result(same), tolerance(dtype, self.roundings))
+
+    def test_expanded_upstream_gradient(self, every_path: str) -> None:
+        call = self.call(SKEWED)
+        outputs = call()
+        ones = [torch.ones((), dtype=out.dtype).expand(out.shape) for out in floating(outputs)]
+        expected = result(call, reference, [one.contiguous() for one in ones])
+        assert_same(result(call, ops, ones), expected, tolerance(torch.float64, 1))
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    def test_bitwise_repeatable_for_any_number_of_threads(self, path: str, dtype: torch.dtype) -> None:
+        call = self.call(MANY_ROWS).cast(dtype)
+        torch.set_num_threads(2)
+        first = result(call)
+        # The products of ATen are repeatable for the same number of threads only.
+        for threads in (1, 2, 4, 4) if path == "cpu" else (2, 2):
+            torch.set_num_threads(threads)
+            assert_same(result(call), first)
+
+    def test_wrong_tensors_are_refused(self, path: str) -> None:
+        """Each tensor with another dtype, without dimensions, or on another device than the others."""
+        call = self.call(SKEWED).cast(torch.float32)
+        tensors = call.tensors()
+        for name, tensor in tensors.items():
+            word = name.replace("_factors.", "_")
+            dtype = torch.int64 if tensor.is_floating_point() else torch.int32
+            wrong_tensors = [
+                (tensor.to(dtype), (word, {torch.int64: "Long", torch.int32: "Int"}[dtype])),
+                (tensor.new_zeros(()), (word, "[]")),
+                (tensor.to("meta"), ("cpu", "meta")),
+            ]
+            for wrong, words in wrong_tensors[: 3 if len(tensors) > 1 else 2]:
+                with named(name, words), refusal(call.operator, *words):
+                    call.replace(**{name: wrong})()
+
+
+class UnreadElements:
+    """Tests that what belongs to nobody, such as a row past the last group, reaches no result, be it NaN."""
+
+    def unread(self, call: Call) -> dict[str, Tensor]:
+        """Masks of rows or elements of arguments, and of the gradient of the result under the name "out"."""
+        raise NotImplementedError
+
+    @emulated
+    def test_nan_of_nobody_stays_out(self: Any, every_path: str) -> None:
+        call = self.call(UNROUTED)
+        values = {**call.floats(), "out": cotangents_of(call())[0]}
+        for name, mask in self.unread(call).items():
+            assert mask.any(), name
+            values[name] = values[name].masked_fill(
+                mask.view(*mask.shape, *[1] * (values[name].dim() - mask.dim())), NAN
+            )
+        cotangent = values.pop("out")
+        call = call.replace(**values)
+        got = result(call, ops, [cotangent])
+        for value in (got.outputs[0], *got.gradients.values()):
+            assert value is not None and value.isfinite().all()
+        assert_same(got, result(call, reference, [cotangent]), tolerance(torch.float64, 1))
 
 
 def function_of(call: Call) -> tuple[Callable[..., tuple[Tensor, ...]], tuple[Tensor, ...]]:
