@@ -11,7 +11,7 @@ from maxmoe import MoE, MoEConfig, MoEStats
 from maxmoe.config import ScoreFunction
 from maxmoe.nn import load_balance_loss, router_z_loss
 from maxmoe.ops import route
-from support.moe_layers import Options, make, tokens
+from support.moe_layers import LOSSES, Options, each_compute, make, padded, tokens
 
 each_score_function = pytest.mark.parametrize("score_function", get_args(ScoreFunction))
 BALANCE: Options = {"load_balance_loss_weight": 0.3}
@@ -78,6 +78,26 @@ def test_balance_loss_has_its_gradient_through_the_probabilities_only() -> None:
     # f = E / (K S) * count, then the mean over S tokens and B sequences
     expected = (counts * (4 / (2 * 3)) / 3 / 2).double()
     torch.testing.assert_close(gradient, expected.unsqueeze(1).expand(2, 3, 4))
+
+
+@pytest.mark.parametrize("scope", ["sequence", "batch"])
+def test_a_custom_balance_loss(scope: Any) -> None:
+    """Its arguments, and the use of its result."""
+    seen: list[Any] = []
+
+    def loss(probabilities: Tensor, tokens_per_expert: Tensor, top_k: int, **options: Any) -> Tensor:
+        seen.append((probabilities, tokens_per_expert, top_k, options["lengths"]))
+        return 2 * load_balance_loss(probabilities, tokens_per_expert, top_k, **options)
+
+    plain = make(load_balance_scope=scope, **BALANCE)
+    own = MoE(plain.config, balance_loss=loss, dtype=torch.float64)
+    own.load_state_dict(plain.state_dict())
+    x, mask = tokens(plain, 3, 7), torch.arange(7) < torch.tensor([[7], [4], [2]])
+    torch.testing.assert_close(own(x, mask).aux_loss, 2 * plain(x, mask).aux_loss)
+    ((probabilities, counts, top_k, lengths),) = seen
+    rows = 3 if scope == "sequence" else 1
+    assert probabilities.shape == (rows, 21 // rows, 6) and counts.shape == (rows, 6) and top_k == 3
+    assert lengths.tolist() == ([7, 4, 2] if rows == 3 else [13]) and int(counts.sum()) == 39
 
 
 def test_losses_train_the_router_alone() -> None:
@@ -168,14 +188,6 @@ def test_load_and_dead_experts() -> None:
     assert (idle.load_max_over_mean.item(), idle.dead_expert_fraction.item()) == (0.0, 1.0)
 
 
-def test_printed_they_show_everything() -> None:
-    stats = MoEStats(torch.tensor([6, 0]), torch.tensor(2), torch.tensor(0.5))
-    assert str(stats) == (
-        "MoEStats(tokens_per_expert=tensor([6, 0]), dropped=tensor(2), router_entropy=tensor(0.5000), "
-        "load_max_over_mean=tensor(2.), dead_expert_fraction=tensor(0.5000))"
-    )
-
-
 @pytest.mark.parametrize("shape", [(7,), (2, 5), (2, 3, 4)], ids=str)
 def test_counts_are_those_of_the_router(shape: tuple[int, ...]) -> None:
     layer = make(score_correction_bias=True)
@@ -227,3 +239,30 @@ def test_no_tokens() -> None:
     _, aux_loss, stats = layer(torch.empty(2, 0, 7, dtype=torch.float64))
     assert (aux_loss.item(), stats.router_entropy.item(), stats.dropped.item()) == (0.0, 0.0, 0)
     assert (stats.load_max_over_mean.item(), stats.dead_expert_fraction.item()) == (0.0, 1.0)
+
+
+# Padding
+
+MASK = torch.tensor([[1, 0, 1, 1, 0, 1], [0, 0, 0, 0, 0, 0], [0, 1, 1, 0, 0, 0]]).bool()
+
+
+def test_padding_counts_in_no_statistic() -> None:
+    layer = make(**LOSSES)
+    x = padded(layer, MASK)
+    stats, alone = layer(x, MASK).stats, layer(x[MASK]).stats
+    assert torch.equal(stats.tokens_per_expert, alone.tokens_per_expert)
+    assert int(stats.tokens_per_expert.sum()) == int(MASK.sum()) * 3 and int(stats.dropped) == 0
+    torch.testing.assert_close(stats.router_entropy, alone.router_entropy, rtol=1e-13, atol=0)
+
+
+@each_compute
+def test_padding_passes_no_gradient_on(compute: Options) -> None:
+    """Even if its upstream gradient is NaN."""
+    layer = make(**LOSSES, **compute, expert_bias=True, num_shared_experts=2, shared_expert_gate=True)
+    x = padded(layer, MASK).requires_grad_()
+    output = layer(x, MASK)
+    worst = torch.where(MASK.unsqueeze(-1), 1.0, float("nan")).double().expand_as(output.hidden_states)
+    torch.autograd.backward((output.hidden_states, output.aux_loss), (worst, torch.ones_like(output.aux_loss)))
+    assert x.grad is not None and torch.equal(x.grad[~MASK], torch.zeros_like(x.grad[~MASK]))
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), name

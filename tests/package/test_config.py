@@ -209,6 +209,81 @@ def test_refuses_and_names_both_values(changes: dict[str, Any], named: tuple[str
         MoEConfig(**{**SIZES, **changes})
 
 
+def of(kind: str, **fields: Any) -> dict[str, Any]:
+    """A component as in a saved config, which the config makes."""
+    return {"kind": kind, **fields}
+
+
+SCORED = {"score_function": "sigmoid", "num_shared_experts": 2, "router": of("SharedExpertScores", scale=False)}
+QUANTILE = {
+    **{"score_function": "sigmoid", "score_correction_bias": True, "correction_bias_rule": "quantile"},
+    "correction_bias_update_rate": 1.0,
+}
+COMPONENTS: list[tuple[dict[str, Any], str]] = [
+    ({"latent_size": 0}, "latent_size must be a positive int, got 0"),
+    ({"latent_size": 2.0}, r"latent_size must be a positive int, got 2\.0"),
+    (
+        {"expert_norms": of("ExpertNorms", latent_in=True)},
+        r"ExpertNorms\(latent_in=True.* needs a latent_size",
+    ),
+    ({"expert_norms": of("ExpertNorms", latent_out=True)}, "latent_out=True.* needs a latent_size, got None"),
+    (
+        {"expert_norms": of("ExpertNorms", output=True), "apply_weights_to": "input"},
+        "output=True.* needs apply_weights_to='output', got 'input'",
+    ),
+    ({"expert_norms": of("ExpertNorms", output_eps=-1.0)}, "output_eps must be a finite float > 0, got -1.0"),
+    ({"router": of("ScaledLogits", scale=0.0)}, r"scale must be a finite float > 0, got 0\.0"),
+    ({"zero_computation": of("ZeroComputation", zero=-1)}, "zero must be an int >= 0, got -1"),
+    ({"zero_computation": of("ZeroComputation", copy=1.0)}, r"copy must be an int >= 0, got 1\.0"),
+    ({"zero_computation": of("ZeroComputation", constant=True)}, "constant must be an int >= 0, got True"),
+    (
+        {"zero_computation": of("ZeroComputation", zero=2), "top_k": 9},
+        r"top_k \(9\) must not exceed num_experts \(6\) \+ ZeroComputation\(zero=2, copy=0, constant=0\)$",
+    ),
+    (
+        {"zero_computation": of("ZeroComputation", copy=2), "num_groups": 2, "top_k_groups": 2},
+        r"ZeroComputation\(.*\) needs num_groups=1, got 2",
+    ),
+    (
+        {"zero_computation": of("ZeroComputation", constant=2), "apply_weights_to": "input"},
+        r"constant=2\) needs apply_weights_to='output', got 'input'",
+    ),
+    (
+        {"zero_computation": of("ZeroComputation", copy=2), "buffer_factor": 8.5},
+        r"buffer_factor \(8\.5\) must not exceed num_experts \(6\) \+ ",
+    ),
+    ({**SCORED, "num_shared_experts": 0}, r"SharedExpertScores\(scale=False\) needs num_shared_experts >= 1, got 0"),
+    ({**SCORED, "score_function": "softmax"}, "needs score_function='sigmoid', got 'softmax'"),
+    ({**SCORED, "normalization": "none"}, "needs normalization='sum', got 'none'"),
+    ({**SCORED, "apply_weights_to": "input"}, "needs apply_weights_to='output', got 'input'"),
+    ({**SCORED, "shared_expert_gate": True}, "needs shared_expert_gate=False, got True"),
+    (
+        {"router": of("DocumentPools", min_size=1, max_size=4)},
+        r"min_size must be in \[top_k \(2\), .*, got 1",
+    ),
+    ({"router": of("DocumentPools", min_size=2, max_size=7)}, r"max_size must be in .* experts \(6\)\], got 7"),
+    ({"router": of("DocumentPools", min_size=2, max_size=4, eval_size=1)}, r"eval_size must be in \[top_k \(2\)"),
+    (
+        {"router": of("HashRouting", num_ids=5), "score_correction_bias": True},
+        r"HashRouting\(num_ids=5\) needs score_correction_bias=False, got True",
+    ),
+    (
+        {**QUANTILE, "score_correction_bias": False, "correction_bias_update_rate": 0.0},
+        "^correction_bias_rule='quantile' needs score_correction_bias=True, got False$",
+    ),
+    ({**QUANTILE, "score_function": "identity"}, "score_function='sigmoid' or 'softmax', got 'identity'$"),
+    ({**QUANTILE, "num_groups": 2}, "needs num_groups=1, got 2$"),
+    ({**QUANTILE, "top_k": 6}, r"top_k \(6\) below the number of experts \(6\)$"),
+    ({**QUANTILE, "correction_bias_update_rate": 1.5}, "needs correction_bias_update_rate <= 1, got 1.5$"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), COMPONENTS, ids=str)
+def test_refuses_components(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MoEConfig(**{**SIZES, **changes})
+
+
 @pytest.mark.parametrize("normalization", ["sum", "softmax"])
 def test_a_router_without_gradient_is_warned_of_once(normalization: Normalization) -> None:
     fields: dict[str, Any] = {**SIZES, "top_k": 1, "normalization": normalization}
