@@ -92,7 +92,7 @@ def test_compiled_under_autocast() -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_compiled_autograd() -> None:
     """It records the backward of the layer, and computes its gradients."""
-    layer = make(**DEEPSEEK)
+    layer = make(load_balance_loss_weight=0.3)
     x = tokens(layer)
     expected = outcome(layer, x)
     with compiled_autograd._enable(torch.compile(backend="eager")):
