@@ -1,5 +1,6 @@
 """A layer that is recomputed, replayed, compiled or under autocast gives what it gives when it is called plainly."""
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -15,12 +16,14 @@ from support.moe_layers import (
     DEEPSEEK,
     LAYERS,
     LOSSES,
+    Options,
+    each_family,
     make,
     others_for,
     outcome,
     tokens,
 )
-from support.operator_calls import assert_same, tolerance
+from support.operator_calls import assert_near, assert_same, tolerance
 from support.operator_checks import compile_whole
 from support.pairwise import pairwise
 
@@ -148,3 +151,18 @@ def test_autocast(path: str, name: str, compute: str, dtype: torch.dtype) -> Non
             assert gradient is not None and gradient.dtype == (x.dtype if of == "x" else torch.float32)
         # The upstream gradients differ by their rounding to 16 bits; through ATen activations are rounded, too.
         assert_same(got, expected, tolerance(dtype, 8 if path == "cpu" else 12))
+
+
+@each_family
+@pytest.mark.parametrize(
+    ("held", "computed"), [(torch.bfloat16, torch.float16), (torch.float16, torch.bfloat16)], ids=str
+)
+def test_autocast_to_the_other_16_bits(held: torch.dtype, computed: torch.dtype, options: Options) -> None:
+    """Parameters and tokens in bfloat16 under an autocast to float16, and the reverse: as in float32."""
+    layer = make(held, **options)
+    x = tokens(layer, 2, 9)
+    expected = copy.deepcopy(layer).float()(x.float())
+    with torch.autocast("cpu", dtype=computed):
+        got = layer(x)
+    assert got.hidden_states.dtype == computed
+    assert_near(got.hidden_states, expected.hidden_states, tolerance(torch.bfloat16, 8), "hidden_states")
