@@ -63,16 +63,12 @@ def test_correction_biases_move() -> None:
         model.update_correction_bias(counts[:1])
 
 
-def test_planning_counts_each_layer() -> None:
-    """Two plans, one for each config, have twice the bytes of the plan for both."""
+def test_costs_of_each_layer() -> None:
     mesh = Mesh.planned({})
     with torch.device("meta"):
-        model, one, other = (Decoder(DecoderConfig(**{**SIZES, "moe": moe})) for moe in (CONFIGS, MOE, WIDE))
+        model = Decoder(DecoderConfig(**{**SIZES, "moe": CONFIGS}))
     explained = explain(model, mesh, "ep-as-dp")
     assert "[5, 12, 7]" in str(explained) and "[3, 12, 13]" in str(explained)
     assert len(explained.dispatch) == 2
-    memory, *parts = (
-        estimate(each, mesh, "ep-as-dp", batch_size=2, sequence_length=8).memory for each in (model, one, other)
-    )
-    for name in ("parameters", "activations"):
-        assert 2 * memory[name] == sum(part[name] for part in parts), name
+    memory = estimate(model, mesh, "ep-as-dp", batch_size=2, sequence_length=8).memory
+    assert memory["parameters"] == sum(parameter.nbytes for parameter in model.parameters())
