@@ -2,7 +2,6 @@
 
 import cmath
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,9 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from maxmoe import reference
-from maxmoe.models import Decoder, DecoderConfig, DecoderOutput
+from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.models.blocks import rotate, rotation
-from support.small_decoder import MOE, make, tokens_like
+from support.operator_calls import saved_for_backward
+from support.operator_checks import compile_whole
+from support.small_decoder import MOE, SIZES, make, tokens_like
 
 
 def plain_attention(x: Tensor, state: dict[str, Tensor], config: DecoderConfig) -> Tensor:
@@ -139,16 +140,10 @@ def test_recomputed_parts_give_the_same_bits(recompute: tuple[str, ...]) -> None
 
 def test_checkpointed_blocks_keep_less_for_the_backward() -> None:
     def saved_numbers(**changes: Any) -> int:
-        sizes: dict[int, int] = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            sizes[tensor.data_ptr()] = tensor.numel()
-            return tensor
-
         model = make(**changes)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with saved_for_backward() as saved:
             model(tokens_like(model, sequence=16))
-        return sum(sizes.values())
+        return sum({tensor.data_ptr(): tensor.numel() for tensor in saved}.values())
 
     assert saved_numbers(recompute=("blocks",)) < saved_numbers() / 2
 
@@ -177,24 +172,30 @@ def test_autocast_stays_close_and_trains() -> None:
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
 
 
-@pytest.mark.parametrize(
-    ("recompute", "backend"),
-    [
-        ((), "eager"),
-        *(pytest.param(each, "aot_eager", marks=pytest.mark.slow) for each in ((), ("blocks",), PARTS)),
-    ],
-    ids=str,
-)
-def test_compiles_as_one_graph(recompute: tuple[str, ...], backend: str) -> None:
+@pytest.mark.parametrize("recompute", [(), pytest.param(PARTS, marks=pytest.mark.slow)], ids=["saved", "recomputed"])
+def test_compiles_as_one_graph(recompute: tuple[str, ...]) -> None:
     """One dense and one MoE block."""
-    torch._dynamo.reset()
     model = make(num_layers=2, recompute=recompute)
     tokens = tokens_like(model)
-    compiled: Callable[[Tensor], DecoderOutput] = torch.compile(model, fullgraph=True, backend=backend)
     results = []
-    for run in (model, compiled):
+    for run in (model, compile_whole(model, "aot_eager" if recompute else "eager")):
         output = run(tokens)
         loss = output.logits.logsumexp(-1).mean() + output.aux_loss
         results.append((output.logits, *torch.autograd.grad(loss, list(model.parameters()))))
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+def test_learns_a_repeated_sequence() -> None:
+    model = Decoder(DecoderConfig(**{**SIZES, "num_layers": 2}))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.0)
+    tokens = torch.tensor([[1, 5, 2, 5, 3, 5, 4, 1, 5, 2, 5, 3, 5, 4, 1]])
+    for _ in range(200):  # on another processor, other roundings took the loss of 100 steps from 0.19 to 0.24
+        output = model(tokens[:, :-1])
+        loss = F.cross_entropy(output.logits[0], tokens[0, 1:])
+        optimizer.zero_grad()
+        (loss + output.aux_loss).backward()
+        optimizer.step()
+        model.update_correction_bias(output.tokens_per_expert)
+    assert loss < 0.2
+    assert model.generate(tokens[:, :2], 5, temperature=0).tolist() == [[1, 5, 2, 5, 3, 5, 4]]

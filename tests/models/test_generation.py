@@ -35,20 +35,12 @@ UNCACHED: dict[str, tuple[dict[str, Any], list[int]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("batch", "name"),
-    [
-        pytest.param(batch, name, marks=[pytest.mark.slow] * ((number + shift) % 2))
-        for number, name in enumerate(UNCACHED)
-        for shift, batch in enumerate([1, 3])
-    ],
-)
-def test_logits_are_those_of_all_tokens_of_the_window(batch: int, name: str) -> None:
-    changes, lengths = UNCACHED[name]
+@pytest.mark.parametrize(("changes", "lengths"), UNCACHED.values(), ids=UNCACHED)
+def test_logits_are_those_of_all_tokens_of_the_window(changes: dict[str, Any], lengths: list[int]) -> None:
     model = make(**changes)
     window, calls = model.config.max_sequence_length, []
     hook = model.register_forward_hook(lambda _, arguments, output: calls.append((arguments[0], output.logits[:, -1])))
-    tokens = model.generate(tokens_like(model, batch, 3), 6, temperature=0)
+    tokens = model.generate(tokens_like(model, 3, 3), 6, temperature=0)
     hook.remove()
     assert [arguments.shape[1] for arguments, _ in calls] == lengths
     for position, (_, logits) in enumerate(calls, start=3):
@@ -74,8 +66,7 @@ def graphs_since(counted: list[int]) -> int:
 
 # A warning of torch that is hidden unless warnings are errors.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("is_whole", [True, False], ids=["model", "blocks"])
+@pytest.mark.parametrize("is_whole", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["model", "blocks"])
 def test_a_compiled_model_trains_with_compiled_code_afterwards(is_whole: bool) -> None:
     """torch.compile compiles a module for at most eight kinds of arguments."""
     torch._dynamo.reset()

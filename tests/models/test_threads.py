@@ -58,20 +58,17 @@ def replay(model: Decoder, seed: int) -> Callable[[], list[Tensor]]:
     return run
 
 
-PAIRS: dict[str, tuple[Any, Any]] = {
-    "generation beside generation": (generation, generation),
-    "training beside generation": (training, generation),
-    "training beside recording": (training, recording),
-    "recording beside recording": (recording, recording),
-    "replay beside recording": (replay, recording),
-    "replay beside replay": (replay, replay),
-    "generation beside recording": (generation, recording),
-}
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
 @pytest.mark.parametrize("recompute", [(), ("blocks",)], ids=["saved", "recomputed"])
+@pytest.mark.parametrize(
+    "pair",
+    [
+        pytest.param((training, generation), id="training beside generation"),
+        pytest.param((replay, recording), id="replay beside recording"),
+        pytest.param((generation, generation), id="generation beside generation", marks=pytest.mark.slow),
+        pytest.param((training, recording), id="training beside recording", marks=pytest.mark.slow),
+        pytest.param((replay, replay), id="replay beside replay", marks=pytest.mark.slow),
+    ],
+)
 def test_two_threads(pair: tuple[Any, Any], recompute: tuple[str, ...]) -> None:
     model = make(num_layers=2, recompute=recompute)
     functions = [make_function(model, seed) for seed, make_function in enumerate(pair)]

@@ -15,9 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 from maxmoe import set_recompute
 from support import small_decoder
-from support.moe_layers import Options, each_compute, each_family, make, tokens
+from support.moe_layers import COMPUTE, FAMILIES, LAYERS, make, tokens
 from support.operator_calls import cotangents_of
 from support.operator_checks import ExecutedOperators
+from support.pairwise import pairwise
 
 
 class Gradients(NamedTuple):
@@ -74,10 +75,12 @@ def assert_same_gradients_once_each(module: nn.Module, x: Tensor) -> None:
     assert gradients_computed(got.executed[1:]), "the second half has computed nothing"
 
 
-@each_family
-@each_compute
-def test_layer(path: str, compute: Options, options: Options) -> None:
-    layer = make(**{**compute, **options})
+ROWS = pairwise([["muse_spark", "inkling", *FAMILIES], [*COMPUTE], ["cpu", "aten"]])
+
+
+@pytest.mark.parametrize(("name", "compute", "path"), ROWS, indirect=["path"])
+def test_layer(path: str, name: str, compute: str) -> None:
+    layer = make(**{**COMPUTE[compute], **LAYERS[name]})
     assert_same_gradients_once_each(layer, tokens(layer, 2, 9))
 
 

@@ -7,53 +7,45 @@ import pytest
 import torch
 from torch import Tensor
 
-from maxmoe import MoE, MoEConfig
 from maxmoe.nn import Dispatched, ExpertRunner, Future, TopK
 from maxmoe.nn.dispatcher import Dispatcher
 from maxmoe.nn.local_dispatcher import CapacityDispatcher, DenseDispatcher, LocalDispatcher, local_dispatcher
 from maxmoe.ops import RaggedPlan
+from support.moe_layers import COMPUTE, Options, each_compute, make, tokens
 
-SIZES: dict[str, Any] = {"hidden_size": 6, "intermediate_size": 4, "num_experts": 4, "top_k": 2}
-IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
-    "sparse": {},
-    "buffer": {"buffer_factor": 0.5},
-    "dense": {"implementation": "dense"},
-    "capacity": {"implementation": "dense", "capacity_factor": 1.0},
-}
-each_implementation = pytest.mark.parametrize("options", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
 each_weights = pytest.mark.parametrize("weights_to", ["output", "input"])
 
 
 def test_an_implementation_has_one_dispatcher() -> None:
-    kinds = [type(local_dispatcher(MoEConfig(**SIZES, **options))) for options in IMPLEMENTATIONS.values()]
-    assert kinds == [LocalDispatcher, LocalDispatcher, DenseDispatcher, CapacityDispatcher]
+    kinds = {name: type(local_dispatcher(make(**options).config)) for name, options in COMPUTE.items()}
+    assert kinds == {
+        "sparse": LocalDispatcher,
+        "buffer": LocalDispatcher,
+        "dense": DenseDispatcher,
+        "capacity": CapacityDispatcher,
+        "wide_capacity": CapacityDispatcher,
+    }
 
 
 @each_weights
-@each_implementation
-def test_hooks_on_the_experts_fire_once_and_can_change_their_output(options: dict[str, Any], weights_to: str) -> None:
-    torch.manual_seed(0)
-    layer = MoE(MoEConfig(**SIZES, apply_weights_to=weights_to, **options), dtype=torch.float64)
-    x = torch.randn(2, 5, 6, dtype=torch.float64)
-    whole, calls = layer(x).hidden_states, []
+@each_compute
+def test_hooks_on_the_experts(compute: Options, weights_to: str) -> None:
+    """They fire once, can change the output, and see the gradient."""
+    layer = make(apply_weights_to=weights_to, **compute)
+    x, calls, seen = tokens(layer).requires_grad_(), [], []
+    whole = layer(x).hidden_states
 
     def double(_module: torch.nn.Module, arguments: tuple[Any, ...], output: Tensor) -> Tensor:
         calls.append(arguments)
         return 2 * output
 
     layer.experts.register_forward_hook(double)
-    torch.testing.assert_close(layer(x).hidden_states, 2 * whole, rtol=1e-13, atol=0)
-    ((rows, _weights, plan),) = calls
-    assert isinstance(plan, RaggedPlan) and rows.shape[1] == 6
-
-
-@each_weights
-@each_implementation
-def test_backward_hooks_on_the_experts_see_the_gradient(options: dict[str, Any], weights_to: str) -> None:
-    layer = MoE(MoEConfig(**SIZES, apply_weights_to=weights_to, **options))
-    seen: list[Any] = []
     layer.experts.register_full_backward_hook(lambda _module, _inputs, outputs: seen.append(outputs[0]))
-    layer(torch.randn(2, 5, 6, requires_grad=True)).hidden_states.sum().backward()
+    hidden_states = layer(x).hidden_states
+    torch.testing.assert_close(hidden_states, 2 * whole, rtol=1e-13, atol=0)
+    ((rows, _weights, plan),) = calls
+    assert isinstance(plan, RaggedPlan) and rows.shape[1] == 7
+    hidden_states.sum().backward()
     (gradient,) = seen
     assert gradient.isfinite().all() and gradient.abs().sum() > 0
 
@@ -76,7 +68,7 @@ def test_the_layer_takes_any_dispatcher() -> None:
             combined = self.inner.combine(outputs, dispatched)
             return lambda: combined().flip(0)
 
-    layer, x = MoE(MoEConfig(**SIZES), dtype=torch.float64), torch.randn(3, 6, dtype=torch.float64)
+    layer, x = make(), torch.randn(3, 7, dtype=torch.float64)
     whole = layer(x).hidden_states
     layer.runner = ExpertRunner(Reversed(layer.runner.dispatcher))
     torch.testing.assert_close(layer(x).hidden_states, whole, rtol=1e-14, atol=1e-15)
@@ -108,7 +100,7 @@ def test_the_next_chunk_is_on_its_way_while_experts_compute() -> None:
             order.append("send back")
             return self.inner.combine(outputs, dispatched)
 
-    layer, x = MoE(MoEConfig(**SIZES), dtype=torch.float64), torch.randn(5, 6, dtype=torch.float64)
+    layer, x = make(), torch.randn(5, 7, dtype=torch.float64)
     whole = layer(x).hidden_states
     layer.runner = ExpertRunner(Recorded(layer.runner.dispatcher), num_chunks=2)
     layer.experts.register_forward_pre_hook(lambda *_: order.append("compute"))

@@ -121,17 +121,19 @@ def test_examples_with_different_numbers_of_rows(options: dict[str, Any]) -> Non
             torch.testing.assert_close(transformed(BATCHES, valid), expected)
 
 
-def test_nested_transforms() -> None:
-    layer = make(MoEFeedForward, load_balance_loss_weight=0.1)
-    with pytest.raises(NotImplementedError, match=r"torch.func.vmap and jvp hide"):
-        torch.func.vmap(torch.func.vmap(layer))(BATCHES[None])
-    with pytest.raises(NotImplementedError, match=r"torch.func.vmap and jvp hide"):
-        torch.func.vmap(lambda x: torch.func.jvp(layer, (x,), (x,))[1])(BATCHES)
-
-
-def test_parameters_of_several_layers() -> None:
-    """An ensemble, whose batched parameters require a gradient outside of the transform."""
+def test_other_transforms_whose_gradient_would_be_lost() -> None:
+    """Nested transforms, and an ensemble, whose batched parameters require a gradient outside of the transform."""
     layers = [make(MoEFeedForward, load_balance_loss_weight=0.1) for _ in range(2)]
     parameters, buffers = torch.func.stack_module_state(layers)  # type: ignore[arg-type]
-    with pytest.raises(NotImplementedError, match=r"torch.func.vmap and jvp hide"):
-        torch.func.vmap(lambda *state: torch.func.functional_call(layers[0], state, BATCHES[0]))(parameters, buffers)
+    layer = layers[0]
+
+    def of_state(*state: Any) -> Tensor:
+        return torch.func.functional_call(layer, state, BATCHES[0])
+
+    for call in (
+        lambda: torch.func.vmap(torch.func.vmap(layer))(BATCHES[None]),
+        lambda: torch.func.vmap(lambda x: torch.func.jvp(layer, (x,), (x,))[1])(BATCHES),
+        lambda: torch.func.vmap(of_state)(parameters, buffers),
+    ):
+        with pytest.raises(NotImplementedError, match=r"torch.func.vmap and jvp hide"):
+            call()

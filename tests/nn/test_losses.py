@@ -9,9 +9,9 @@ from torch import Tensor
 
 from maxmoe import MoE, MoEConfig, MoEStats
 from maxmoe.config import ScoreFunction
-from maxmoe.nn import load_balance_loss, router_z_loss
+from maxmoe.nn import load_balance_loss
 from maxmoe.ops import route
-from support.moe_layers import Options, make, tokens
+from support.moe_layers import LOSSES, Options, each_compute, make, padded, tokens
 
 each_score_function = pytest.mark.parametrize("score_function", get_args(ScoreFunction))
 BALANCE: Options = {"load_balance_loss_weight": 0.3}
@@ -30,16 +30,12 @@ def one_hot_router(num_experts: int, scale: float = 1.0, **options: Any) -> MoE:
 
 
 @each_score_function
-@pytest.mark.parametrize("scope", ["sequence", "batch"])
-@pytest.mark.parametrize("top_k", [1, 2])
-def test_balance_loss_is_its_weight_at_perfect_balance(top_k: int, scope: str, score_function: str) -> None:
-    layer = one_hot_router(
-        4, score_function=score_function, top_k=top_k, load_balance_scope=scope, load_balance_loss_weight=0.3
-    )
+def test_balance_loss_is_its_weight_at_perfect_balance(score_function: str) -> None:
+    layer = one_hot_router(4, score_function=score_function, top_k=2, **BALANCE)
     # Token t prefers expert t, then the next one.
     x = torch.eye(4, dtype=torch.float64) + 0.5 * torch.eye(4, dtype=torch.float64).roll(1, 1)
     output = layer(x.expand(3, 4, 4))
-    assert output.stats.tokens_per_expert.tolist() == [3 * top_k] * 4
+    assert output.stats.tokens_per_expert.tolist() == [6] * 4
     torch.testing.assert_close(output.aux_loss.item(), 0.3, rtol=1e-14, atol=0)
 
 
@@ -71,40 +67,24 @@ def test_balance_loss_of_every_sequence_or_of_the_batch() -> None:
         torch.testing.assert_close(layer(x.flatten(0, 1)).aux_loss.item(), 1.0, rtol=1e-14, atol=0)
 
 
-def test_balance_loss_has_its_gradient_through_the_probabilities_only() -> None:
-    probabilities = torch.rand(2, 3, 4, dtype=torch.float64).requires_grad_()
-    counts = torch.tensor([[3, 2, 1, 0], [0, 0, 6, 0]])
-    (gradient,) = torch.autograd.grad(load_balance_loss(probabilities, counts, 2), probabilities)
-    # f = E / (K S) * count, then the mean over S tokens and B sequences
-    expected = (counts * (4 / (2 * 3)) / 3 / 2).double()
-    torch.testing.assert_close(gradient, expected.unsqueeze(1).expand(2, 3, 4))
+@pytest.mark.parametrize("scope", ["sequence", "batch"])
+def test_a_custom_balance_loss(scope: Any) -> None:
+    """Its arguments, and the use of its result."""
+    seen: list[Any] = []
 
+    def loss(probabilities: Tensor, tokens_per_expert: Tensor, top_k: int, **options: Any) -> Tensor:
+        seen.append((probabilities, tokens_per_expert, top_k, options["lengths"]))
+        return 2 * load_balance_loss(probabilities, tokens_per_expert, top_k, **options)
 
-def test_losses_train_the_router_alone() -> None:
-    layer = make(router_z_loss_weight=0.2, expert_bias=True, num_shared_experts=1, **BALANCE)
-    x = tokens(layer).requires_grad_()
-    parameters = dict(layer.named_parameters())
-    gradients = torch.autograd.grad(layer(x).aux_loss, [x, *parameters.values()], allow_unused=True)
-    reached = [name for name, gradient in zip(["x", *parameters], gradients, strict=True) if gradient is not None]
-    assert reached == ["x", "router.weight"]
-
-
-def test_z_loss_and_its_gradient() -> None:
-    logits = torch.tensor([[1.0, 3.0], [2.0, 6.0]], dtype=torch.float64).log().requires_grad_()
-    four, eight = math.log(4), math.log(8)
-    loss = router_z_loss(logits)
-    torch.testing.assert_close(loss.item(), (four**2 + eight**2) / 2)
-    expected = torch.tensor([[four * 1 / 4, four * 3 / 4], [eight * 2 / 8, eight * 6 / 8]], dtype=torch.float64)
-    torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], expected)
-
-
-def test_the_auxiliary_loss_is_the_weighted_sum() -> None:
-    both = make(router_z_loss_weight=0.2, **BALANCE)
-    x = tokens(both)
-    logits = both.router(x.flatten(0, 1)).logits
-    balance, z = make(load_balance_loss_weight=1.0), 0.2 * router_z_loss(logits)
-    balance.load_state_dict(both.state_dict())
-    torch.testing.assert_close(both(x).aux_loss, 0.3 * balance(x).aux_loss + z)
+    plain = make(load_balance_scope=scope, **BALANCE)
+    own = MoE(plain.config, balance_loss=loss, dtype=torch.float64)
+    own.load_state_dict(plain.state_dict())
+    x, mask = tokens(plain, 3, 7), torch.arange(7) < torch.tensor([[7], [4], [2]])
+    torch.testing.assert_close(own(x, mask).aux_loss, 2 * plain(x, mask).aux_loss)
+    ((probabilities, counts, top_k, lengths),) = seen
+    rows = 3 if scope == "sequence" else 1
+    assert probabilities.shape == (rows, 21 // rows, 6) and counts.shape == (rows, 6) and top_k == 3
+    assert lengths.tolist() == ([7, 4, 2] if rows == 3 else [13]) and int(counts.sum()) == 39
 
 
 def test_no_loss_is_exactly_zero_and_takes_no_part_in_the_graph() -> None:
@@ -128,19 +108,6 @@ def test_the_balance_loss_balances() -> None:
         optimizer.step()
     assert before > 3
     assert layer(x).stats.load_max_over_mean < 1.5
-
-
-@each_score_function
-def test_normalized_scores(score_function: Any) -> None:
-    logits = torch.randn(5, 6, dtype=torch.float64)
-    score = {
-        "softmax": logits.exp(),
-        "identity": logits.exp(),
-        "sigmoid": 1 / (1 + (-logits).exp()),
-        "sqrtsoftplus": (1 + logits.exp()).log().sqrt(),
-    }[score_function]
-    expected = score / score.sum(-1, keepdim=True)
-    torch.testing.assert_close(route(logits, 1, score_function=score_function, normalization="none")[2], expected)
 
 
 @each_score_function
@@ -168,37 +135,6 @@ def test_load_and_dead_experts() -> None:
     assert (idle.load_max_over_mean.item(), idle.dead_expert_fraction.item()) == (0.0, 1.0)
 
 
-def test_printed_they_show_everything() -> None:
-    stats = MoEStats(torch.tensor([6, 0]), torch.tensor(2), torch.tensor(0.5))
-    assert str(stats) == (
-        "MoEStats(tokens_per_expert=tensor([6, 0]), dropped=tensor(2), router_entropy=tensor(0.5000), "
-        "load_max_over_mean=tensor(2.), dead_expert_fraction=tensor(0.5000))"
-    )
-
-
-@pytest.mark.parametrize("shape", [(7,), (2, 5), (2, 3, 4)], ids=str)
-def test_counts_are_those_of_the_router(shape: tuple[int, ...]) -> None:
-    layer = make(score_correction_bias=True)
-    x = tokens(layer, *shape)
-    stats = layer(x).stats
-    experts = layer.router(x.reshape(-1, 7)).experts
-    assert torch.equal(stats.tokens_per_expert, experts.flatten().bincount(minlength=6))
-    assert stats.tokens_per_expert.sum() == math.prod(shape) * 3
-    assert (stats.tokens_per_expert.dtype, stats.dropped.dtype) == (torch.int64, torch.int64)
-    assert stats.dropped.shape == stats.router_entropy.shape == () and stats.dropped == 0
-
-
-def test_dropped_slots_are_counted_and_still_part_of_the_load() -> None:
-    layer = make(buffer_factor=0.5, load_balance_loss_weight=0.3)
-    unbounded = make(load_balance_loss_weight=0.3)
-    unbounded.load_state_dict(layer.state_dict())
-    x = tokens(layer, 2, 5)
-    output, expected = layer(x), unbounded(x)
-    assert output.stats.dropped == 15
-    assert torch.equal(output.stats.tokens_per_expert, expected.stats.tokens_per_expert)
-    assert torch.equal(output.aux_loss, expected.aux_loss)
-
-
 @each_score_function
 def test_entropy_from_none_to_that_of_all_experts(score_function: str) -> None:
     uniform = one_hot_router(4, score_function=score_function)(torch.zeros(3, 4, dtype=torch.float64))
@@ -223,7 +159,36 @@ def test_statistics_take_no_part_in_the_graph(options: Options) -> None:
 
 
 def test_no_tokens() -> None:
-    layer = make(router_z_loss_weight=0.2, **BALANCE)
-    _, aux_loss, stats = layer(torch.empty(2, 0, 7, dtype=torch.float64))
-    assert (aux_loss.item(), stats.router_entropy.item(), stats.dropped.item()) == (0.0, 0.0, 0)
-    assert (stats.load_max_over_mean.item(), stats.dead_expert_fraction.item()) == (0.0, 1.0)
+    stats = make(**LOSSES)(torch.empty(2, 0, 7, dtype=torch.float64)).stats
+    assert (stats.router_entropy.item(), stats.load_max_over_mean.item(), stats.dead_expert_fraction.item()) == (
+        0,
+        0,
+        1,
+    )
+
+
+# Padding
+
+MASK = torch.tensor([[1, 0, 1, 1, 0, 1], [0, 0, 0, 0, 0, 0], [0, 1, 1, 0, 0, 0]]).bool()
+
+
+def test_padding_counts_in_no_statistic() -> None:
+    layer = make(**LOSSES)
+    x = padded(layer, MASK)
+    stats, alone = layer(x, MASK).stats, layer(x[MASK]).stats
+    assert torch.equal(stats.tokens_per_expert, alone.tokens_per_expert)
+    assert int(stats.tokens_per_expert.sum()) == int(MASK.sum()) * 3 and int(stats.dropped) == 0
+    torch.testing.assert_close(stats.router_entropy, alone.router_entropy, rtol=1e-13, atol=0)
+
+
+@each_compute
+def test_padding_passes_no_gradient_on(compute: Options) -> None:
+    """Even if its upstream gradient is NaN."""
+    layer = make(**LOSSES, **compute, expert_bias=True, num_shared_experts=2, shared_expert_gate=True)
+    x = padded(layer, MASK).requires_grad_()
+    output = layer(x, MASK)
+    worst = torch.where(MASK.unsqueeze(-1), 1.0, float("nan")).double().expand_as(output.hidden_states)
+    torch.autograd.backward((output.hidden_states, output.aux_loss), (worst, torch.ones_like(output.aux_loss)))
+    assert x.grad is not None and torch.equal(x.grad[~MASK], torch.zeros_like(x.grad[~MASK]))
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), name

@@ -1,11 +1,14 @@
-"""MoE: the layer against the specification, in every combination of its options."""
+"""The layer against `maxmoe.reference` in float64: outputs, losses, statistics and all gradients.
 
-from itertools import product
-from typing import get_args
+A row of a table is a config, a way to compute the experts and an implementation of the operators: CPU kernels, ATen, or
+the CUDA kernels in their emulator. Rows are pairwise: any choice of a column meets any choice of another one.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, get_args
 
 import pytest
 import torch
-from torch import Tensor
 
 from maxmoe import MoE, MoEOutput
 from maxmoe.config import Normalization, ScoreFunction
@@ -14,30 +17,60 @@ from support import activations
 from support.moe_layers import (
     COMPUTE,
     FAMILIES,
-    SIZES,
+    LAYERS,
+    LOSSES,
     Options,
     assert_meets_specification,
     each_compute,
     each_family,
     make,
+    outcome,
+    padded,
     tokens,
 )
-from support.operator_calls import tolerance
+from support.operator_calls import assert_near, strided, tolerance
 from support.pairwise import pairwise
 from support.shapes import DTYPES
 
-
-def assert_gradcheck(layer: MoE, x: Tensor) -> None:
-    names, values = zip(*layer.named_parameters(), strict=True)
-
-    def function(x: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
-        output: MoEOutput = torch.func.functional_call(layer, dict(zip(names, values, strict=True)), (x,))
-        return (output.hidden_states, *([output.aux_loss] if output.aux_loss.requires_grad else []))
-
-    x = x.detach().requires_grad_()
-    assert torch.autograd.gradcheck(function, (x, *values), fast_mode=True)
+PATHS = ["cpu", "aten", "cuda"]
 
 
+def each_row(
+    names: str, columns: Sequence[Iterable[Any]], is_default: Callable[..., bool], **options: Any
+) -> pytest.MarkDecorator:
+    """Pairwise rows of the columns and of the paths. By default, some run, and none in the emulator, which is slow."""
+    rows = [
+        pytest.param(*row, marks=[] if row[-1] != "cuda" and is_default(*row) else pytest.mark.slow)
+        for row in pairwise([*map(list, columns), PATHS])
+    ]
+    return pytest.mark.parametrize(f"{names}, every_path", rows, indirect=["every_path"], **options)
+
+
+@each_row(
+    "name, compute",
+    [LAYERS, ["sparse", "buffer", "dense", "capacity"]],
+    lambda _name, compute, _path: compute in ("sparse", "capacity"),
+)
+def test_named_layers(every_path: str, name: str, compute: str) -> None:
+    """Several sequences, no tokens, one token, and NaN in padding."""
+    assert_meets_specification(make(**{**LOSSES, **LAYERS[name], **COMPUTE[compute]}))
+
+
+@pytest.mark.parametrize("every_path", ["cuda"], indirect=True)
+@pytest.mark.parametrize("name", ["deepseek", "gpt_oss", "latent, weights on the input", "inkling, zero computation"])
+def test_layers_in_the_emulator(every_path: str, name: str) -> None:
+    """By default, these alone."""
+    layer = make(**{**LOSSES, **LAYERS[name]})
+    assert_meets_specification(layer, tokens(layer, 3, 6))
+
+
+MASKS = {
+    "tail": torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1]]).bool(),
+    "scattered": torch.tensor([[0, 1, 1, 0, 1, 0], [1, 0, 0, 1, 0, 1], [0, 0, 1, 1, 1, 0]]).bool(),
+    "an empty sequence": torch.tensor([[1, 0, 1, 1, 0, 1], [0, 0, 0, 0, 0, 0], [0, 1, 1, 0, 0, 0]]).bool(),
+    "no token": torch.zeros(3, 6).bool(),
+    "all": torch.ones(3, 6).bool(),
+}
 OPTIONS: list[list[Options]] = [
     [{"score_function": name} for name in get_args(ScoreFunction)],
     [{"normalization": name} for name in get_args(Normalization)],
@@ -67,41 +100,58 @@ OPTIONS: list[list[Options]] = [
         {"load_balance_loss_weight": 0.3, "load_balance_scope": "batch", "router_z_loss_weight": 0.2},
         {"router_z_loss_weight": 0.2},
     ],
-    list(COMPUTE.values()),
-    [{"shape": (2, 5)}, {"shape": (11,)}, {"shape": (2, 1, 6)}],
+    [
+        *({"buffer_factor": factor} for factor in (None, 0.01, 0.6, 6.0)),
+        *({"implementation": "dense", "capacity_factor": factor} for factor in (None, 0.1, 0.7, 1.0, 1.3, 6.0)),
+    ],
+    [{"shape": (2, 5)}, {"shape": (11,)}, {"shape": (1, 2, 1, 6)}, *({"mask": mask} for mask in MASKS)],
+    [{"layout": layout} for layout in ("", "transposed", "columns", "rows", "expanded")],
 ]
+PAIRS = pairwise([*OPTIONS, [{"path": path} for path in PATHS]])
 
 
-def name_of(choices: tuple[Options, ...]) -> str:
-    return "-".join(str(value).replace(" ", "") for choice in choices for value in choice.values())
-
-
-@pytest.mark.parametrize("choices", pairwise(OPTIONS), ids=name_of)
+@pytest.mark.parametrize(
+    ("choices", "every_path"),
+    [
+        pytest.param(
+            row[:-1],
+            path,
+            id="-".join(str(value) for each in row for value in each.values()),
+            marks=[pytest.mark.slow] * (path == "cuda"),
+        )
+        for row in PAIRS
+        for path in row[-1].values()
+    ],
+    indirect=["every_path"],
+)
 def test_every_pair_of_options(every_path: str, choices: tuple[Options, ...]) -> None:
+    """Padding has NaN and infinities, and x any strides."""
     options = {name: value for choice in choices for name, value in choice.items()}
-    shape = options["shape"]
-    layer = make(**{key: value for key, value in options.items() if key != "shape"})
-    assert_meets_specification(layer, tokens(layer, *shape), 1e-11)
+    shape, mask, layout = options.pop("shape", None), MASKS.get(options.pop("mask", "")), options.pop("layout")
+    layer = make(**options)
+    x = tokens(layer, *shape) if mask is None else padded(layer, mask)
+    x = x if layout == "expanded" and mask is not None else strided(x, layout)
+    assert_meets_specification(layer, x, 1e-11, mask)
 
 
-@pytest.mark.parametrize(("dtype", "compute", "family"), pairwise([DTYPES, [*COMPUTE], [*FAMILIES]]), ids=str)
-def test_every_dtype(every_path: str, dtype: torch.dtype, compute: str, family: str) -> None:
-    sizes = {"hidden_size": 17, "intermediate_size": 11}
-    layer = make(dtype, **FAMILIES[family], **COMPUTE[compute], **sizes)
+NARROW = [*FAMILIES, "muse_spark", "inkling", "zaya"]
+
+
+@each_row("name, compute, dtype", [NARROW, COMPUTE, DTYPES[1:]], lambda *_: True, ids=str)
+def test_other_dtypes(every_path: str, name: str, compute: str, dtype: torch.dtype) -> None:
+    layer = make(dtype, **{**LAYERS[name], **COMPUTE[compute], "hidden_size": 17, "intermediate_size": 11})
     x = tokens(layer, 2, 13)
-    output = layer(x)
-    assert output.hidden_states.dtype == dtype
-    assert output.aux_loss.dtype == output.stats.router_entropy.dtype
-    assert output.aux_loss.dtype == torch.promote_types(dtype, torch.float32)
+    if not layer.config.router_rule.takes_state:
+        output = layer(x)
+        assert output.hidden_states.dtype == dtype
+        assert output.aux_loss.dtype == output.stats.router_entropy.dtype == torch.float32
     assert_meets_specification(layer, x, 4 * tolerance(dtype, 2))
 
 
 SITUATIONS: dict[str, tuple[tuple[int, ...], Options]] = {
-    "no_token": ((0,), {}),
     "sequences_without_token": ((2, 0), {}),
     "no_sequence": ((0, 4), {}),
     "neither": ((0, 0), {}),
-    "one_token": ((1,), {}),
     "sequences_of_one_token": ((5, 1), {}),
     "one_expert": ((3, 2), {"num_experts": 1, "top_k": 1}),
     "all_experts": ((2, 5), {"top_k": 6}),
@@ -110,58 +160,44 @@ SITUATIONS: dict[str, tuple[tuple[int, ...], Options]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("situation", "name", "weights_to"), pairwise([[*SITUATIONS], [*COMPUTE], ["output", "input"]])
-)
-def test_situations(every_path: str, name: str, weights_to: str, situation: str) -> None:
-    (shape, options), compute = SITUATIONS[situation], COMPUTE[name]
-    features = {"expert_bias": True, "load_balance_loss_weight": 0.3, "router_z_loss_weight": 0.2}
-    if "capacity_factor" in compute:  # a capacity factor above num_experts is refused
-        limit = float(options.get("num_experts", SIZES["num_experts"]))
-        compute = {**compute, "capacity_factor": min(compute["capacity_factor"], limit)}
-    layer = make(apply_weights_to=weights_to, num_shared_experts=1, **features, **options, **compute)
+@each_row("situation, compute, weights_to", [SITUATIONS, COMPUTE, ["output", "input"]], lambda *_: True)
+def test_situations(every_path: str, situation: str, compute: str, weights_to: str) -> None:
+    shape, options = SITUATIONS[situation]
+    options = {**LOSSES, "expert_bias": True, "num_shared_experts": 1, **COMPUTE[compute], **options}
+    if "capacity_factor" in options:  # above num_experts it is refused
+        options["capacity_factor"] = min(options["capacity_factor"], float(options.get("num_experts", 6)))
+    layer = make(apply_weights_to=weights_to, **options)
     assert_meets_specification(layer, tokens(layer, *shape))
 
 
-@pytest.mark.parametrize("top_k", [1, 3])
-@each_compute
-def test_all_to_the_same_experts(every_path: str, compute: Options, top_k: int) -> None:
-    options = {"normalization": "none", "score_correction_bias": True, "load_balance_loss_weight": 0.3}
-    layer = make(top_k=top_k, **options, **compute)
-    assert layer.router.score_correction_bias is not None
-    layer.router.score_correction_bias[2 : 2 + top_k] = 30.0
-    x = tokens(layer, 2, 5)
-    assert layer(x).stats.tokens_per_expert.tolist() == [0, 0, *[10] * top_k, *[0] * (4 - top_k)]
-    assert_meets_specification(layer, x)
-
-
-@pytest.mark.sampled(8)
-@pytest.mark.parametrize("score_function", get_args(ScoreFunction))
-@pytest.mark.parametrize("normalization", get_args(Normalization))
-@pytest.mark.parametrize("weights_to", ["output", "input"])
-def test_gradcheck_of_routing(weights_to: str, normalization: str, score_function: str) -> None:
-    for bias, groups in product((False, True), ((1, 1), (3, 2))):
-        layer = make(
-            score_function=score_function,
-            normalization=normalization,
-            apply_weights_to=weights_to,
-            router_bias=bias,
-            score_correction_bias=bias,
-            num_groups=groups[0],
-            top_k_groups=groups[1],
-            load_balance_loss_weight=0.3,
-            router_z_loss_weight=0.2,
-        )
-        assert_gradcheck(layer, tokens(layer, 2, 2))
-
-
-@pytest.mark.sampled(13)
-@each_compute
-@pytest.mark.parametrize("shape", [(0,), (1,), (2, 3)], ids=str)
 @each_family
-def test_gradcheck_of_families(options: Options, shape: tuple[int, ...], compute: Options) -> None:
-    layer = make(hidden_size=3, intermediate_size=2, **options, **compute)
-    assert_gradcheck(layer, tokens(layer, *shape))
+def test_gradcheck(options: Options) -> None:
+    layer = make(**LOSSES | options | {"hidden_size": 3, "intermediate_size": 2})
+    names, values = zip(*layer.named_parameters(), strict=True)
+
+    def function(x: torch.Tensor, *values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        output: MoEOutput = torch.func.functional_call(layer, dict(zip(names, values, strict=True)), (x,))
+        return output.hidden_states, output.aux_loss
+
+    assert torch.autograd.gradcheck(function, (tokens(layer, 2, 3).requires_grad_(), *values), fast_mode=True)
+
+
+@each_compute
+def test_an_expert_without_tokens_is_never_heard(path: str, compute: Options) -> None:
+    """Infinite and NaN parameters of an expert without tokens reach no result, not even times zero."""
+    options = {"top_k": 1, "normalization": "none", "expert_bias": True}
+    bias = torch.tensor([0.0, 0.0, 0.0, 0.0, -100.0, 0.0])
+    layer = make(score_correction_bias=True, correction_bias=bias, **options, **compute)
+    x = tokens(layer)
+    expected = outcome(layer, x)
+    assert expected.outputs[2][4] == 0
+    with torch.no_grad():
+        layer.experts.up_proj[4] = float("nan")
+        layer.experts.down_proj[4] = float("inf")
+    got = outcome(layer, x)
+    assert_near(got.outputs[0], expected.outputs[0], 1e-14, "hidden_states")
+    for name in ("x", "router.weight"):
+        assert_near(got.gradients[name], expected.gradients[name], 1e-14, f"gradient of {name}")
 
 
 def test_sizes_in_place_of_a_config_are_refused() -> None:

@@ -1,5 +1,7 @@
 """Quantile balancing: the biases of the specification, up to the width of a bin, balance the load."""
 
+import itertools
+import math
 from functools import partial
 from typing import Any
 
@@ -106,27 +108,20 @@ def test_experts_that_all_tokens_or_none_select_are_left_out(infinite: dict[int,
     assert all(balanced[expert] == value for expert, value in infinite.items())
 
 
-@pytest.mark.parametrize("value", [-torch.inf, torch.inf])
-def test_an_infinite_bias_survives_the_update(value: float) -> None:
-    layer, x = layer_of(correction_bias_update_rate=0.5), torch.randn(4, 500, 6, dtype=torch.float64)
+@pytest.mark.parametrize("score_function", ["sigmoid", "softmax"])
+@pytest.mark.parametrize("value", [-0.1, -torch.inf, torch.inf])
+def test_it_balances_the_load(score_function: Any, value: float) -> None:
+    """An infinite bias survives, and the others are balanced."""
+    layer, x = layer_of(score_function=score_function), torch.randn(4, 500, 6, dtype=torch.float64)
     bias_of(layer)[3] = value
-    accumulator = StatsAccumulator(layer)
+    accumulator, loads = StatsAccumulator(layer), []
     for _ in range(20):
         layer(x).sum().backward()
-        load = accumulator.update().layers["moe"].tokens_per_expert.double()
-    assert bias_of(layer)[3] == value and load[3] == (2000 if value > 0 else 0)
-    others = load[torch.arange(8) != 3]
-    assert others.max() < 1.1 * others.mean(), load
-
-
-@pytest.mark.parametrize("score_function", ["sigmoid", "softmax"])
-def test_it_balances_the_load(score_function: Any) -> None:
-    layer, x = layer_of(score_function=score_function), torch.randn(4, 500, 6, dtype=torch.float64)
-    accumulator, loads = StatsAccumulator(layer), []
-    for _ in range(15):
-        layer(x).sum().backward()
-        loads.append(float(accumulator.update().layers["moe"].load_max_over_mean))
-    assert loads[0] > 2 and loads[-1] < 1.1, loads
+        loads.append(accumulator.update().layers["moe"].tokens_per_expert.double())
+    if not math.isfinite(value):
+        assert bias_of(layer)[3] == value and loads[-1][3] == (2000 if value > 0 else 0)
+        loads = [load[torch.arange(8) != 3] for load in loads]
+    assert loads[0].max() > 1.5 * loads[0].mean() and loads[-1].max() < 1.1 * loads[-1].mean(), loads
 
 
 @pytest.mark.parametrize("rate", [0.25, 1.0])
@@ -167,7 +162,6 @@ def test_padding_is_not_counted() -> None:
 
 WAYS: dict[str, Any] = {
     "checkpoint": lambda layer: partial(checkpoint, layer, use_reentrant=False),
-    "reentrant": lambda layer: partial(checkpoint, layer, use_reentrant=True),
     "keep_routing": lambda layer: partial(checkpoint, layer, use_reentrant=False, context_fn=maxmoe.keep_routing),
     "compiled": lambda layer: compile_whole(layer, "aot_eager"),
 }
@@ -187,34 +181,10 @@ def test_recomputation_counts_once(way: Any) -> None:
     torch.testing.assert_close(*biases, rtol=0, atol=1e-9)
 
 
-def test_gradients_are_undisturbed() -> None:
-    layer, x = layer_of(), torch.randn(2, 5, 6, dtype=torch.float64, requires_grad=True)
-    inputs = [x, *layer.parameters()]
-    expected = torch.autograd.grad(layer(x).sin().sum(), inputs)
-    StatsAccumulator(layer)
-    for one, other in zip(torch.autograd.grad(layer(x).sin().sum(), inputs), expected, strict=True):
-        assert torch.equal(one, other)
-
-
 def test_counts_alone_are_not_enough() -> None:
     layer = layer_of()
     with pytest.raises(ValueError, match=r"^update_correction_bias needs correction_bias_rule='sign', got 'quantile'"):
         layer.update_correction_bias(torch.ones(8, dtype=torch.int64))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"score_correction_bias": False, "correction_bias_update_rate": 0.0}, "score_correction_bias=True, got False"),
-        ({"score_function": "identity"}, "score_function='sigmoid' or 'softmax', got 'identity'"),
-        ({"num_groups": 2}, "num_groups=1, got 2"),
-        ({"top_k": 8}, r"top_k \(8\) below the number of experts \(8\)"),
-        ({"correction_bias_update_rate": 1.5}, "correction_bias_update_rate <= 1, got 1.5"),
-    ],
-)
-def test_what_it_needs(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=rf"^correction_bias_rule='quantile' needs .*{message}$"):
-        MoEConfig(**{**SIZES, **QUANTILE, **options})
 
 
 @pytest.mark.filterwarnings("ignore:no rule for the logical name")
@@ -241,6 +211,8 @@ def test_ranks_find_the_bias_of_one_process() -> None:
         train(layer, part_by_definition(x, token_spec(on, rules), on))
         return bias_of(layer)
 
-    for run in (ddp, partial(mesh, {"fsdp": 2}), partial(mesh, {"expert": 2})):
-        for bias in run_ranks(run, 2):
-            torch.testing.assert_close(bias, bias_of(whole), rtol=0, atol=1e-12)
+    def biases() -> list[Tensor]:
+        return [ddp(), mesh({"fsdp": 2}), mesh({"expert": 2})]
+
+    for bias in itertools.chain(*run_ranks(biases, 2)):
+        torch.testing.assert_close(bias, bias_of(whole), rtol=0, atol=1e-12)

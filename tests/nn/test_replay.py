@@ -6,33 +6,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import maxmoe
-from maxmoe.models import Decoder
 from maxmoe.nn import RoutingRecord
-from support.moe_layers import COMPUTE, Options, each_compute, each_family, make, tokens
+from support.moe_layers import COMPUTE, FAMILIES, Options, each_family, make, tokens
 from support.replayed_layers import moved, recorded
 from support.small_decoder import make as make_decoder
 from support.small_decoder import tokens_like
 
 
+@pytest.mark.parametrize("compute", ["sparse", "capacity"])
 @each_family
-def test_replaying_with_the_same_parameters_changes_nothing(options: Options) -> None:
-    layer = make(**{"load_balance_loss_weight": 0.1, **options})
-    x = tokens(layer)
-    expected = layer(x)
-    with maxmoe.replay_routing(layer, recorded(layer, x)):
-        got = layer(x)
-    torch.testing.assert_close(got.hidden_states, expected.hidden_states, rtol=1e-12, atol=1e-13)
-    torch.testing.assert_close(got.aux_loss, expected.aux_loss, rtol=1e-12, atol=0)
-    assert torch.equal(got.stats.tokens_per_expert, expected.stats.tokens_per_expert)
-
-
-@each_compute
-@each_family
-def test_experts_are_those_of_the_record_and_weights_live(options: Options, compute: Options) -> None:
-    before = make(**options, **compute)
+def test_experts_are_those_of_the_record_and_weights_live(options: Options, compute: str) -> None:
+    before = make(**options, **COMPUTE[compute])
     after, x = moved(before), tokens(before)
     record = recorded(before, x)
     with maxmoe.record_routing(after) as again, maxmoe.replay_routing(after, record):
@@ -43,73 +30,26 @@ def test_experts_are_those_of_the_record_and_weights_live(options: Options, comp
     routing = after.router(x.flatten(0, 1), experts=ids.flatten(0, 1).long())
     # The scores of the current router for the recorded experts, expert by expert.
     for token, chosen in enumerate(routing.experts):
-        scores = {
-            "softmax": routing.logits[token].softmax(-1),
-            "sigmoid": 1 / (1 + torch.exp(-routing.logits[token])),
-            "identity": routing.logits[token],
-        }[after.config.score_function][chosen]
+        logits = routing.logits[token]
+        every = {"softmax": logits.softmax(-1), "sigmoid": 1 / (1 + torch.exp(-logits)), "identity": logits}
+        scores = every[after.config.score_function][chosen]
         expected = {"none": scores, "sum": scores / scores.sum(), "softmax": scores.softmax(-1)}
         weights = expected[after.config.normalization] * after.config.routed_scaling_factor
         torch.testing.assert_close(routing.weights[token], weights, rtol=1e-12, atol=1e-15)
 
 
 @each_family
-def test_the_gradient_of_the_router_is_that_with_the_experts_fixed(options: Options) -> None:
-    """Against central differences of the loss, with the ids of the record."""
+def test_gradcheck_with_the_experts_fixed(options: Options) -> None:
     layer = moved(before := make(hidden_size=3, intermediate_size=2, **options))
     x = tokens(layer, 1, 3)
-    record, weight = recorded(before, x), layer.router.weight
+    record, names = recorded(before, x), [name for name, _ in layer.named_parameters()]
 
-    def loss() -> Tensor:
+    def function(*values: Tensor) -> tuple[Tensor, ...]:
         with maxmoe.replay_routing(layer, record):
-            output = layer(x)
-        return output.hidden_states.sin().sum() + output.aux_loss
+            output = torch.func.functional_call(layer, dict(zip(names, values, strict=True)), (x,))
+        return tuple(each for each in output[:2] if each.requires_grad)
 
-    (gradient,) = torch.autograd.grad(loss(), weight)
-    step, expected = 1e-6, torch.empty_like(gradient)
-    with torch.no_grad():
-        for entry in range(weight.numel()):
-            values = []
-            for sign in (1, -1):
-                weight.view(-1)[entry] += sign * step
-                values.append(loss())
-                weight.view(-1)[entry] -= sign * step
-            expected[entry // 3, entry % 3] = (values[0] - values[1]) / (2 * step)
-    torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-8)
-
-
-# A warning of torch that is hidden unless warnings are errors.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_a_model_that_was_compiled_before() -> None:
-    """Compiled code does not depend on hooks; paths do not contain the names of wrappers."""
-    torch._dynamo.reset()
-    model = torch.nn.Sequential(moved(before := make()))
-    records = [recorded(torch.nn.Sequential(before), tokens(before)) for _ in range(2)]
-    compiled = torch.compile(torch.nn.Sequential(model[0]), backend="eager", dynamic=False)
-    x = tokens(before)
-    own = recorded(model, x)
-    compiled(x)
-    for record in records:
-        with maxmoe.record_routing(compiled) as again, maxmoe.replay_routing(compiled, record):
-            got = compiled(x).hidden_states
-        with maxmoe.replay_routing(model, record):
-            expected = model(x).hidden_states
-        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-13)
-        assert again.calls.keys() == {"0"} and torch.equal(again.calls["0"][0], record.calls["0"][0])
-        assert torch.equal(recorded(compiled, x).calls["0"][0], own.calls["0"][0])
-
-
-def test_generation_followed_by_training() -> None:
-    """The experts of every generated token, in one forward over the sequences."""
-    model: Decoder = make_decoder()
-    with maxmoe.record_routing(model) as record, torch.no_grad():
-        sequences = model.generate(tokens_like(model, 2, 3), 4, temperature=0.0)
-    assert len(record) == 4
-    with maxmoe.record_routing(model) as again, maxmoe.replay_routing(model, record.joined()):
-        model(sequences[:, :-1]).logits.sum().backward()
-    for path, (ids,) in again.calls.items():
-        assert torch.equal(ids, torch.cat(record.calls[path], dim=1))
-        assert ids.shape == (2, 6, 2)
+    assert torch.autograd.gradcheck(function, tuple(layer.parameters()), fast_mode=True)
 
 
 def test_calls_join_along_the_sequence() -> None:
@@ -125,18 +65,18 @@ def test_padding_is_recorded_and_replayed() -> None:
     x, mask = tokens(layer), torch.tensor([[1, 1, 0, 0, 1], [0, 1, 1, 1, 0]]).bool()
     record = recorded(before, x, mask)
     assert torch.equal(record.calls[""][0] == -2, ~mask.unsqueeze(-1).expand(2, 5, 3))
-    with maxmoe.replay_routing(layer, record):
-        masked = layer(x, mask)
-    with maxmoe.replay_routing(layer, record):
-        unmasked = layer(x)
-    assert torch.equal(masked.hidden_states, unmasked.hidden_states)
-    assert torch.equal(masked.stats.tokens_per_expert, unmasked.stats.tokens_per_expert)
+    outputs = []
+    for arguments in ((x, mask), (x,)):
+        with maxmoe.replay_routing(layer, record):
+            outputs.append(layer(*arguments))
+    assert torch.equal(outputs[0].hidden_states, outputs[1].hidden_states)
+    assert torch.equal(outputs[0].stats.tokens_per_expert, outputs[1].stats.tokens_per_expert)
 
 
-@each_family
-def test_tokens_without_a_route(options: Options) -> None:
+@pytest.mark.parametrize("name", ["plain", "gpt_oss", "longcat_flash"])
+def test_tokens_without_a_route(name: str) -> None:
     """A cached prefix, of which a server reports no route: an error, what the router selects now, or nothing."""
-    layer = moved(before := make(**{**options, "num_shared_experts": 0, "shared_expert_gate": False}))
+    layer = moved(before := make(**FAMILIES[name]))
     x = tokens(before).requires_grad_()
     ids = recorded(before, x).calls[""][0].int()
     ids[:, :2] = ids[1, 4, 0] = -1  # a single slot is not a route
@@ -154,12 +94,11 @@ def test_tokens_without_a_route(options: Options) -> None:
     inputs = (x, *layer.parameters())
     gradients = [torch.autograd.grad(output.hidden_states.sin().sum(), inputs) for output in (natural, expected)]
     assert all(torch.equal(got, right) for got, right in zip(*gradients, strict=True))
-    padding = torch.arange(5).expand(2, 5) < 2
     with maxmoe.replay_routing(layer, record, missing="zero"):
         zero = layer(x)
     assert not zero.hidden_states[:, :2].any()
     with maxmoe.replay_routing(layer, record):  # no error for padding
-        masked = layer(x, ~padding)
+        masked = layer(x, torch.arange(5).expand(2, 5) >= 2)
     for output in (zero, masked):
         torch.testing.assert_close(output.hidden_states[:, 2:], expected.hidden_states[:, 2:], rtol=1e-12, atol=1e-13)
 
@@ -171,39 +110,38 @@ def test_a_record_is_saved_and_loaded(tmp_path: Path) -> None:
     loaded = RoutingRecord.load(tmp_path / "record.pt")
     assert loaded.calls.keys() == record.calls.keys()
     assert all(torch.equal(loaded.calls[path][0], ids) for path, (ids,) in record.calls.items())
-    (first, (ids,)), *_ = record.calls.items()
-    assert repr(record[:1]).startswith(f"RoutingRecord({first!r}: 1 calls {[*ids.shape]}")  # without the ids
-    assert len(repr(record)) < 100 * len(record.calls)
+    assert len(repr(record)) < 100 * len(record.calls)  # without the ids
     torch.save({"layer": torch.zeros(3)}, tmp_path / "other.pt")
-    with pytest.raises(
-        ValueError, match=r"other\.pt must be a record of routing: lists of tensors by the paths of layers"
-    ):
+    message = r"other\.pt must be a record of routing: lists of tensors by the paths of layers"
+    with pytest.raises(ValueError, match=message):
         RoutingRecord.load(tmp_path / "other.pt")
 
 
-def test_hooks_are_gone_afterwards() -> None:
-    layer, x = make(), tokens(make())
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0), (0, 0)], ids=str)
+def test_no_tokens_are_recorded_and_replayed(shape: tuple[int, int], tmp_path: Path) -> None:
+    layer, x = make(), torch.zeros(*shape, 7, dtype=torch.float64)
     record = recorded(layer, x)
-    layer(x)
-    assert len(record) == 1
-    with pytest.raises(RuntimeError, match="stop"), maxmoe.replay_routing(layer, record):
-        raise RuntimeError("stop")
-    layer(x)
+    assert record.calls[""][0].shape == (*shape, 3)
+    record.save(tmp_path / "record.pt")
+    loaded = RoutingRecord.load(tmp_path / "record.pt")
+    with maxmoe.record_routing(layer) as again, maxmoe.replay_routing(layer, loaded):
+        assert layer(x).hidden_states.shape == x.shape
+    assert again.calls[""][0].shape == record.calls[""][0].shape
+    with maxmoe.record_routing(layer) as record:
+        layer(x), layer(tokens(layer, shape[0], 3))
+    assert record.joined().calls[""][0].shape == (shape[0], shape[1] + 3, 3)
+
+
+OF_SHAPE = "the ids of the layer must be integers of shape [..., S, top_k (3)], got"
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            lambda ids: ids[..., :2],
-            "the ids of the layer must be integers of shape [..., S, top_k (3)], got torch.int16 of shape",
-        ),
-        (
-            lambda ids: ids.float(),
-            "the ids of the layer must be integers of shape [..., S, top_k (3)], got torch.float32 of",
-        ),
+        (lambda ids: ids[..., :2], f"{OF_SHAPE} torch.int16 of shape"),
+        (lambda ids: ids.float(), f"{OF_SHAPE} torch.float32 of"),
+        (lambda ids: ids > 2, f"{OF_SHAPE} torch.bool of"),
         (lambda ids: ids + 1, "the ids of the layer must be in [-2, num_experts (6)), got from 1 to 6"),
-        (lambda ids: ids > 2, "the ids of the layer must be integers of shape [..., S, top_k (3)], got torch.bool of"),
         (lambda ids: ids[:1], "call 1 of the layer has tokens of shape (2, 5), the record (1, 5)"),
         (lambda ids: ids.transpose(0, 1), "call 1 of the layer has tokens of shape (2, 5), the record (5, 2)"),
         (lambda ids: ids.flatten(0, 1), "call 1 of the layer has tokens of shape (2, 5), the record (10,)"),
@@ -211,58 +149,34 @@ def test_hooks_are_gone_afterwards() -> None:
 )
 def test_other_ids_are_refused(change: Callable[[Tensor], Tensor], message: str) -> None:
     layer = make()
-    x = tokens(layer)
     ids = torch.arange(30).remainder(6).view(2, 5, 3).to(torch.int16)
     record = RoutingRecord({"": [change(ids)]})
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"), maxmoe.replay_routing(layer, record):
-        layer(x)
+        layer(tokens(layer))
 
 
 def test_other_layers_and_other_numbers_of_calls_are_refused() -> None:
     layer, x = make(), tokens(make())
     record = recorded(layer, x)
-    with (
-        pytest.raises(ValueError, match=r"^missing must be one of error, natural, zero, got None$"),
-        maxmoe.replay_routing(layer, record, missing=None),  # type: ignore[arg-type]
-    ):
-        pass
-    message = "the record must have the layers of the model: missing ['0'], unexpected ['']"
-    with (
-        pytest.raises(ValueError, match=f"^{re.escape(message)}$"),
-        maxmoe.replay_routing(torch.nn.Sequential(layer), record),
-    ):
-        pass
-    with (
-        pytest.raises(ValueError, match=r"^the record has 1 calls of the layer, got another one$"),
-        maxmoe.replay_routing(layer, record),
-    ):
-        layer(x), layer(x)
-    with (
-        pytest.raises(ValueError, match=r"^the record has 1 calls of the layer, got 0$"),
-        maxmoe.replay_routing(layer, record),
-    ):
-        pass
-    with (
-        pytest.raises(ValueError, match=r"^Linear has no maxmoe.MoE layers, and no blocks of transformers with "),
-        maxmoe.record_routing(torch.nn.Linear(2, 2)),
-    ):
-        pass
+    layer(x)
+    assert len(record) == 1
 
+    def refused(message: str, num_calls: int, model: nn.Module = layer, **options: str | None) -> None:
+        with (
+            pytest.raises(ValueError, match=f"^{re.escape(message)}$"),
+            maxmoe.replay_routing(model, record, **options),
+        ):
+            for _ in range(num_calls):
+                layer(x)
 
-@pytest.mark.parametrize("shape", [(0, 5), (2, 0), (0, 0)], ids=str)
-@pytest.mark.parametrize("compute", [COMPUTE["sparse"], COMPUTE["dense"], COMPUTE["capacity"]], ids=str)
-def test_no_tokens_are_recorded_and_replayed(compute: Options, shape: tuple[int, int], tmp_path: Path) -> None:
-    layer = make(**compute)
-    x = torch.zeros(*shape, layer.config.hidden_size, dtype=torch.float64)
-    record = recorded(layer, x)
-    assert record.calls[""][0].shape == (*shape, layer.config.top_k)
-    record.save(tmp_path / "record.pt")
-    with (
-        maxmoe.record_routing(layer) as again,
-        maxmoe.replay_routing(layer, RoutingRecord.load(tmp_path / "record.pt")),
-    ):
-        assert layer(x).hidden_states.shape == x.shape
-    assert again.calls[""][0].shape == record.calls[""][0].shape
-    with maxmoe.record_routing(layer) as record:
-        layer(x), layer(tokens(layer, shape[0], 3))
-    assert record.joined().calls[""][0].shape == (shape[0], shape[1] + 3, layer.config.top_k)
+    refused("missing must be one of error, natural, zero, got None", 0, missing=None)
+    layers = "the record must have the layers of the model: missing ['0'], unexpected ['']"
+    refused(layers, 0, nn.Sequential(layer))
+    refused("the record has 1 calls of the layer, got another one", 2)
+    refused("the record has 1 calls of the layer, got 0", 0)
+    with pytest.raises(RuntimeError, match="stop"), maxmoe.replay_routing(layer, record):
+        raise RuntimeError("stop")
+    layer(x)  # its hooks are gone
+    message = r"^Linear has no maxmoe.MoE layers, and no blocks of transformers with "
+    with pytest.raises(ValueError, match=message), maxmoe.record_routing(nn.Linear(2, 2)):
+        pass

@@ -29,7 +29,7 @@ def correction_bias(layer: MoE) -> Tensor:
 
 
 @each_dtype
-def test_is_in_float32_or_wider(every_path: str, dtype: torch.dtype) -> None:
+def test_is_in_float32_or_wider(path: str, dtype: torch.dtype) -> None:
     """The result equals that of widened x and parameters: no product is rounded to 16 bits."""
     wide = torch.promote_types(dtype, torch.float32)
     router = make(dtype, router_bias=True, hidden_size=65).router
@@ -54,16 +54,6 @@ def test_autocast_changes_nothing(path: str, dtype: torch.dtype) -> None:
     assert torch.equal(stats.tokens_per_expert, layer(x).stats.tokens_per_expert)
 
 
-def test_logits_that_are_no_numbers_are_refused() -> None:
-    layer = make()
-    x = tokens(layer)
-    x[1, 2, 3] = float("nan")
-    with pytest.raises(ValueError, match=r"^router: maxmoe::route: logits .*NaN"):
-        layer(x)
-    with pytest.raises(ValueError, match=r"^Router: maxmoe::route: logits .*NaN"):
-        layer.router(x.flatten(0, 1))
-
-
 class Model(nn.Module):
     """A model whose layers differ by their paths only; one of them is called twice."""
 
@@ -78,13 +68,16 @@ class Model(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("place", ["first", *(f"layers.{number}.1" for number in range(4))])
+@pytest.mark.parametrize("place", ["first", "layers.0.1", "layers.3.1"])
 def test_the_error_says_which_layer_of_a_model_it_was(place: str) -> None:
     model, x = nn.Sequential(Model()), torch.randn(2, 5, 7, dtype=torch.float64)
     model(x)
     model.get_submodule(f"0.{place}").router.weight.data[0, 0] = float("nan")
     with pytest.raises(ValueError, match=rf"^0\.{re.escape(place)}\.router: maxmoe::route: logits .*NaN"):
         model(x)
+    router = make().router
+    with pytest.raises(ValueError, match=r"^Router: maxmoe::route: logits .*NaN"):  # no module calls it
+        router(torch.full((5, 7), torch.nan).double())
 
 
 def test_nan_in_the_correction_bias_is_not_blamed_on_the_logits() -> None:
@@ -104,6 +97,8 @@ def test_update_adds_the_rate_towards_the_mean() -> None:
     layer.update_correction_bias(torch.tensor([0, 1, 2, 2, 3, 4]))
     assert torch.equal(bias - before, 0.25 * torch.tensor([1.0, 1.0, 0.0, 0.0, -1.0, -1.0]).double())
     layer.update_correction_bias(torch.tensor([0, 0, 0, 0, 0, 12]))
+    assert torch.equal(bias - before, 0.25 * torch.tensor([2.0, 2.0, 1.0, 1.0, 0.0, -2.0]).double())
+    layer.update_correction_bias(torch.zeros(6, dtype=torch.int64))
     assert torch.equal(bias - before, 0.25 * torch.tensor([2.0, 2.0, 1.0, 1.0, 0.0, -2.0]).double())
     assert bias is correction_bias(layer) and not bias.requires_grad
 
@@ -128,11 +123,8 @@ def test_small_steps_are_not_lost_in_16_bits(dtype: torch.dtype) -> None:
             layer.update_correction_bias(torch.tensor([0, 2, 1, 1, 1, 1]))
         expected = torch.tensor([1.01, 0.99, 1.0, 1.0, 1.0, 1.0])
         torch.testing.assert_close(correction_bias(layer), expected, rtol=1e-6, atol=0)
-
-
-def test_the_default_dtype_rounds_no_step() -> None:
-    torch.set_default_dtype(torch.bfloat16)
-    layer = make(torch.float32, score_correction_bias=True, correction_bias_update_rate=1e-3)
+    torch.set_default_dtype(dtype)
+    layer = make(torch.float32, **options)
     correction_bias(layer).zero_()
     layer.update_correction_bias(torch.tensor([0, 2, 1, 1, 1, 1]))
     assert torch.equal(correction_bias(layer), torch.tensor([1e-3, -1e-3, 0, 0, 0, 0], dtype=torch.float32))
@@ -176,17 +168,6 @@ def test_bias_that_was_replaced_by_one_of_16_bits(rule: str) -> None:
     assert sums.update().layers["moe"].tokens_per_expert.sum() > 0
 
 
-def test_update_of_nothing() -> None:
-    layer = make(score_correction_bias=True)  # at rate 0
-    before = correction_bias(layer).clone()
-    layer.update_correction_bias(torch.tensor([9, 0, 0, 0, 0, 0]))
-    assert torch.equal(correction_bias(layer), before)
-    layer = make(**BALANCING)
-    before = correction_bias(layer).clone()
-    layer.update_correction_bias(torch.zeros(6, dtype=torch.int64))
-    assert torch.equal(correction_bias(layer), before)
-
-
 @pytest.mark.parametrize(
     ("options", "counts", "message"),
     [
@@ -213,28 +194,6 @@ def test_bias_selects_but_does_not_weigh() -> None:
     torch.testing.assert_close(layer(x).aux_loss, 6 * share[:, 3].mean())
     correction_bias(layer).zero_()
     torch.testing.assert_close(layer(x).stats.router_entropy, stats.router_entropy)
-
-
-def test_updates_balance_a_skewed_router() -> None:
-    layer = make(
-        hidden_size=16,
-        num_experts=8,
-        top_k=2,
-        router_bias=True,
-        score_correction_bias=True,
-        score_function="sigmoid",
-        correction_bias_update_rate=0.02,
-    )
-    with torch.no_grad():
-        assert layer.router.bias is not None
-        layer.router.bias.copy_(torch.linspace(-2, 2, 8))
-        correction_bias(layer).zero_()
-    x = tokens(layer, 512)
-    before = layer(x).stats.load_max_over_mean
-    for _ in range(60):
-        layer.update_correction_bias(layer(x).stats.tokens_per_expert)
-    assert before > 2
-    assert layer(x).stats.load_max_over_mean < 1.25
 
 
 @pytest.mark.parametrize("options", [BALANCING, {"router": "random"}], ids=["learned", "random"])

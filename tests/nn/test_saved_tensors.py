@@ -4,41 +4,62 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from maxmoe import MoEConfig
-from maxmoe.nn import SharedExperts
-from support.moe_layers import EVERYTHING, SIZES, make, tokens
+from maxmoe import MoEConfig, ZeroComputation
+from maxmoe.nn import SharedExperts, TopK
+from support.moe_layers import EVERYTHING, SIZES, Options, make, tokens
 from support.operator_calls import saved_for_backward
 
+D, F, E, K, L = 50, 10, 4, 2, 16
+# Logits; weights, experts, slots and rows of each slot.
+ROUTING = 4 * E + K * (4 + 3 * 8)
 
-@pytest.mark.parametrize("weights_to", ["output", "input"])
-def test_saves_the_tokens_and_the_preactivations(path: str, weights_to: str) -> None:
-    """D + 2 K F numbers per token, and little for the routing; the rows of D only where they are scaled."""
-    sizes = {"hidden_size": 50, "intermediate_size": 10, "num_experts": 4, "top_k": 2}
-    layer = make(torch.float32, apply_weights_to=weights_to, **sizes)
-    x = tokens(layer, 30).requires_grad_()
+
+def kept_bytes(module: nn.Module, *inputs: Any) -> int:
+    """The number of bytes that the backward keeps, without the parameters."""
+    parameters = {parameter.data_ptr() for parameter in module.parameters()}
     with saved_for_backward() as saved:
-        layer(x)
-    parameters = {parameter.data_ptr() for parameter in layer.parameters()}
-    kept = {t.data_ptr(): t for t in saved if t.is_floating_point() and t.data_ptr() not in parameters}
-    rows = 2 * 50 if weights_to == "input" else 0
-    routing = 4 + 2  # logits, weights
-    assert sum(t.numel() for t in kept.values()) <= 30 * (50 + 2 * 2 * 10 + rows + routing)
+        module(*inputs)
+    kept = {tensor.data_ptr(): tensor for tensor in saved if tensor.data_ptr() not in parameters}
+    return sum(tensor.nbytes for tensor in kept.values())
 
 
-def test_shared_experts_save_the_tokens_and_the_preactivations(path: str) -> None:
-    layer = SharedExperts(MoEConfig(**{**SIZES, "hidden_size": 50}, num_shared_experts=2, shared_expert_gate=True))
-    x = torch.randn(30, 50, requires_grad=True)
-    with saved_for_backward() as saved:
-        layer(x)
-    parameters = {parameter.data_ptr() for parameter in layer.parameters()}
-    kept = {t.data_ptr(): t for t in saved if t.is_floating_point() and t.data_ptr() not in parameters}
-    assert sum(t.numel() for t in kept.values()) <= 30 * (50 + 2 * 10 + 3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("options", "numbers", "indices"),
+    [
+        ({}, D + 2 * K * F, 0),
+        ({"apply_weights_to": "input"}, D + 2 * K * F + K * D, K),  # of gathered rows
+        ({"latent_size": L}, D + 2 * K * F + 2 * L, 0),
+    ],
+    ids=["plain", "weights on the input", "latent"],
+)
+def test_tokens_and_preactivations(path: str, options: Options, numbers: int, indices: int, dtype: torch.dtype) -> None:
+    """(D + 2 K F) numbers per token, and the routing; rows of D where they are scaled, latent rows and outputs."""
+    layer = make(dtype, hidden_size=D, intermediate_size=F, num_experts=E, top_k=K, **options)
+    x = tokens(layer, 300).requires_grad_()
+    assert kept_bytes(layer, x) <= 300 * (dtype.itemsize * numbers + ROUTING + 8 * indices) + 8 * (E + 2)
+
+
+def test_of_shared_experts(path: str) -> None:
+    layer = SharedExperts(MoEConfig(**{**SIZES, "hidden_size": D}, num_shared_experts=2, shared_expert_gate=True))
+    indices = 300 * 2 * 8 + 8
+    assert kept_bytes(layer, torch.randn(300, D, requires_grad=True)) <= 300 * 4 * (D + 2 * 10 + 3) + indices
+
+
+def test_a_factor_per_token_of_copies() -> None:
+    """The only saved tensor besides x, which the layer saves anyway."""
+    module = make(torch.bfloat16, zero_computation=ZeroComputation(copy=3), top_k=2).zero_computation_experts
+    x = torch.randn(30, 7, dtype=torch.bfloat16, requires_grad=True)
+    weights: Tensor = torch.rand(30, 2, requires_grad=True)
+    kept = kept_bytes(module, x, TopK(weights, torch.randint(9, (30, 2))))
+    assert kept - x.nbytes <= 30 * (4 + 2)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("implementation", ["sparse", "dense"])
-def test_nothing_is_kept_without_gradients(implementation: str, mode: Any) -> None:
+def test_nothing_without_gradients(implementation: str, mode: Any) -> None:
     layer = make(implementation=implementation, load_balance_loss_weight=0.3, **EVERYTHING)
     x = tokens(layer)
     expected = layer(x)
@@ -46,18 +67,3 @@ def test_nothing_is_kept_without_gradients(implementation: str, mode: Any) -> No
         hidden_states, aux_loss, _ = layer(x)
     assert not saved and not hidden_states.requires_grad and not aux_loss.requires_grad
     assert torch.equal(hidden_states, expected.hidden_states) and torch.equal(aux_loss, expected.aux_loss)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_nothing_wide_is_kept_of_16_bits(path: str, dtype: torch.dtype) -> None:
-    """(D + 2 K F) times 2 bytes per token, the indices, and of the router the logits and weights in float32."""
-    tokens_, hidden, width, experts, top_k = 300, 50, 10, 4, 2
-    layer = make(dtype, hidden_size=hidden, intermediate_size=width, num_experts=experts, top_k=top_k)
-    x = tokens(layer, tokens_).requires_grad_()
-    with saved_for_backward() as saved:
-        layer(x)
-    parameters = {parameter.data_ptr() for parameter in layer.parameters()}
-    kept = {tensor.data_ptr(): tensor for tensor in saved if tensor.data_ptr() not in parameters}
-    routing = 4 * experts + top_k * (4 + 3 * 8)  # logits; weights, experts, slots, rows
-    at_most = tokens_ * (2 * (hidden + 2 * top_k * width) + routing) + 8 * experts
-    assert sum(tensor.nbytes for tensor in kept.values()) <= at_most

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from maxmoe import ExpertNorms, SiTU, ZeroComputation
-from maxmoe.config.components import Activation, Component
-from maxmoe.config.moe_config import _MOVED, MoEConfig, Normalization, ScoreFunction
+from maxmoe.config.components import Component
+from maxmoe.config.moe_config import _MOVED, MoEConfig, Normalization
 from maxmoe.families.step3p7 import LimitedOutput
 from maxmoe.nn import Selection
 
@@ -71,43 +71,6 @@ def test_fields_of_earlier_versions() -> None:
             MoEConfig(**SIZES, **{**without_effect, name: 17})
 
 
-@pytest.mark.parametrize(
-    ("name", "literal"),
-    [
-        ("score_function", ScoreFunction),
-        ("normalization", Normalization),
-        ("activation", Activation),
-    ],
-)
-def test_every_choice_is_accepted(name: str, literal: Any) -> None:
-    for choice in get_args(literal):
-        if choice != "situ":  # which SiTU gives
-            assert getattr(MoEConfig(**SIZES, **{name: choice}), name) == choice
-
-
-@pytest.mark.parametrize(
-    "accepted",
-    [
-        {"top_k": 6},
-        {"num_experts": 1, "top_k": 1},
-        {"num_groups": 3, "top_k_groups": 1},
-        {"num_groups": 6, "top_k_groups": 2},
-        {"capacity_factor": 0.5, "implementation": "dense"},
-        {"buffer_factor": 1.25},
-        {"correction_bias_update_rate": 1e-3, "score_correction_bias": True},
-        {"num_shared_experts": 2, "shared_expert_gate": True},
-        {"activation": "relu2", "gated": False},
-        {"activation": "swigluoai", "activation_limit": 7.0, "expert_bias": True},
-        {"activation": LimitedOutput(limit=7.0)},
-        {"num_shared_experts": 1, "activation": LimitedOutput(shared_limit=16.0)},
-        {"activation": SiTU(gate_softcap=4, up_softcap=25.0)},
-    ],
-    ids=str,
-)
-def test_accepts(accepted: dict[str, Any]) -> None:
-    MoEConfig(**{**SIZES, **accepted})
-
-
 FIELDS = dataclasses.fields(MoEConfig)
 WRONG_TYPES = {
     "int": ("7", 7.0, True, None, float("nan"), np.int64(7), [7]),
@@ -146,23 +109,15 @@ def test_an_int_is_a_float_and_none_is_no_factor() -> None:
     [
         *(({name: 0}, (name, "positive int", "0")) for name in SIZES),
         ({"hidden_size": -3}, ("hidden_size", "-3")),
-        ({"hidden_size": 8.0}, ("hidden_size", "8.0")),
-        ({"top_k": True}, ("top_k", "True")),
         ({"num_groups": 0}, ("num_groups", "0")),
         ({"top_k_groups": 0}, ("top_k_groups", "0")),
         ({"num_shared_experts": -1}, ("num_shared_experts", "-1")),
-        ({"num_shared_experts": 1.5}, ("num_shared_experts", "1.5")),
         ({"top_k": 7}, ("top_k", "7", "num_experts", "6")),
         ({"num_groups": 4}, ("num_groups", "4", "num_experts", "6")),
         ({"num_groups": 2, "top_k_groups": 3}, ("top_k_groups", "3", "num_groups", "2")),
         ({"num_groups": 3, "top_k": 3}, ("top_k", "3", "2 experts", "top_k_groups", "1")),
-        ({"score_function": "tanh"}, ("score_function", "sqrtsoftplus", "tanh")),
-        ({"normalization": "l2"}, ("normalization", "softmax", "l2")),
         ({"activation": "swish"}, ("activation", "silu", "swish")),
-        ({"apply_weights_to": "both"}, ("apply_weights_to", "input", "both")),
         ({"router": "hash"}, ("router", "learned", "hash")),
-        ({"load_balance_scope": "token"}, ("load_balance_scope", "sequence", "token")),
-        ({"implementation": "fast"}, ("implementation", "sparse", "fast")),
         ({"activation": "swigluoai", "gated": False}, ("swigluoai", "gated=True", "False")),
         ({"activation_limit": 7.0, "gated": False}, ("activation_limit", "7.0", "gated=True", "False")),
         ({"activation": LimitedOutput(shared_limit=7.0)}, ("shared_limit", "7.0", "num_shared_experts", "0")),
@@ -174,31 +129,19 @@ def test_an_int_is_a_float_and_none_is_no_factor() -> None:
         ({"activation": {"kind": "SiTu"}}, ("activation", "SiTu", "the nearest are 'SiTU'")),
         ({"router": {"kind": "SiTU", **dataclasses.asdict(SITU)}}, ("router", "Selection", "SiTU(")),
         ({"activation_limit": 0.0}, ("activation_limit", "> 0", "0.0")),
-        ({"activation_limit": float("nan")}, ("activation_limit", "nan")),
-        ({"activation_limit": float("inf")}, ("activation_limit", "finite", "inf")),
         ({"shared_expert_gate": True}, ("shared_expert_gate", "num_shared_experts", "0")),
-        ({"load_balance_loss_weight": -0.1}, ("load_balance_loss_weight", ">= 0", "-0.1")),
-        ({"router_z_loss_weight": float("nan")}, ("router_z_loss_weight", "nan")),
-        ({"correction_bias_update_rate": -1.0}, ("correction_bias_update_rate", "-1.0")),
         (
             {"correction_bias_update_rate": 0.1},
             ("correction_bias_update_rate", "0.1", "score_correction_bias", "False"),
         ),
         ({"capacity_factor": 0.0, "implementation": "dense"}, ("capacity_factor", "> 0", "0.0")),
         ({"capacity_factor": 1.0}, ("capacity_factor", "1.0", "dense", "sparse")),
-        ({"buffer_factor": -2.0}, ("buffer_factor", "> 0", "-2.0")),
-        ({"buffer_factor": float("inf")}, ("buffer_factor", "finite", "inf")),
         ({"buffer_factor": 6.5}, ("buffer_factor", "6.5", "num_experts", "6")),
         ({"capacity_factor": 1e9, "implementation": "dense"}, ("capacity_factor", "1000000000.0", "num_experts", "6")),
-        ({"routed_scaling_factor": float("nan")}, ("routed_scaling_factor", "nan")),
         ({"routed_scaling_factor": -0.0}, ("routed_scaling_factor", "> 0", "-0.0")),
         ({"routed_scaling_factor": 1e39}, ("routed_scaling_factor", "finite", "1e+39")),
         ({"routed_scaling_factor": 10**400}, ("routed_scaling_factor", "finite", "1000")),
-        ({"routed_scaling_factor": np.float32(1)}, ("routed_scaling_factor", "float", "np.float32(1.0)")),
-        ({"hidden_size": np.int64(8)}, ("hidden_size", "int", "np.int64(8)")),
         ({"hidden_size": 2**31}, ("hidden_size", "2^31", "2147483648")),
-        ({"num_shared_experts": True}, ("num_shared_experts", "int", "True")),
-        ({"activation": np.array(["silu", "relu"])}, ("activation", "silu", "array")),
         ({"buffer_factor": 2.0, "implementation": "dense"}, ("buffer_factor", "2.0", "sparse", "dense")),
     ],
     ids=str,
@@ -206,6 +149,81 @@ def test_an_int_is_a_float_and_none_is_no_factor() -> None:
 def test_refuses_and_names_both_values(changes: dict[str, Any], named: tuple[str, ...]) -> None:
     everything = "".join(f"(?=.*{re.escape(word)})" for word in named)
     with pytest.raises(ValueError, match=everything):
+        MoEConfig(**{**SIZES, **changes})
+
+
+def of(kind: str, **fields: Any) -> dict[str, Any]:
+    """A component as in a saved config, which the config makes."""
+    return {"kind": kind, **fields}
+
+
+SCORED = {"score_function": "sigmoid", "num_shared_experts": 2, "router": of("SharedExpertScores", scale=False)}
+QUANTILE = {
+    **{"score_function": "sigmoid", "score_correction_bias": True, "correction_bias_rule": "quantile"},
+    "correction_bias_update_rate": 1.0,
+}
+COMPONENTS: list[tuple[dict[str, Any], str]] = [
+    ({"latent_size": 0}, "latent_size must be a positive int, got 0"),
+    ({"latent_size": 2.0}, r"latent_size must be a positive int, got 2\.0"),
+    (
+        {"expert_norms": of("ExpertNorms", latent_in=True)},
+        r"ExpertNorms\(latent_in=True.* needs a latent_size",
+    ),
+    ({"expert_norms": of("ExpertNorms", latent_out=True)}, "latent_out=True.* needs a latent_size, got None"),
+    (
+        {"expert_norms": of("ExpertNorms", output=True), "apply_weights_to": "input"},
+        "output=True.* needs apply_weights_to='output', got 'input'",
+    ),
+    ({"expert_norms": of("ExpertNorms", output_eps=-1.0)}, "output_eps must be a finite float > 0, got -1.0"),
+    ({"router": of("ScaledLogits", scale=0.0)}, r"scale must be a finite float > 0, got 0\.0"),
+    ({"zero_computation": of("ZeroComputation", zero=-1)}, "zero must be an int >= 0, got -1"),
+    ({"zero_computation": of("ZeroComputation", copy=1.0)}, r"copy must be an int >= 0, got 1\.0"),
+    ({"zero_computation": of("ZeroComputation", constant=True)}, "constant must be an int >= 0, got True"),
+    (
+        {"zero_computation": of("ZeroComputation", zero=2), "top_k": 9},
+        r"top_k \(9\) must not exceed num_experts \(6\) \+ ZeroComputation\(zero=2, copy=0, constant=0\)$",
+    ),
+    (
+        {"zero_computation": of("ZeroComputation", copy=2), "num_groups": 2, "top_k_groups": 2},
+        r"ZeroComputation\(.*\) needs num_groups=1, got 2",
+    ),
+    (
+        {"zero_computation": of("ZeroComputation", constant=2), "apply_weights_to": "input"},
+        r"constant=2\) needs apply_weights_to='output', got 'input'",
+    ),
+    (
+        {"zero_computation": of("ZeroComputation", copy=2), "buffer_factor": 8.5},
+        r"buffer_factor \(8\.5\) must not exceed num_experts \(6\) \+ ",
+    ),
+    ({**SCORED, "num_shared_experts": 0}, r"SharedExpertScores\(scale=False\) needs num_shared_experts >= 1, got 0"),
+    ({**SCORED, "score_function": "softmax"}, "needs score_function='sigmoid', got 'softmax'"),
+    ({**SCORED, "normalization": "none"}, "needs normalization='sum', got 'none'"),
+    ({**SCORED, "apply_weights_to": "input"}, "needs apply_weights_to='output', got 'input'"),
+    ({**SCORED, "shared_expert_gate": True}, "needs shared_expert_gate=False, got True"),
+    (
+        {"router": of("DocumentPools", min_size=1, max_size=4)},
+        r"min_size must be in \[top_k \(2\), .*, got 1",
+    ),
+    ({"router": of("DocumentPools", min_size=2, max_size=7)}, r"max_size must be in .* experts \(6\)\], got 7"),
+    ({"router": of("DocumentPools", min_size=2, max_size=4, eval_size=1)}, r"eval_size must be in \[top_k \(2\)"),
+    (
+        {"router": of("HashRouting", num_ids=5), "score_correction_bias": True},
+        r"HashRouting\(num_ids=5\) needs score_correction_bias=False, got True",
+    ),
+    (
+        {**QUANTILE, "score_correction_bias": False, "correction_bias_update_rate": 0.0},
+        "^correction_bias_rule='quantile' needs score_correction_bias=True, got False$",
+    ),
+    ({**QUANTILE, "score_function": "identity"}, "score_function='sigmoid' or 'softmax', got 'identity'$"),
+    ({**QUANTILE, "num_groups": 2}, "needs num_groups=1, got 2$"),
+    ({**QUANTILE, "top_k": 6}, r"top_k \(6\) below the number of experts \(6\)$"),
+    ({**QUANTILE, "correction_bias_update_rate": 1.5}, "needs correction_bias_update_rate <= 1, got 1.5$"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), COMPONENTS, ids=str)
+def test_refuses_components(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         MoEConfig(**{**SIZES, **changes})
 
 

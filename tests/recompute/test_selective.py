@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,10 +21,9 @@ import maxmoe
 from maxmoe import MoE, MoEOutput
 from maxmoe._torch import SELECTIVE_CHECKPOINT_OPTIONS
 from maxmoe.recompute.selective import choices_are_kept
-from support.moe_layers import COMPUTE, DEEPSEEK, GPT_OSS, LLAMA4, Options, make, outcome, tokens
+from support.moe_layers import COMPUTE, DEEPSEEK, LLAMA4, Options, make, outcome, tokens
 from support.operator_calls import assert_same
 from support.operator_checks import compile_whole
-from support.sampling import by_default
 
 WAYS: dict[str, Callable[..., Any]] = {
     "non_reentrant": partial(checkpoint, use_reentrant=False),
@@ -31,13 +31,9 @@ WAYS: dict[str, Callable[..., Any]] = {
     "keep_routing": partial(checkpoint, use_reentrant=False, context_fn=maxmoe.keep_routing),
 }
 LAYERS: dict[str, Options] = {
-    "plain": {},
     "deepseek": DEEPSEEK,
-    "gpt_oss": GPT_OSS,
     "llama4": LLAMA4,
     "random": {"router": "random", "load_balance_loss_weight": 0.3},
-    "buffer": COMPUTE["buffer"],
-    "dense": COMPUTE["dense"],
     "capacity": COMPUTE["capacity"],
 }
 each_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
@@ -58,23 +54,23 @@ class Executed(TorchDispatchMode):
 
 @each_way
 @each_layer
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gives_the_same_bits(path: str, dtype: torch.dtype, options: Options, way: Callable[..., Any]) -> None:
+    """In a block, in which the routing is neither the first nor the last operator, and under autocast."""
     layer = make(dtype, **options)
     x = tokens(layer, 2, 9)
-    torch.manual_seed(3)
-    expected = outcome(layer, x)
-    torch.manual_seed(3)
-    assert_same(outcome(layer, x, lambda x: way(layer, x)), expected)
 
+    def block(x: Tensor) -> MoEOutput:
+        x = torch.tanh(x)
+        output = layer(x)
+        return output._replace(hidden_states=torch.sin(x + output.hidden_states))
 
-@each_way
-def test_gives_the_same_bits_under_autocast(way: Callable[..., Any]) -> None:
-    layer = make(torch.float32, **DEEPSEEK)
-    x = tokens(layer, 2, 9)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        expected = outcome(layer, x)
-        assert_same(outcome(layer, x, lambda x: way(layer, x)), expected)
+    for autocast in (torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32), nullcontext()):
+        with autocast:
+            torch.manual_seed(3)
+            expected = outcome(layer, x, block)
+            torch.manual_seed(3)
+            assert_same(outcome(layer, x, partial(way, block)), expected)
 
 
 @each_layer
@@ -118,21 +114,6 @@ def test_a_mode_that_changes_before_the_backward(way: Callable[..., Any], traini
 
     expected = gradients(lambda layer, x: layer(x), changes=False)
     assert all(map(torch.equal, gradients(way, changes=True), expected))
-
-
-@each_way
-@pytest.mark.parametrize("options", [DEEPSEEK, COMPUTE["capacity"]], ids=["sparse", "capacity"])
-def test_inside_of_a_block(options: Options, way: Callable[..., Any]) -> None:
-    """The routing is neither the first nor the last operator of the recomputed part."""
-    layer = make(**options)
-    x = tokens(layer, 2, 9)
-
-    def block(x: Tensor) -> MoEOutput:
-        x = torch.tanh(x)
-        output = layer(x)
-        return output._replace(hidden_states=torch.sin(x + output.hidden_states))
-
-    assert_same(outcome(layer, x, lambda x: way(block, x)), outcome(layer, x, block))
 
 
 @pytest.mark.parametrize(("name", "times"), [("non_reentrant", 2), ("reentrant", 2), ("keep_routing", 1)])
@@ -210,9 +191,8 @@ def test_counts_once(path: str) -> None:
     assert torch.equal(layer.state_dict()["router.score_correction_bias"], bias)
 
 
-@pytest.mark.parametrize("name", by_default(["non_reentrant", "keep_routing"], ["keep_routing"]))
-def test_compiles(name: str) -> None:
+def test_compiles() -> None:
     layer = make(**DEEPSEEK)
     x = tokens(layer)
-    compiled = compile_whole(lambda x: WAYS[name](layer, x), "aot_eager")
+    compiled = compile_whole(lambda x: WAYS["keep_routing"](layer, x), "aot_eager")
     assert_same(outcome(layer, x, compiled), outcome(layer, x), 1e-13)

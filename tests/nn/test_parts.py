@@ -1,0 +1,164 @@
+"""Shared, latent and zero-computation experts: numbers by hand, rows, and layers whose experts change."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import maxmoe
+from maxmoe import MoE, MoEConfig, MoEFeedForward, ZeroComputation
+from maxmoe.convert.surgery import duplicate_experts, prune_experts
+from maxmoe.nn import RoutingRecord, TopK
+from maxmoe.ops import RaggedPlan
+from support.moe_layers import INKLING, KIMI_K3, LAYERS, LONGCAT_FLASH, SIZES, assert_meets_specification, make, tokens
+from support.operator_calls import assert_near
+
+
+def replayed(layer: MoE, x: Tensor, experts: Tensor) -> maxmoe.MoEOutput:
+    with maxmoe.replay_routing(layer, RoutingRecord({"": [experts]})):
+        output: maxmoe.MoEOutput = layer(x)
+    return output
+
+
+def planned_rows(layer: MoE) -> list[RaggedPlan]:
+    """Return a list that gets the plan of every call of the experts."""
+    plans: list[RaggedPlan] = []
+    layer.experts.register_forward_pre_hook(lambda _, arguments: plans.append(arguments[2]))
+    return plans
+
+
+# Shared and latent experts
+
+
+def test_formula_of_kimi_k3() -> None:
+    """y = W_up RMSNorm(sum_k w_k expert_k(W_down x)) + shared(x), with torch alone."""
+    layer = make(**KIMI_K3)
+    x, experts = tokens(layer, 9), layer.experts
+    rows, routing = x @ layer.latent_in.weight, layer.router(x)
+    gate, up = (torch.einsum("tl,elf->tef", rows, each) for each in (experts.gate_proj, experts.up_proj))
+    every = torch.einsum("tef,efl->tel", F.silu(gate) * up, experts.down_proj)
+    chosen = every.gather(1, routing.experts.unsqueeze(2).expand(-1, -1, 4))
+    latent = (routing.weights.unsqueeze(2) * chosen).sum(1)
+    latent = F.rms_norm(latent, (4,), 1 + layer.latent_out.norm.weight, eps=1e-5)
+    expected = latent @ layer.latent_out.weight + layer.shared_experts(x)
+    assert_near(layer(x).hidden_states, expected, 1e-12, "hidden_states")
+
+
+def test_projections_that_undo_each_other_change_nothing() -> None:
+    plain, layer = make(num_shared_experts=1), make(num_shared_experts=1, latent_size=7)
+    basis, _ = torch.linalg.qr(torch.randn(7, 7, dtype=torch.float64))
+    state = plain.state_dict()
+    state |= {"latent_in.weight": basis, "latent_out.weight": basis.mT}
+    for name in ("gate_proj", "up_proj"):
+        state[f"experts.{name}"] = basis.mT @ state[f"experts.{name}"]
+    state["experts.down_proj"] = state["experts.down_proj"] @ basis
+    layer.load_state_dict(state)
+    x = tokens(plain, 3, 11)
+    torch.testing.assert_close(layer(x).hidden_states, plain(x).hidden_states)
+
+
+def test_the_weights_of_a_token_have_the_sum_of_the_scale() -> None:
+    routing = make(**INKLING).router(torch.randn(9, 7, dtype=torch.float64))
+    assert routing.logits.shape == (9, 6) and routing.weights.shape == (9, 3) and routing.shared_weights.shape == (9, 2)
+    sums = routing.weights.sum(1) + routing.shared_weights.sum(1)
+    torch.testing.assert_close(sums, sums[:1].expand(9))
+
+
+@pytest.mark.parametrize(("name", "kept"), [("muse_spark", "experts.norm.weight"), ("inkling", "router.scale")])
+def test_surgery_keeps_what_all_experts_share(name: str, kept: str) -> None:
+    layer = make(**{**LAYERS[name], "num_experts": 18, "top_k": 2})
+    x, parameter, shared = tokens(layer, 4), layer.get_parameter(kept), layer.router.weight[18:].clone()
+    expected = layer(x)
+    idle = (expected.stats.tokens_per_expert == 0).nonzero().flatten().tolist()
+    prune_experts(layer, idle)
+    torch.testing.assert_close(layer(x).hidden_states, expected.hidden_states)
+    duplicate_experts(layer, [0])
+    assert layer.get_parameter(kept) is parameter
+    assert torch.equal(layer.router.weight[19 - len(idle) :], shared)
+    assert_meets_specification(layer, x)
+
+
+@pytest.mark.parametrize("name", ["latent", "longcat_flash"])
+def test_quantized(name: str) -> None:
+    sizes = {"hidden_size": 48 if name == "latent" else 32, "intermediate_size": 32}
+    latent = {"latent_size": 32} if name == "latent" else {}
+    layer = make(torch.float32, **{**LAYERS[name], **sizes, **latent}).requires_grad_(False)
+    x = tokens(layer, 9)
+    expected = layer(x).hidden_states
+    maxmoe.quantize_experts(layer, "int8")
+    assert 0 < (layer(x).hidden_states - expected).norm() / expected.norm() < 0.02
+
+
+# Experts without a computation
+
+
+def test_zero_copy_and_constant_by_hand() -> None:
+    kinds = ZeroComputation(zero=1, copy=1, constant=1)
+    layer = make(num_experts=2, top_k=1, normalization="none", zero_computation=kinds)
+    vectors, mixing = layer.zero_computation_experts.vectors, layer.zero_computation_experts.mixing
+    x = tokens(layer, 5)
+    weights = torch.softmax(x @ layer.router.weight.mT, 1)
+    zero, copy, constant = (replayed(layer, x, torch.full((5, 1), expert)).hidden_states for expert in (2, 3, 4))
+    assert torch.equal(zero, torch.zeros_like(x))
+    torch.testing.assert_close(copy, weights[:, 3:4] * x)
+    share = 1 / (1 + torch.exp(x @ (mixing[0, 1] - mixing[0, 0])))
+    expected = weights[:, 4:5] * (share[:, None] * x + (1 - share)[:, None] * vectors[0])
+    torch.testing.assert_close(constant, expected)
+
+
+def test_a_token_may_have_no_expert_that_computes() -> None:
+    layer = make(zero_computation=ZeroComputation(copy=4), top_k=2, normalization="sum")
+    x = tokens(layer, 7).requires_grad_()
+    plans = planned_rows(layer)
+    output = replayed(layer, x, torch.tensor([[6, 9]]).expand(7, 2))
+    torch.testing.assert_close(output.hidden_states, x)  # the weights add up to one
+    assert plans[0].slots.numel() == 0 and output.stats.dropped == 0
+    output.hidden_states.sum().backward()
+    assert layer.experts.up_proj.grad is not None and not layer.experts.up_proj.grad.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_narrow_dtypes_are_rounded_once(dtype: torch.dtype) -> None:
+    layer = make(dtype, **LONGCAT_FLASH)
+    module = layer.zero_computation_experts
+    x, routing = tokens(layer, 40), layer.router(tokens(layer, 40))
+    got = module(x, routing.top_k)
+    wide = module.double()(x.double(), TopK(routing.weights.double(), routing.experts))
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.double(), wide, rtol=0.51 * torch.finfo(dtype).eps, atol=1e-6)
+
+
+@pytest.mark.parametrize("kinds", [{"zero": 2}, {"copy": 3}, {"constant": 2}], ids=str)
+def test_rows_are_the_slots_of_experts_that_compute(path: str, kinds: dict[str, int]) -> None:
+    layer = make(zero_computation=ZeroComputation(**kinds))
+    plans = planned_rows(layer)
+    stats = layer(tokens(layer, 4, 25)).stats
+    used = plans[0].rows[plans[0].rows >= 0]
+    assert len(used) == stats.tokens_per_expert[:6].sum() < stats.tokens_per_expert.sum() == 300
+    assert plans[0].group_sizes.equal(stats.tokens_per_expert[:6])
+
+
+def test_zero_experts_add_no_operator_and_no_parameter() -> None:
+    plain, layer = make(), make(zero_computation=ZeroComputation(zero=3))
+    assert layer.zero_computation_experts is None and layer.state_dict().keys() == plain.state_dict().keys()
+
+
+def test_the_correction_bias_balances_all_experts() -> None:
+    rule = {"score_correction_bias": True, "correction_bias_update_rate": 0.02}
+    only_copies = torch.tensor([0.0] * 6 + [2.0] * 6)
+    layer = make(zero_computation=ZeroComputation(copy=6), correction_bias=only_copies, **rule)
+    x, shares = tokens(layer, 500), []
+    for _ in range(200):
+        counts = layer(x).stats.tokens_per_expert
+        shares.append(float(counts[:6].sum() / counts.sum()))
+        layer.update_correction_bias(counts)
+    assert shares[0] < 0.1 and abs(shares[-1] - 0.5) < 0.05
+
+
+def test_statistics_count_all_experts() -> None:
+    config = MoEConfig(**SIZES, zero_computation=ZeroComputation(zero=2, copy=1))
+    model = torch.nn.Sequential(MoEFeedForward(config))
+    accumulator = maxmoe.StatsAccumulator(model)
+    model(torch.randn(2, 8, 7)).sum().backward()
+    counts = accumulator.update().layers["0"].tokens_per_expert
+    assert counts.shape == (9,) and counts.sum() == 48
