@@ -11,6 +11,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -33,9 +34,7 @@ from support.failing_ranks import (
     outcomes,
     patience_with,
 )
-from support.pairwise import pairwise
 from support.run_ranks import check_at_once, run_ranks
-from support.sampling import by_default
 
 STRATEGIES: dict[str, tuple[dict[str, int], str, Any]] = {
     "ring_of_experts": ({"fsdp": 2, "expert": 2}, "ep-as-dp", "ring_of_experts"),
@@ -56,17 +55,15 @@ def fail_in_backward(layer: MoE, fail: Callable[[], None]) -> None:
     layer.experts.register_forward_hook(hook)
 
 
-CHOICES: list[list[Any]] = [[*STRATEGIES], [fail_in_forward, fail_in_backward], FAILURES]
-EVERY_CHOICE = [
-    ("ring_of_experts", fail_in_forward, FAILURES[2]),
-    ("ragged_all_to_all", fail_in_backward, FAILURES[0]),
-    ("ep-tp", fail_in_backward, FAILURES[1]),
+# Every strategy, place and failure once.
+CASES = [
+    ("ring_of_experts", fail_in_forward, *FAILURES[2]),
+    ("ragged_all_to_all", fail_in_backward, *FAILURES[0]),
+    ("ep-tp", fail_in_backward, *FAILURES[1]),
 ]
-OTHERS = [case for case in pairwise(CHOICES) if case not in EVERY_CHOICE]
 
 
-@pytest.mark.parametrize("cases", by_default([EVERY_CHOICE, OTHERS], [EVERY_CHOICE]), ids=["every choice", "others"])
-def test_the_others_name_the_rank(cases: list[tuple[Any, ...]], tmp_path: Path) -> None:
+def test_the_others_name_the_rank(tmp_path: Path) -> None:
     def check(strategy: str, place: Callable[..., None], fail: Callable[[], None], delay: float, message: str) -> None:
         sizes, rules, dispatch = STRATEGIES[strategy]
 
@@ -84,7 +81,7 @@ def test_the_others_name_the_rank(cases: list[tuple[Any, ...]], tmp_path: Path) 
         folder.mkdir()
         check_rank_2_is_named(outcomes(folder, train, patience=patience_with(fail)), fail, delay, message)
 
-    check_at_once(check, [(strategy, place, *failure) for strategy, place, failure in cases])
+    check_at_once(check, CASES)
 
 
 def test_what_ends_with_a_timeout(tmp_path: Path) -> None:
@@ -236,22 +233,19 @@ def test_what_is_a_lost_connection() -> None:
     assert (first_line(RuntimeError("[a] b\nc")), first_line(RuntimeError())) == ("[a] b", "RuntimeError")
 
 
-def test_the_process_with_the_store_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_process_with_the_store_is_gone() -> None:
     def gone(*arguments: object) -> None:
         raise dist.DistNetworkError("Broken pipe")
 
-    def last_call(name: str, *arguments: Any) -> bool:
-        watch = Watch(PATIENCE)
-        watch.start()
-        while watch.answered_at < 0:  # not connected
-            time.sleep(0.01)
-        for method in ("set", "check", "compare_set"):
-            monkeypatch.setattr(dist.PrefixStore, method, gone)
-        found = watch.finish(partial(getattr(watch, name), *arguments))
-        monkeypatch.undo()
-        return found == STORE_IS_GONE
+    def check() -> list[bool]:
+        found = []
+        for name, arguments in (("leave", ()), ("find_failure", ("here",)), ("report", ([0], "died"))):
+            watch = Watch(PATIENCE)
+            watch.start()
+            while watch.answered_at < 0:  # not connected
+                time.sleep(0.01)
+            with patch.multiple(dist.PrefixStore, set=gone, check=gone, compare_set=gone):
+                found.append(watch.finish(partial(getattr(watch, name), *arguments)) == STORE_IS_GONE)
+        return found
 
-    def check() -> bool:
-        return last_call("leave") and last_call("find_failure", "here") and last_call("report", [0], "died")
-
-    assert run_ranks(check, 1) == [True]
+    assert run_ranks(check, 1) == [[True] * 3]

@@ -51,14 +51,14 @@ def test_errors_name_the_rule(rules, message: str) -> None:
         LogicalRules().override(rules)
 
 
-@pytest.mark.parametrize("suffix", ["yaml", "yml"])
-def test_a_file_of_ones_own(tmp_path: Path, suffix: str) -> None:
-    path = tmp_path / f"rules.{suffix}"
-    path.write_text("# mine\n- exp: expert\n- embed: [fsdp, tensor]\n\n- norm: []\n- norm:\n- exp: [fsdp]\n")
+def test_a_file_of_ones_own(tmp_path: Path) -> None:
     expected = LogicalRules(
         [("exp", "expert"), ("embed", ("fsdp", "tensor")), ("norm", ()), ("norm", ()), ("exp", "fsdp")]
     )
-    assert LogicalRules.load(path) == LogicalRules.load(str(path)) == expected
+    for suffix in ("yaml", "yml"):
+        path = tmp_path / f"rules.{suffix}"
+        path.write_text("# mine\n- exp: expert\n- embed: [fsdp, tensor]\n\n- norm: []\n- norm:\n- exp: [fsdp]\n")
+        assert LogicalRules.load(path) == LogicalRules.load(str(path)) == expected
 
 
 ENTRY = "must be like '- exp: [expert]', got"
@@ -129,49 +129,18 @@ def test_hostile_files_are_a_short_line_in_a_moment(tmp_path: Path, content: byt
     assert len(str(error.value)) < 400 and "\n" not in str(error.value)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"rules\.yaml"):
-        LogicalRules.load(str(tmp_path / "rules.yaml"))
-    with pytest.raises(FileNotFoundError, match="default"):
-        LogicalRules.load(tmp_path / "default")
-
-
-@pytest.mark.parametrize("source", [None, 3, [("exp", "expert")], {"exp": "expert"}])
-def test_what_is_neither_a_table_nor_where_one_is(source) -> None:
-    message = f"rules must be LogicalRules, a preset or a path, got {source!r}"
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        LogicalRules.load(source)
-
-
-def test_an_unknown_preset_says_which_there_are() -> None:
-    with pytest.raises(
-        ValueError, match=r"^there is no preset 'ep_tp', only (.*); a path ends in \.yaml or \.yml$"
-    ) as error:
+def test_rules_that_are_not_there(tmp_path: Path) -> None:
+    for path in (str(tmp_path / "rules.yaml"), tmp_path / "default"):
+        with pytest.raises(FileNotFoundError, match=Path(path).name):
+            LogicalRules.load(path)
+    for source in (None, 3, [("exp", "expert")], {"exp": "expert"}):
+        message = f"rules must be LogicalRules, a preset or a path, got {source!r}"
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            LogicalRules.load(source)
+    message = r"^there is no preset 'ep_tp', only (.*); a path ends in \.yaml or \.yml$"
+    with pytest.raises(ValueError, match=message) as error:
         LogicalRules.load("ep_tp")
-    assert all(f"{name}" in str(error.value) for name in NAMES)
-
-
-def test_the_presets_of_the_design_are_there() -> None:
-    assert set(NAMES) == {
-        "default",
-        "pure-fsdp",
-        "ep-as-dp",
-        "fsdp-as-dp-for-attn",
-        "ep-as-cp",
-        "cp-as-ep",
-        "pipeline-large-moe",
-        "shard-exp-on-fsdp",
-        "ep-tp",
-    }
-
-
-@pytest.mark.parametrize("preset", NAMES)
-def test_presets_have_the_same_clean_names(preset: str) -> None:
-    names = {name for name, _ in LogicalRules.load(preset)}
-    assert names == {name for name, _ in LogicalRules.load("default")}
-    weights = {name for name in names if not name.startswith("activation_")}
-    assert {name for name in weights if name.endswith("_moe")} == {"embed_moe", "mlp_moe"}
-    assert not {name for name in names if "no_fsdp" in name}
+    assert all(name in str(error.value) for name in NAMES)
 
 
 @pytest.mark.parametrize("table", golden_tables(), ids=lambda table: table.name)
@@ -195,24 +164,31 @@ def test_presets_agree_with_maxtext_in_the_names_and_axes_they_share(table) -> N
     assert not differ
 
 
-@pytest.mark.parametrize(
-    ("preset", "spec"),
-    [
-        ("default", P("expert", ("fsdp", "context"), ("fsdp_transpose", "tensor"))),
-        ("pure-fsdp", P(None, "fsdp", None)),
-        ("ep-as-dp", P("expert", "fsdp", "fsdp_transpose")),
-        ("fsdp-as-dp-for-attn", P("expert", "fsdp", "fsdp_transpose")),
-        ("ep-as-cp", P("expert", "fsdp", None)),
-        ("cp-as-ep", P(("context", "expert"), "fsdp", None)),
-        ("pipeline-large-moe", P("expert", "fsdp", "tensor")),
-        ("shard-exp-on-fsdp", P(("expert", "fsdp"), "context", "fsdp_transpose")),
-        ("ep-tp", P("expert", None, None)),
-    ],
-)
-def test_what_presets_do_to_an_expert_weight(preset: str, spec: P) -> None:
-    rules = LogicalRules.load(preset)
-    assert logical_to_mesh_axes(EXPERTS, rules, strict=True) == spec
-    assert logical_to_mesh_axes(EXPERTS[::2] + EXPERTS[1:2], rules, strict=True) == P(spec[0], spec[2], spec[1])
+# What each preset does to an expert weight.
+EXPERT_WEIGHTS = {
+    "default": P("expert", ("fsdp", "context"), ("fsdp_transpose", "tensor")),
+    "pure-fsdp": P(None, "fsdp", None),
+    "ep-as-dp": P("expert", "fsdp", "fsdp_transpose"),
+    "fsdp-as-dp-for-attn": P("expert", "fsdp", "fsdp_transpose"),
+    "ep-as-cp": P("expert", "fsdp", None),
+    "cp-as-ep": P(("context", "expert"), "fsdp", None),
+    "pipeline-large-moe": P("expert", "fsdp", "tensor"),
+    "shard-exp-on-fsdp": P(("expert", "fsdp"), "context", "fsdp_transpose"),
+    "ep-tp": P("expert", None, None),
+}
+
+
+def test_presets_have_the_same_clean_names() -> None:
+    assert set(NAMES) == set(EXPERT_WEIGHTS)
+    for preset, spec in EXPERT_WEIGHTS.items():
+        rules = LogicalRules.load(preset)
+        assert logical_to_mesh_axes(EXPERTS, rules, strict=True) == spec
+        assert logical_to_mesh_axes(EXPERTS[::2] + EXPERTS[1:2], rules, strict=True) == P(spec[0], spec[2], spec[1])
+        names = {name for name, _ in rules}
+        assert names == {name for name, _ in LogicalRules.load("default")}
+        weights = {name for name in names if not name.startswith("activation_")}
+        assert {name for name in weights if name.endswith("_moe")} == {"embed_moe", "mlp_moe"}
+        assert not {name for name in names if "no_fsdp" in name}
 
 
 def test_ep_tp_splits_heads_and_shared_experts_and_leaves_tokens_whole() -> None:
