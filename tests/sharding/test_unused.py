@@ -96,15 +96,16 @@ class Own(nn.Module):
     absent = None
 
 
-@pytest.mark.parametrize("name", ["rows", "columns", "parts", "activation_parts"])
-def test_names_of_a_module_pass(name: str) -> None:
-    module = nn.Sequential(Own())
+def test_names_of_a_module_pass() -> None:
+    module, mesh = nn.Sequential(Own()), Mesh.planned({"fsdp": 2})
     module[0].rows = nn.Parameter(nn.Linear(2, 4).weight.detach())
-    rules = LogicalRules([("rows", "fsdp"), (name, "fsdp")])
-    explain(module, Mesh.planned({"fsdp": 2}), rules)
-    near = name[:-1] + "z"
-    with pytest.raises(ValueError, match=f"the rules have the name '{near}', .*; the nearest are '{name}'"):
-        explain(module, Mesh.planned({"fsdp": 2}), LogicalRules([*rules, (near, None)]))
+    names = ("rows", "columns", "parts", "activation_parts")
+    rules = [(name, "fsdp") for name in names]
+    explain(module, mesh, LogicalRules(rules))
+    for name in names:
+        near = name[:-1] + "z"
+        with pytest.raises(ValueError, match=f"the rules have the name '{near}', .*; the nearest are '{name}'"):
+            explain(module, mesh, LogicalRules([*rules, (near, None)]))
 
 
 def test_one_default_everywhere() -> None:
