@@ -69,6 +69,9 @@ class Case(NamedTuple):
     num_chunks: int = 1
     dtype: torch.dtype = torch.float64
 
+    def __str__(self) -> str:
+        return ", ".join(map(str, self))
+
 
 EXPERT, BOTH = MeshRules("ep-as-dp", {"expert": 2}), MeshRules("default", {"fsdp": 2, "tensor": 2})
 CONTEXT = MeshRules("cp-as-ep", {"context": 2})

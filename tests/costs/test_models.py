@@ -86,16 +86,16 @@ def quantized() -> UserModel:
     return user
 
 
-def replaced(name: str) -> UserModel:
+def replaced() -> UserModel:
     """A model of transformers whose MoE blocks are computed by this library."""
-    import transformers
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     from maxmoe.integrations.transformers import replace_moe_blocks
 
-    sizes: dict[str, Any] = {"vocab_size": 61, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
-    experts = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
-    config = getattr(transformers, f"{name}Config")(**sizes, **experts, num_key_value_heads=2, intermediate_size=96)
-    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    sizes = {"vocab_size": 61, "hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 96}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **experts))
     replace_moe_blocks(model)
     return UserModel(model, ids)
 
@@ -107,7 +107,7 @@ PEAKS: dict[str, Callable[[], UserModel]] = {
     "blocks recomputed": lambda: decoder(recompute=("blocks",)),
     "adapters": lora,
     "quantized experts": quantized,
-    **{name: (lambda name=name: replaced(name)) for name in ("Mixtral", "Qwen3Moe")},
+    "replaced blocks of transformers": replaced,
     **{name: MODELS[name] for name in ("GPT, attention written out", "checkpointed blocks")},
 }
 

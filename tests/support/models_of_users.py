@@ -103,32 +103,6 @@ class Recurrent(nn.Module):
         return self.moe(output)  # type: ignore[no-any-return]
 
 
-class Mixer(nn.Module):
-    """Mixes tokens, then channels."""
-
-    def __init__(self, length: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(32)
-        self.tokens = nn.Sequential(nn.Linear(length, 64), nn.GELU(), nn.Linear(64, length))
-        self.channels = MoEFeedForward(MOE)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.tokens(self.norm(x).mT).mT
-        return x + self.channels(x)  # type: ignore[no-any-return]
-
-
-class Vision(nn.Module):
-    """Patches of images, by a convolution."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.patches, self.norm, self.moe = nn.Conv2d(3, 32, 4, 4), nn.BatchNorm2d(32), MoEFeedForward(MOE)
-
-    def forward(self, images: Tensor) -> Tensor:
-        x = self.norm(self.patches(images)).relu().flatten(2).mT
-        return self.moe(x)  # type: ignore[no-any-return]
-
-
 class EncoderDecoder(nn.Module):
     """A model with two keyword arguments of different dtypes."""
 
@@ -165,10 +139,6 @@ MODELS: dict[str, Callable[[], UserModel]] = {
         LanguageModel(*(Block(Attention(is_written_out=True), dense()) for _ in range(3))), ids
     ),
     "nn.TransformerEncoder": lambda: UserModel(encoder(), hidden_states),
-    "MLP mixer": lambda: UserModel(nn.Sequential(Mixer(LENGTH), Mixer(LENGTH)), hidden_states),
-    "convolution and MoE": lambda: UserModel(
-        Vision(), lambda batch, length: (torch.randn(batch, 3, 4, 4 * length),), are_unusual=True
-    ),
     "recurrent": lambda: UserModel(Recurrent(), hidden_states),
     "tied embeddings, MoE in each second block": lambda: UserModel(
         LanguageModel(*(Block(attention_of_torch(), feed) for feed in (dense(), MoEFeedForward(MOE))), is_tied=True),

@@ -15,7 +15,7 @@ from maxmoe import MoE, MoEConfig
 from maxmoe.parallel import parallelize, parameter_shardings, token_sharding
 from maxmoe.parallel.plan.dispatch_plan import STRATEGIES, Dispatch
 from maxmoe.ranks.token_group import TokenReductions
-from maxmoe.sharding import LogicalRules, Mesh
+from maxmoe.sharding import LogicalRules, Mesh, parse_mesh
 from support.counted_collectives import CountedCollectives
 from support.dispatched_layer import (
     BACKWARDS,
@@ -36,7 +36,6 @@ from support.documented_routers import ROUTERS, noisy
 from support.moved_experts import free_moves, moves_on_any_rank
 from support.named import named
 from support.pairwise import pairwise
-from support.parallel_decoder import MeshRules
 from support.parts import assert_same
 from support.run_ranks import run_cases, run_ranks
 
@@ -90,7 +89,7 @@ def make(name: str, dtype: torch.dtype = torch.float64, frozen: tuple[str, ...] 
 class Case(NamedTuple):
     """A step on a mesh with the rules of `layout`; `num_sequences` of each rank, if the rules do not say it."""
 
-    layout: MeshRules
+    layout: str
     dispatch: Dispatch
     config: str
     load: str = "of the router"
@@ -104,9 +103,21 @@ class Case(NamedTuple):
     frozen: tuple[str, ...] = ()
 
     @property
+    def rules(self) -> str:
+        return self.layout.partition(",")[0]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return parse_mesh(self.layout.partition(",")[2])
+
+    @property
+    def world_size(self) -> int:
+        return Mesh.planned(self.sizes).num_ranks
+
+    @property
     def is_possible(self) -> bool:
         is_dense = CONFIGS[self.config].implementation == "dense"
-        needs_sequences = self.config == "ExpertChoice" and "context" in self.layout.sizes
+        needs_sequences = self.config == "ExpertChoice" and "context" in self.sizes
         # Of these checkpoints torch allows one `.backward()` only; a reentrant one needs an input with a gradient.
         is_once = self.forward in ("reentrant", "keep_routing") and self.backward != "backward"
         is_without_gradient = self.forward == "reentrant" and "x" in self.frozen
@@ -116,9 +127,9 @@ class Case(NamedTuple):
     @property
     def num_experts(self) -> int:
         """Number of experts of a rank."""
-        axes = ("expert", "context") if self.layout.rules == "cp-as-ep" else ("expert",)
+        axes = ("expert", "context") if self.rules == "cp-as-ep" else ("expert",)
         is_whole = self.dispatch == "gather_weights"
-        return NUM_EXPERTS if is_whole else NUM_EXPERTS // Mesh.planned(self.layout.sizes).size(*axes)
+        return NUM_EXPERTS if is_whole else NUM_EXPERTS // Mesh.planned(self.sizes).size(*axes)
 
 
 def cases(**options: Sequence[Any]) -> list[Case]:
@@ -127,37 +138,21 @@ def cases(**options: Sequence[Any]) -> list[Case]:
     return [case for case in made if case.is_possible]
 
 
-EXPERT = MeshRules("ep-as-dp", {"expert": 2})
-BOTH = MeshRules("ep-as-dp", {"fsdp": 2, "expert": 2})
-CONTEXT = MeshRules("cp-as-ep", {"context": 2})
-CONTEXT_EXPERT = MeshRules("cp-as-ep", {"context": 2, "expert": 2})
-EXPERT_4 = MeshRules("ep-as-dp", {"expert": 4})
-TENSOR = MeshRules("default", {"expert": 2, "tensor": 2})
-SAME_TOKENS = MeshRules("ep-tp", {"expert": 4})
-DATA = MeshRules("ep-tp", {"data": 2, "expert": 2})
-ON_FSDP = MeshRules("shard-exp-on-fsdp", {"fsdp": 2, "expert": 2})
-MESHES = [
-    MeshRules("ep-tp", {"expert": 2}),
-    MeshRules("ep-as-cp", {"expert": 2}),
-    CONTEXT,
-    BOTH,
-    MeshRules("ep-as-dp", {"fsdp_transpose": 2, "expert": 2}),
-    SAME_TOKENS,
-    DATA,
-    MeshRules("ep-as-cp", {"fsdp": 2, "expert": 2}),
-    MeshRules("ep-as-cp", {"expert": 2, "fsdp": 2}),
-    CONTEXT_EXPERT,
-    MeshRules("cp-as-ep", {"expert": 2, "context": 2}),
-    ON_FSDP,
-    TENSOR,
-    MeshRules("default", {"tensor": 2, "expert": 2}),
-    MeshRules("default", {"context": 2, "expert": 2}),
-    MeshRules("ep-tp", {"data": 2, "expert": 4}),
-    MeshRules("cp-as-ep", {"context": 4, "expert": 2}),
-    MeshRules("cp-as-ep", {"expert": 2, "fsdp": 2, "context": 2}),
-    MeshRules("shard-exp-on-fsdp", {"fsdp": 2, "expert": 4}),
-    MeshRules("default", {"fsdp": 2, "expert": 2, "tensor": 2}),
-]
+# Presets of rules, and the sizes of a mesh to use them on.
+EXPERT, EXPERT_4, BOTH = "ep-as-dp,expert=2", "ep-as-dp,expert=4", "ep-as-dp,fsdp=2,expert=2"
+CONTEXT, CONTEXT_EXPERT, ON_FSDP = (
+    "cp-as-ep,context=2",
+    "cp-as-ep,context=2,expert=2",
+    "shard-exp-on-fsdp,fsdp=2,expert=2",
+)
+SAME_TOKENS, DATA, TENSOR = "ep-tp,expert=4", "ep-tp,data=2,expert=2", "default,expert=2,tensor=2"
+TRANSPOSED = "ep-as-dp,fsdp_transpose=2,expert=2"  # gathered by hooks of the experts, not by FSDP2
+OTHER_MESHES = """
+    ep-tp,expert=2 ep-as-cp,expert=2 ep-as-cp,fsdp=2,expert=2 ep-as-cp,expert=2,fsdp=2 cp-as-ep,expert=2,context=2
+    default,tensor=2,expert=2 default,context=2,expert=2 ep-tp,data=2,expert=4 cp-as-ep,context=4,expert=2
+    cp-as-ep,expert=2,fsdp=2,context=2 shard-exp-on-fsdp,fsdp=2,expert=4 default,fsdp=2,expert=2,tensor=2
+"""
+MESHES = [CONTEXT, BOTH, TRANSPOSED, SAME_TOKENS, DATA, CONTEXT_EXPERT, ON_FSDP, TENSOR, *OTHER_MESHES.split()]
 # Other families and loads from mesh to mesh and from strategy to strategy.
 ON_MESHES = [
     Case(*choice, config, load)
@@ -169,7 +164,7 @@ NAMES = (("dispatch",), ("dispatch", "experts"))
 
 TABLE: dict[str, list[Case]] = {
     "every family, load and strategy": cases(
-        layout=[EXPERT, EXPERT_4, MeshRules("ep-as-dp", {"expert": 8})],
+        layout=[EXPERT, EXPERT_4, "ep-as-dp,expert=8"],
         dispatch=STRATEGIES,
         config=FAMILIES,
         load=LOADS,
@@ -178,7 +173,7 @@ TABLE: dict[str, list[Case]] = {
     "every mesh with every strategy": [case for index, case in enumerate(ON_MESHES) if index % (len(STRATEGIES) + 1)],
     # Numbers of chunks that do not divide the tokens, and more chunks than a rank has tokens; documents on two ranks.
     "chunks, padding and dense products": cases(
-        layout=[CONTEXT, SAME_TOKENS, MeshRules("ep-as-cp", {"expert": 2, "fsdp": 2}), ON_FSDP],
+        layout=[CONTEXT, SAME_TOKENS, "ep-as-cp,expert=2,fsdp=2", ON_FSDP],
         dispatch=STRATEGIES,
         config=["deepseek_v3", "llama4", "pools", "dense"],
         num_chunks=[1, 3, 9],
@@ -197,7 +192,7 @@ TABLE: dict[str, list[Case]] = {
     ),
     # A width that two ranks with the same tokens cannot share.
     "a shared expert on every rank": cases(
-        layout=[MeshRules("ep-tp", {"expert": 2})], dispatch=STRATEGIES, config=["shared expert of width 9"]
+        layout=["ep-tp,expert=2"], dispatch=STRATEGIES, config=["shared expert of width 9"]
     ),
     "routers, activations and losses of users": cases(
         layout=[EXPERT, CONTEXT_EXPERT, TENSOR, DATA], dispatch=STRATEGIES, config=ALL_ROUTERS
@@ -214,8 +209,7 @@ TABLE: dict[str, list[Case]] = {
         frozen=[(), ("experts",), ("router",), ("x",), ("experts", "x"), ("router", "x")],
     ),
     "experts that move in any checkpoint and on any mesh": cases(
-        # With FSDP2; gathered by hooks of the experts.
-        layout=[BOTH, MeshRules("ep-as-dp", {"fsdp_transpose": 2, "expert": 2}), CONTEXT_EXPERT, ON_FSDP],
+        layout=[BOTH, TRANSPOSED, CONTEXT_EXPERT, ON_FSDP],
         dispatch=["least_loaded"],
         config=["deepseek_v3", "gpt_oss"],
         load=["three quarters to one expert"],
@@ -238,7 +232,7 @@ SLOW = {
     ("every mesh with every strategy", 8),
     ("chunks, padding and dense products", 4),
 }
-STARTS = sorted({(claim, case.layout.world_size) for claim, cases in TABLE.items() for case in cases})
+STARTS = sorted({(claim, case.world_size) for claim, cases in TABLE.items() for case in cases})
 
 
 @functools.cache
@@ -281,7 +275,7 @@ def part_of(case: Case, mesh: Mesh, rules: LogicalRules, batch: Batch) -> tuple[
 
 def check(case: Case, batch: Batch, expected: Outcome) -> None:
     """Compare this rank's part of all results, twice, since foreign weights are freed and refilled."""
-    mesh, rules = Mesh(case.layout.sizes), LogicalRules.load(case.layout.rules)
+    mesh, rules = Mesh(case.sizes), LogicalRules.load(case.rules)
     layer = make(case.config, case.dtype, case.frozen)
     shardings = parameter_shardings(layer, mesh, rules)
     options: dict[str, Any] = {"num_chunks": case.num_chunks, "recompute": case.recompute}
@@ -300,7 +294,7 @@ def check(case: Case, batch: Batch, expected: Outcome) -> None:
         if not case.recompute and case.forward == "plain":
             assert len(counts) == layer.runner.num_chunks  # one product if no token is sent
         if case.load == "three quarters to one expert" and case.dispatch == "least_loaded":
-            assert moves() == (case.layout.rules != "ep-tp")  # where all ranks hold the same tokens, none is sent
+            assert moves() == (case.rules != "ep-tp")  # where all ranks hold the same tokens, none is sent
 
 
 @pytest.mark.filterwarnings("ignore:no rule for the logical name")
@@ -310,7 +304,7 @@ def check(case: Case, batch: Batch, expected: Outcome) -> None:
     [pytest.param(*start, marks=pytest.mark.slow if start in SLOW else []) for start in STARTS],
 )
 def test_equals_one_process(claim: str, world_size: int) -> None:
-    chosen = [(case, *expected_of(case)) for case in TABLE[claim] if case.layout.world_size == world_size]
+    chosen = [(case, *expected_of(case)) for case in TABLE[claim] if case.world_size == world_size]
 
     def check_all() -> None:
         for case, batch, expected in chosen:
