@@ -229,10 +229,6 @@ def test_errors(rules: str, sizes: dict[str, int], options: dict[str, Any], mess
         estimated(decoder(), MeshRules(rules, sizes), allow_unused=True, **options)
 
 
-def test_the_tables_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "1000")
-    result = estimated(decoder(), MeshRules("shard-exp-on-fsdp", {"fsdp": 2, "expert": 2}))
-    _memory, traffic, flops = str(result).split("\n\n")
-    assert traffic.splitlines()[-1].split()[:2] == ["total", str(sum(line.times for line in result.traffic))]
-    assert all(result.memory.values()) and "TFLOP" in flops
-    assert estimated(decoder(), MeshRules("default", {"fsdp": 1})).traffic == ()
+def test_one_rank_sends_nothing() -> None:
+    alone = estimated(decoder(), MeshRules("default", {"fsdp": 1}))
+    assert alone.traffic == () and "TFLOP" in str(alone)

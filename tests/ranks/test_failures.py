@@ -20,6 +20,7 @@ from torch import Tensor
 
 from maxmoe import MoE, MoEConfig, parallelize
 from maxmoe.parallel import RankError, watch_ranks
+from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.ranks.failures import STORE_IS_GONE, Watch, first_line, is_lost_connection
 from maxmoe.sharding import Mesh
 from support.failing_ranks import (
@@ -34,50 +35,37 @@ from support.failing_ranks import (
     outcomes,
     patience_with,
 )
+from support.parallel_decoder import MeshRules
 from support.run_ranks import check_at_once, run_ranks
 
-STRATEGIES: dict[str, tuple[dict[str, int], str, Any]] = {
-    "ring_of_experts": ({"fsdp": 2, "expert": 2}, "ep-as-dp", "ring_of_experts"),
-    "ragged_all_to_all": ({"expert": 4}, "ep-as-dp", "ragged_all_to_all"),
-    "ep-tp": ({"data": 2, "expert": 2}, "ep-tp", "auto"),
-}
-
-
-def fail_in_forward(layer: MoE, fail: Callable[[], None]) -> None:
-    """Fail between the dispatch of the tokens and their return."""
-    layer.experts.register_forward_pre_hook(lambda *_: fail())
-
-
-def fail_in_backward(layer: MoE, fail: Callable[[], None]) -> None:
-    def hook(module: object, arguments: object, outputs: Tensor) -> None:
-        outputs.register_hook(lambda _: fail())
-
-    layer.experts.register_forward_hook(hook)
-
-
-# Every strategy, place and failure once.
-CASES = [
-    ("ring_of_experts", fail_in_forward, *FAILURES[2]),
-    ("ragged_all_to_all", fail_in_backward, *FAILURES[0]),
-    ("ep-tp", fail_in_backward, *FAILURES[1]),
+# Every strategy, failure and direction once.
+CASES: list[Any] = [
+    (MeshRules("ep-as-dp", {"fsdp": 2, "expert": 2}), "ring_of_experts", "forward", *FAILURES[2]),
+    (MeshRules("ep-as-dp", {"expert": 4}), "ragged_all_to_all", "backward", *FAILURES[0]),
+    (MeshRules("ep-tp", {"data": 2, "expert": 2}), "auto", "backward", *FAILURES[1]),
 ]
 
 
 def test_the_others_name_the_rank(tmp_path: Path) -> None:
-    def check(strategy: str, place: Callable[..., None], fail: Callable[[], None], delay: float, message: str) -> None:
-        sizes, rules, dispatch = STRATEGIES[strategy]
+    """Rank 2 fails between the dispatch of the tokens and their return, or of their gradients."""
+
+    def check(
+        layout: MeshRules, dispatch: Dispatch, where: str, fail: Callable[[], None], delay: float, message: str
+    ) -> None:
+        def hook(_module: object, _arguments: object, outputs: Tensor) -> None:
+            fail() if where == "forward" else outputs.register_hook(lambda _: fail())
 
         def train() -> None:
-            mesh = Mesh(sizes, timeout=timedelta(seconds=TIMEOUT))
+            mesh = Mesh(layout.sizes, timeout=timedelta(seconds=TIMEOUT))
             config = MoEConfig(hidden_size=8, intermediate_size=4, num_experts=4, top_k=2)
-            layer = parallelize(MoE(config), mesh, rules, dispatch=dispatch)
+            layer = parallelize(MoE(config), mesh, layout.rules, dispatch=dispatch)
             for step in range(3):
                 if step == 1 and dist.get_rank() == 2:
-                    place(layer, fail)
+                    layer.experts.register_forward_hook(hook)
                 output = layer(torch.randn(1, 6, 8, requires_grad=True))
                 (output.hidden_states.sum() + output.aux_loss).backward()
 
-        folder = tmp_path / f"{strategy} {fail.__name__}"
+        folder = tmp_path / fail.__name__
         folder.mkdir()
         check_rank_2_is_named(outcomes(folder, train, patience=patience_with(fail)), fail, delay, message)
 

@@ -106,21 +106,6 @@ def test_integers_and_rows_of_any_strides() -> None:
     run_ranks(check, 2)
 
 
-class Between(torch.autograd.Function):
-    """Calls a function in the forward, and another in the backward."""
-
-    @staticmethod
-    def forward(context: Any, x: Tensor, in_forward: Callable[[], None], in_backward: Callable[[], None]) -> Tensor:
-        context.in_backward = in_backward
-        in_forward()
-        return x.clone()
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        context.in_backward()
-        return gradient, None, None
-
-
 @pytest.mark.usefixtures("collectives_are_not_compared")  # a comparison waits for the other rank
 def test_a_rank_computes_while_its_rows_travel() -> None:
     """Rank 1 starts only when rank 0 has finished its computation between start and wait, forward and backward."""
@@ -139,7 +124,9 @@ def test_a_rank_computes_while_its_rows_travel() -> None:
         rows = torch.ones(counts[rank], 3, requires_grad=True)
         await_rank_0("forward")
         pending = all_gather_rows(rows, counts, dist.group.WORLD, "rows")
-        other = Between.apply(rows, lambda: computed("forward"), lambda: computed("backward"))
+        other = rows.clone()
+        other.register_hook(lambda _: computed("backward"))
+        computed("forward")
         gathered = pending()
         gathered.register_hook(lambda _: await_rank_0("backward"))
         (gathered.sum() + other.sum()).backward()

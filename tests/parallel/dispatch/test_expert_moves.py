@@ -1,4 +1,4 @@
-"""The moves of rows between ranks, against their definition and the minimum number; and the rank of each row."""
+"""The moves of rows between ranks, against their definition and the minimum number of moves."""
 
 import itertools
 import random
@@ -113,45 +113,6 @@ def test_moves_that_take_longer_than_they_save_are_not_made() -> None:
 def test_without_rows_or_with_fewer_rows_than_ranks() -> None:
     assert plan_moves([0, 0], 2, 0) == ()
     assert plan_moves([2, 0, 0], 3, 0) == (Move(0, 1, 1),)
-
-
-def distributed_rows(generator: random.Random, rows: list[int], num_ranks: int) -> torch.Tensor:
-    counts = torch.zeros(num_ranks, len(rows), dtype=torch.int64)
-    for expert, count in enumerate(rows):
-        for source in generator.choices(range(num_ranks), k=min(count, 60)):
-            counts[source, expert] += 1
-    return counts
-
-
-def test_every_row_goes_to_one_rank_that_computes_its_expert() -> None:
-    generator = random.Random(1)
-    for rows, num_ranks in cases(60, [(2, 1), (2, 3), (3, 2), (4, 2), (5, 1)]):
-        counts = distributed_rows(generator, rows, num_ranks)
-        totals: list[int] = counts.sum(0).tolist()
-        moves = plan_moves(totals, num_ranks, 0)
-        computed = ComputedRows.of(counts, moves)
-        loads = [int(computed.of_rank(rank).sum()) for rank in range(num_ranks)]
-        assert loads == loads_of(totals, num_ranks, moves)
-        arriving: list[list[list[int]]] = [[[] for _ in range(num_ranks)] for _ in range(num_ranks)]
-        for source in range(num_ranks):
-            by_expert = torch.arange(len(rows)).repeat_interleave(counts[source])
-            order = computed.order(source)
-            assert order.sort().values.equal(torch.arange(len(by_expert)))
-            for receiver, part in enumerate(by_expert[order].split(computed.sent(source))):
-                arriving[receiver][source] = part.tolist()
-        for rank in range(num_ranks):
-            assert computed.received(rank) == list(map(len, arriving[rank]))
-            arrived = [expert for part in arriving[rank] for expert in part]
-            assert [computed.experts[rank][place] for place in computed.expert_ids(rank).flatten()] == arrived
-        check_lent(computed, moves)
-
-
-def check_lent(computed: ComputedRows, moves: tuple[Move, ...]) -> None:
-    """Check that the experts that all ranks lend to a rank are its foreign experts, in the same order."""
-    num_ranks, count = len(computed.experts), computed.num_experts
-    for rank in range(num_ranks):
-        lent = [owner * count + expert for owner in range(num_ranks) for expert in computed.lent(owner)[rank]]
-        assert tuple(lent) == computed.foreign(rank) == tuple(move.expert for move in moves if move.rank == rank)
 
 
 def test_a_rank_keeps_its_own_rows() -> None:

@@ -311,7 +311,7 @@ def test_equals_one_process(claim: str, world_size: int) -> None:
             with named(case):
                 check(case, batch, expected)
 
-    run_ranks(check_all, world_size)
+    run_ranks(check_all, world_size, deadline=300.0)
 
 
 def test_sequences_of_other_lengths_on_each_rank() -> None:
