@@ -1,7 +1,7 @@
 """`maxmoe.costs.estimate` against collectives, saved tensors and parameters of real ranks, to the byte."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -9,19 +9,19 @@ from torch import Tensor, nn
 
 import maxmoe
 from maxmoe import MoEConfig, ZeroComputation
-from maxmoe.costs import Estimate, estimate
+from maxmoe.costs import Estimate, Explanation, estimate, explain
 from maxmoe.models import DecoderConfig, DecoderOutput
 from maxmoe.optim import Muon, parameter_groups
 from maxmoe.parallel import parallelize, token_sharding
 from maxmoe.parallel.plan.dispatch_plan import STRATEGIES, Dispatch
-from maxmoe.parallel.plan.planner import make_plan
 from maxmoe.sharding import LogicalRules, Mesh
 from support.counted_collectives import CountedCollectives
 from support.dispatched_layer import FAMILIES, Batch, make_batch, make_layer, take_step
 from support.measured_step import PRESET_LAYOUTS, MeasuredStep, by_kind_and_axis, measured_steps
-from support.moved_experts import make_moves_free
+from support.moved_experts import free_moves
 from support.parallel_decoder import BATCH, CONFIG, LENGTH, MOE, MeshRules, decoder, loss
 from support.run_ranks import run_ranks
+from support.sampling import by_default
 
 
 def loss_of(output: DecoderOutput) -> Tensor:
@@ -33,46 +33,21 @@ def estimated(model: nn.Module, layout: MeshRules, **options: Any) -> Estimate:
     return estimate(model, Mesh.planned(layout.sizes), layout.rules, **{**sizes, "loss": loss_of, **options})
 
 
-def assert_equal(found: Estimate, steps: list[MeasuredStep]) -> None:
+def assert_equal(found: Estimate, explanation: Explanation, steps: list[MeasuredStep]) -> None:
+    said = {parameter.name: (parameter.local_shape, parameter.local_bytes) for parameter in explanation.parameters}
     for step in steps:
         assert by_kind_and_axis(*found.traffic) == step.collectives
+        assert said == step.parameters
         assert found.memory["parameters"] == sum(part for _, part in step.parameters.values())
         assert found.memory["activations"] == step.kept_bytes
-
-
-def assert_as_measured(
-    layout: MeshRules,
-    dispatch: Dispatch,
-    num_chunks: int = 1,
-    config: DecoderConfig = CONFIG,
-    dtype: torch.dtype = torch.float64,
-) -> None:
-    model = decoder(config).to(device="meta", dtype=dtype)
-    found = estimated(model, layout, dispatch=dispatch, num_chunks=num_chunks)
-    assert_equal(found, measured_steps(layout, config, dispatch=dispatch, num_chunks=num_chunks, dtype=dtype))
-
-
-def strategies(layout: MeshRules) -> list[Dispatch]:
-    """Strategies that differ: on some meshes no token is sent, or all ranks have all experts."""
-    ((_, plan),) = make_plan(decoder(), Mesh.planned(layout.sizes), LogicalRules.load(layout.rules)).layers.values()
-    return list(STRATEGIES) if plan.expert_axes else ["ring_of_experts"]
-
-
-REPLICAS = MeshRules("ep-as-dp", {"data": 2, "fsdp": 2})
-CASES = [(layout, dispatch) for layout in [*PRESET_LAYOUTS, REPLICAS] for dispatch in strategies(layout)]
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize(("layout", "dispatch"), CASES, ids=str)
-def test_a_step_is_what_torch_runs_and_autograd_saves(layout: MeshRules, dispatch: Dispatch) -> None:
-    assert_as_measured(layout, dispatch)
 
 
 # Half of the slots select zero-computation experts, whose rows are not sent.
 NOTHING = replace(MOE, zero_computation=ZeroComputation(zero=2, copy=4, constant=2), shared_expert_gate=False)
 NO_SHARED: dict[str, Any] = {"num_shared_experts": 0, "shared_expert_gate": False}
 PARTS = ("attention", "dispatch", "experts", "feed_forward", "norms", "shared_experts")
-VARIANTS: dict[str, DecoderConfig] = {
+CONFIGS: dict[str, DecoderConfig] = {
+    "every part": CONFIG,
     "zero-computation experts": replace(CONFIG, moe=NOTHING),
     "latent experts": replace(CONFIG, moe=replace(MOE, latent_size=4)),
     "latent experts alone": replace(CONFIG, moe=replace(MOE, latent_size=4, **NO_SHARED)),
@@ -83,24 +58,54 @@ VARIANTS: dict[str, DecoderConfig] = {
     "blocks recomputed": replace(CONFIG, recompute=("blocks",)),
     "tied embeddings, five blocks": replace(CONFIG, num_layers=5, num_dense_layers=2, tie_embeddings=True),
 }
+
+
+class Case(NamedTuple):
+    """A step on a mesh; three chunks of 32 tokens have 11, 11 and 10."""
+
+    layout: MeshRules
+    dispatch: Dispatch = "ring_of_experts"
+    config: str = "every part"
+    num_chunks: int = 1
+    dtype: torch.dtype = torch.float64
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self))
+
+
 EXPERT, BOTH = MeshRules("ep-as-dp", {"expert": 2}), MeshRules("default", {"fsdp": 2, "tensor": 2})
-VARIANT_CASES = [
-    (name, layout, dispatch)
-    for name in VARIANTS
-    for layout, dispatch in ((EXPERT, "ring_of_experts"), (EXPERT, "ragged_all_to_all"), (BOTH, "auto"))
+CONTEXT = MeshRules("cp-as-ep", {"context": 2})
+BY_DEFAULT = [
+    *(Case(EXPERT, dispatch) for dispatch in STRATEGIES),
+    Case(MeshRules("shard-exp-on-fsdp", {"fsdp": 2, "expert": 2})),
+    Case(BOTH, "auto", "latent experts"),
+    Case(EXPERT, "ragged_all_to_all", "zero-computation experts"),
+    Case(EXPERT, "ring_of_experts", "parts recomputed"),
+    Case(CONTEXT, "ring_of_experts", num_chunks=3, dtype=torch.bfloat16),
+    Case(CONTEXT, "ragged_all_to_all", num_chunks=2, dtype=torch.bfloat16),  # routing is balanced in each chunk
 ]
+CASES = [
+    *BY_DEFAULT,
+    *(Case(layout) for layout in [*PRESET_LAYOUTS, MeshRules("ep-as-dp", {"data": 2, "fsdp": 2})]),
+    *(Case(MeshRules("cp-as-ep", {"context": 2, "expert": 2}), dispatch) for dispatch in STRATEGIES),
+    *(Case(EXPERT, "ring_of_experts", name) for name in CONFIGS),
+    Case(EXPERT, "ragged_all_to_all", "weights on the input, drops"),
+    Case(EXPERT, "ragged_all_to_all", "parts recomputed"),
+    *(
+        Case(BOTH, "auto", name)
+        for name in ("latent experts alone", "blocks recomputed", "tied embeddings, five blocks")
+    ),
+]
+DISTINCT = [case for index, case in enumerate(CASES) if case not in CASES[:index]]
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize(("name", "layout", "dispatch"), VARIANT_CASES, ids=str)
-def test_configs(name: str, layout: MeshRules, dispatch: Dispatch) -> None:
-    assert_as_measured(layout, dispatch, config=VARIANTS[name])
-
-
-# Three chunks of 32 tokens are of 11, 11 and 10; in all-to-alls of two chunks routing is balanced in each.
-@pytest.mark.parametrize(("dispatch", "num_chunks"), [("ring_of_experts", 3), ("ragged_all_to_all", 2)])
-def test_chunks_and_sixteen_bits(dispatch: Dispatch, num_chunks: int) -> None:
-    assert_as_measured(MeshRules("cp-as-ep", {"context": 2}), dispatch, num_chunks, dtype=torch.bfloat16)
+@pytest.mark.parametrize("case", by_default(DISTINCT, BY_DEFAULT), ids=str)
+def test_a_step_is_what_torch_runs_and_autograd_saves(case: Case) -> None:
+    config, options = CONFIGS[case.config], {"dispatch": case.dispatch, "num_chunks": case.num_chunks}
+    model = decoder(config).to(device="meta", dtype=case.dtype)
+    explanation = explain(model, Mesh.planned(case.layout.sizes), case.layout.rules, **options)
+    steps = measured_steps(case.layout, config, dtype=case.dtype, **options)
+    assert_equal(estimated(model, case.layout, **options), explanation, steps)
 
 
 def adapted() -> Any:
@@ -128,8 +133,10 @@ def quantized() -> Any:
 def test_adapters_and_quantized_experts(make: Any) -> None:
     pytest.importorskip("peft")
     for layout in (EXPERT, MeshRules("shard-exp-on-fsdp", {"fsdp": 2})):
-        found = estimated(make(), layout, dispatch="ring_of_experts", allow_unused=True)
-        assert_equal(found, measured_steps(layout, dispatch="ring_of_experts", make=make))
+        options: dict[str, Any] = {"dispatch": "ring_of_experts", "allow_unused": True}
+        explanation = explain(make(), Mesh.planned(layout.sizes), layout.rules, **options)
+        steps = measured_steps(layout, dispatch="ring_of_experts", make=make)
+        assert_equal(estimated(make(), layout, **options), explanation, steps)
 
 
 # Parameters, gradients, optimizers
@@ -170,9 +177,8 @@ def skewed_batch(config: MoEConfig, imbalance: float, num_ranks: int) -> Batch:
 IMBALANCES: list[tuple[Dispatch, float]] = [("ragged_all_to_all", 4.0), ("least_loaded", 1.1), ("least_loaded", 2.5)]
 
 
-def test_a_load_that_is_not_balanced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_that_is_not_balanced() -> None:
     """All-to-alls of the rank that has the first expert; with an imbalance of P it gets all rows."""
-    make_moves_free(monkeypatch)
     family = FAMILIES["mixtral"]
     batches = [skewed_batch(family, imbalance, 4) for _, imbalance in IMBALANCES]
 
@@ -181,7 +187,7 @@ def test_a_load_that_is_not_balanced(monkeypatch: pytest.MonkeyPatch) -> None:
         for (dispatch, _), batch in zip(IMBALANCES, batches, strict=True):
             layer = parallelize(make_layer(family), mesh, "ep-as-dp", dispatch=dispatch)
             part = token_sharding(mesh, LogicalRules.load("ep-as-dp")).slices(batch.x.shape[:2])
-            with CountedCollectives(mesh) as counted:
+            with free_moves(), CountedCollectives(mesh) as counted:
                 take_step(layer, batch.part(part))
             found.append(counted.counts["all-to-all", "expert"])
         return found
@@ -193,7 +199,8 @@ def test_a_load_that_is_not_balanced(monkeypatch: pytest.MonkeyPatch) -> None:
         options["inputs"] = lambda *shape: (
             torch.empty(*shape, family.hidden_size, dtype=torch.float64, requires_grad=True),
         )
-        traffic = estimate(make_layer(family), Mesh.planned({"expert": 4}), "ep-as-dp", **options).traffic
+        with free_moves():
+            traffic = estimate(make_layer(family), Mesh.planned({"expert": 4}), "ep-as-dp", **options).traffic
         assert by_kind_and_axis(*traffic)["all-to-all", "expert"] == expected
         assert any("moved experts" in row.purpose for row in traffic) == (imbalance == 2.5)
 
@@ -222,12 +229,6 @@ def test_errors(rules: str, sizes: dict[str, int], options: dict[str, Any], mess
         estimated(decoder(), MeshRules(rules, sizes), allow_unused=True, **options)
 
 
-def test_the_tables_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "1000")
-    result = estimated(decoder(), MeshRules("shard-exp-on-fsdp", {"fsdp": 2, "expert": 2}))
-    memory, traffic, flops = str(result).split("\n\n")
-    assert memory.splitlines()[-1].split()[0] == traffic.splitlines()[-1].split()[0] == "total"
-    assert traffic.splitlines()[-1].split()[1] == str(sum(line.times for line in result.traffic))
-    assert len(traffic.splitlines()) == len(result.traffic) + 3
-    assert all(result.memory.values()) and "TFLOP" in flops
-    assert estimated(decoder(), MeshRules("default", {"fsdp": 1})).traffic == ()
+def test_one_rank_sends_nothing() -> None:
+    alone = estimated(decoder(), MeshRules("default", {"fsdp": 1}))
+    assert alone.traffic == () and "TFLOP" in str(alone)

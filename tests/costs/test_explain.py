@@ -1,4 +1,4 @@
-"""`maxmoe.costs.explain`: the whole output under every preset against reviewed files, and parameters of real ranks.
+"""`maxmoe.costs.explain`: the whole output under every preset against reviewed files; its warnings.
 
 A change of a rule or of a plan is a difference in tests/costs/expected. To accept it::
 
@@ -6,43 +6,29 @@ A change of a rule or of a plan is a difference in tests/costs/expected. To acce
 """
 
 import difflib
-import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from maxmoe import MoEConfig, ZeroComputation
+from maxmoe import ZeroComputation, presets
 from maxmoe.costs import Explanation, explain
 from maxmoe.declaration import EXPERT_TOKEN_DIMS
 from maxmoe.models import Decoder, DecoderConfig
-from maxmoe.parallel import Declaration, parallelize
+from maxmoe.parallel import Declaration
 from maxmoe.parallel.plan.sharded_tokens import activation_spec
 from maxmoe.sharding import LogicalRules, Mesh
 from support import parallel_decoder
 from support.measured_step import PRESET_LAYOUTS
-from support.parallel_decoder import MeshRules, decoder
-from support.run_ranks import run_ranks
 
 FOLDER = Path(__file__).parent / "expected"
 PRESETS = [layout.rules for layout in PRESET_LAYOUTS]
 AXES = ("stage", "data", "fsdp", "fsdp_transpose", "context", "expert", "tensor")
 # DeepSeek-V3 with every number smaller.
-MOE = MoEConfig(
-    hidden_size=512,
-    intermediate_size=128,
-    num_experts=64,
-    top_k=8,
-    score_function="sigmoid",
-    score_correction_bias=True,
-    num_groups=8,
-    top_k_groups=4,
-    routed_scaling_factor=2.5,
-    num_shared_experts=1,
-    load_balance_loss_weight=1e-4,
-)
+MOE = presets.deepseek_v3(hidden_size=512, intermediate_size=128, num_experts=64)
 CONFIG = DecoderConfig(
     vocab_size=4096,
     hidden_size=512,
@@ -88,25 +74,7 @@ def test_is_as_expected(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, actual = path.read_text().splitlines(), planned(preset).splitlines()
     difference = list(difflib.unified_diff(expected, actual, str(path), "now", lineterm=""))
     assert not difference, "\n".join(difference)
-
-
-def test_there_is_one_file_for_every_preset() -> None:
     assert sorted(path.stem for path in FOLDER.iterdir()) == sorted(PRESETS)
-
-
-def parts_of_a_rank(layout: MeshRules) -> dict[str, tuple[tuple[int, ...], int]]:
-    model = parallelize(decoder(), Mesh(layout.sizes), layout.rules, dispatch="ring_of_experts")
-    parts = ((name, parameter.to_local()) for name, parameter in model.named_parameters())
-    return {name: (tuple(part.shape), part.nbytes) for name, part in parts}
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("layout", PRESET_LAYOUTS, ids=str)
-def test_parameters_land_where_it_says(layout: MeshRules) -> None:
-    explanation = explain(decoder(), Mesh.planned(layout.sizes), layout.rules, dispatch="ring_of_experts")
-    said = {parameter.name: (parameter.local_shape, parameter.local_bytes) for parameter in explanation.parameters}
-    assert run_ranks(parts_of_a_rank, layout.world_size, layout) == [said] * layout.world_size
-    assert explanation.num_parameters == sum(parameter.numel() for parameter in decoder().parameters())
 
 
 class Named(nn.Module):
@@ -127,13 +95,6 @@ def explained(module: nn.Module, mesh: dict[str, int], *rules: tuple[str, list[s
     return explain(module, Mesh.planned(mesh), LogicalRules(rules), allow_unused=True)
 
 
-def rows_of(explanation: Explanation) -> dict[str, list[str]]:
-    """The cells of the table of parameters by the label of the row."""
-    lines = str(explanation).split("\n\n")[0].splitlines()[2:]
-    cells = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines]
-    return {first: rest for first, *rest in cells}
-
-
 ROWS, NO_COLUMNS = ("rows", ["a"]), ("columns", list[str]())
 
 
@@ -146,26 +107,10 @@ ROWS, NO_COLUMNS = ("rows", ["a"]), ("columns", list[str]())
         ({"a": 2}, [ROWS], "rows: a | columns: no rule", (4, 6)),
     ],
 )
-def test_rules_that_apply_and_rules_that_cannot(
-    mesh: dict[str, int],
-    rules: list[tuple[str, list[str]]],
-    reasons: str,
-    shape: tuple[int, int],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("COLUMNS", "1000")
+def test_rules_that_apply_and_rules_that_cannot(mesh: Any, rules: Any, reasons: str, shape: tuple[int, int]) -> None:
     explanation = explained(Named(), mesh, *rules)
-    assert rows_of(explanation)["weight"][0] == reasons
+    assert reasons in " ".join(str(explanation).split())
     assert explanation.parameters[0].local_shape == shape
-
-
-def test_repeated_layers_are_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "1000")
-    blocks = [Named(4), *(Named() for _ in range(3)), Named(4), Named()]
-    rows = rows_of(explained(Stack(*blocks), {"a": 2}, ROWS, NO_COLUMNS))
-    assert list(rows)[:2] == ["blocks.0,4.weight x2", "blocks.1-3,5.weight x4"]
-    assert rows["blocks.1-3,5.weight x4"] == ["rows: a | columns: -", "a | -", "[4, 6]", "384 B"]
-    assert rows["all 240 parameters"] == ["480 B"]
 
 
 def test_what_may_be_unintended_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,30 +123,13 @@ def test_what_may_be_unintended_is_said(monkeypatch: pytest.MonkeyPatch) -> None
     assert "parameters without logical names are not sharded: 0.weight" in explanation.warnings
     assert "no rule for the logical name 'columns': its dims are not sharded" in explanation.warnings
     assert all(f"Warning: {warning}." in str(explanation) for warning in explanation.warnings)
-    assert rows_of(explanation)["0.weight"][0] == "no names"
     model = nn.Sequential(nn.Embedding(8, 6), Stack(nn.Linear(6, 6)))
     (warning,) = (text for text in explain(model, Mesh.planned({"context": 2}), "cp-as-ep").warnings if "mixes" in text)
     assert warning.startswith("the rules shard sequences over ('context',), and Stack declare nothing")
-    assert not any("mixes" in text for text in explain(model, Mesh.planned({"fsdp": 2}), "pure-fsdp").warnings)
     text = str(explained(Named(8, 6), {"a": 4}, ("rows", []), ("columns", ["a", "far"])))
     assert text.startswith("Every rank holds ") and "a=4 does not divide their dims: weight" in text.splitlines()[0]
     assert "Dropped: a from dim 1 of weight: 6 is not divisible by 4." in text
     assert "Axes of the rules that this mesh lacks, or has with size 1: far." in text
-
-
-@pytest.mark.parametrize("columns", [80, 120])
-def test_is_as_wide_as_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Decoder(CONFIG, device="meta")
-    explanation = explain(model, Mesh.planned({"fsdp": 2, "expert": 2}), "shard-exp-on-fsdp")
-    assert all(parameter.is_meta for parameter in model.parameters())
-    monkeypatch.setenv("COLUMNS", "1000")
-    words, labels = re.sub("-{20,}", "", str(explanation)).split(), rows_of(explanation)
-    monkeypatch.setenv("COLUMNS", str(columns))
-    lines = str(explanation).splitlines()
-    assert columns - 20 < max(map(len, lines)) <= columns
-    assert sorted(re.sub("-{20,}", "", " ".join(lines)).split()) == sorted(words)
-    # The path of every parameter is whole.
-    assert all(any(line.startswith(label) for line in lines) for label, rest in labels.items() if rest)
 
 
 @pytest.mark.parametrize(

@@ -2,26 +2,21 @@
 
 import importlib
 import math
-import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cache
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from torch import Tensor, nn
 
 import maxmoe
 from maxmoe import MoEConfig
 from maxmoe.costs import Device, FoundPlan, NoPlanFits, StateDtypes, estimate, search
 from maxmoe.costs.candidates import STRATEGIES, Candidates, Step, factorisations
-from maxmoe.costs.device import device_names
-from maxmoe.costs.measured import Work
 from maxmoe.costs.search import recompute_choices
-from maxmoe.costs.step_time import computing, sending, step_time
+from maxmoe.costs.step_time import step_time
 from maxmoe.models import Decoder, DecoderConfig, DecoderOutput
 from maxmoe.nn import set_recompute
 from maxmoe.parallel import token_sharding
@@ -145,68 +140,6 @@ def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
     options: dict[str, Any] = {"world_size": 4, "device": DEVICE, "rules": ["ep-as-dp"], **STEP, **changes}
     with pytest.raises(ValueError, match=message):
         search(MODEL, **options)
-
-
-# Devices
-
-
-@pytest.mark.parametrize("name", device_names())
-def test_every_device_has_sources_and_survives_a_file(name: str, tmp_path: Path) -> None:
-    device = Device.load(name)
-    assert device.name == name and device.sources
-    (tmp_path / "copy.yaml").write_text(yaml.safe_dump(asdict(device)))
-    assert Device.load(tmp_path / "copy.yaml") == device
-
-
-H100 = asdict(Device.load("h100"))
-
-
-@pytest.mark.parametrize(
-    ("contents", "message"),
-    [
-        (H100 | {"memori": 1}, "has no field 'memori'; the nearest are 'memory'"),
-        (H100 | {"memory": -1}, "memory must be a finite float > 0.0, got -1"),
-        (H100 | {"max_share": 1.5}, "max_share must be at most 1, got 1.5"),
-        (H100 | {"peak_flops": [1]}, "peak_flops must be values by dtype"),
-        (H100 | {"peak_flops": {"bfloat16": "fast"}}, "peak_flops of bfloat16 must be a finite float"),
-        (H100 | {"intra_node": {"latency": 0}}, "intra_node: .*missing 1 required positional argument: 'bandwidth'"),
-        (H100 | {"sources": "none"}, "sources must be a list of texts"),
-        ([1, 2], r"a device must be values by name, got \[1, 2\]"),
-    ],
-)
-def test_what_is_wrong_in_a_file_is_named(contents: object, message: str, tmp_path: Path) -> None:
-    (path := tmp_path / "device.yaml").write_text(yaml.safe_dump(contents))
-    with pytest.raises(ValueError, match=f"{re.escape(str(path))}: .*{message}"):
-        Device.load(path)
-
-
-def test_ranks_share_the_cores_of_a_node() -> None:
-    assert [Device.load("cpu").slowdown(number) for number in (1, 2, 4, 8)] == [1.0, 1.0, 2.0, 4.0]
-    assert Device.load("h100").slowdown(2048) == 1.0
-
-
-@pytest.mark.parametrize(
-    ("kind", "axes", "num_ranks", "num_nodes", "within", "crossing"),
-    [
-        ("all-gather", ["expert"], 8, 1, 1.0, 0.0),  # the last axis is within a node
-        ("all-gather", ["fsdp"], 4, 4, 1.0, 1.0),  # one rank of each node
-        ("all-gather", ["fsdp", "expert"], 32, 4, 1.0, 1 / 8),  # a ring leaves a node by the cards of eight ranks
-        ("all-to-all", ["fsdp", "expert"], 32, 4, 7 / 31, 24 / 31),  # to 24 of 31 other ranks
-    ],
-)
-def test_the_slower_network_decides(
-    kind: str, axes: list[str], num_ranks: int, num_nodes: int, within: float, crossing: float
-) -> None:
-    device, mesh, count = Device.load("h100"), Mesh.planned({"fsdp": 4, "expert": 8}), 10**9
-    latency = (num_ranks - num_nodes) * 1.9e-6 + (num_nodes - 1) * 4e-6
-    bandwidth = max(within * count / 360e9, crossing * count / 45e9)
-    assert sending(kind, axes, 3, count, mesh, device) == pytest.approx(3 * latency + bandwidth)
-
-
-def test_an_operator_is_as_slow_as_products_or_as_memory() -> None:
-    device, mesh = Device.load("h100"), Mesh.planned({})
-    product, copy = Work(989 * 10**12, 10), Work(0, 335 * 10**10)
-    assert computing({product: 2, copy: 3}, 989e12, mesh, device) == pytest.approx(2 / device.max_share + 3)
 
 
 def test_an_interrupted_search_has_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:

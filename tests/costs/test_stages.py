@@ -128,7 +128,7 @@ CASES += [
     ((*STAGES, ("expert", 2)), "ep-tp", "interleaved_1f1b", "auto"),
     (STAGES, "default", "zbv", "auto", ("blocks",)),
 ]
-CASES += [(FSDP, "default", schedule, "auto") for schedule in SCHEDULES]
+CASES += [(FSDP, "default", schedule, "auto") for schedule in ("1f1b", "zbv")]
 CASES += [(FSDP, "default", "interleaved_1f1b", "auto", ("blocks",))]
 # One stage of each rank, two in a round, and two in the form of a V.
 BY_DEFAULT = [
@@ -170,25 +170,14 @@ def test_the_slowest_stage_and_its_bubble() -> None:
     assert sum(map(odd.work, range(3))) == pytest.approx(3)
     # Stage 1 has four blocks; the last stage also the output projection.
     assert odd.work(1) == pytest.approx(4 * odd.work(0))
-
-
-def test_the_text_names_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "1000")
-    text = str(uneven(blocks_per_stage=[1, 4, 1], schedule="1f1b"))
-    rows = {line.split()[0]: line for line in text.splitlines() if line[:1].isdigit()}
-    assert "embedding, blocks.0 " in rows["0"] and "blocks.1-4" in rows["1"] and "blocks.5, norm, output" in rows["2"]
-    assert [row.split()[-2] for row in rows.values()] == ["3", "2", "1"]  # in flight
+    text = str(uneven(blocks_per_stage=[1, 4, 1]))
     assert "Most work: stage 1," in text and "Schedule 1f1b, 6 micro-batches" in text
-    costs = str(planned(STAGES, "default", "zbv", "auto")[0])
-    assert costs.splitlines()[0].startswith("stages") and costs.splitlines()[2].startswith("0, 3 ")
-    assert "hidden states to stages" in costs and "memory of rank" in costs
 
 
 def test_without_stages_nothing_changes() -> None:
-    for sizes in ({"expert": 2}, {"stage": 1, "expert": 2}):
-        mesh, step = Mesh.planned(sizes), {"batch_size": BATCH, "sequence_length": LENGTH}
-        assert str(estimate(model(), mesh, **STEP)) == str(estimate(model(), mesh, **step))
-        assert str(explain(model(), mesh, num_micro_batches=NUM_MICRO_BATCHES)) == str(explain(model(), mesh))
+    mesh, step = Mesh.planned({"stage": 1, "expert": 2}), {"batch_size": BATCH, "sequence_length": LENGTH}
+    assert str(estimate(model(), mesh, **STEP)) == str(estimate(model(), mesh, **step))
+    assert str(explain(model(), mesh, num_micro_batches=NUM_MICRO_BATCHES)) == str(explain(model(), mesh))
 
 
 @pytest.mark.parametrize(
@@ -198,10 +187,9 @@ def test_without_stages_nothing_changes() -> None:
         ({"num_micro_batches": 1}, r"num_micro_batches must be at least the number of stages \(2\)"),
         ({"stages_per_rank": 3}, "stages_per_rank must be 1 for the schedule '1f1b', got 3"),
         ({"blocks_per_stage": [5]}, "blocks_per_stage must be 2 positive numbers with the sum 5"),
-        ({"schedule": "gpipe", "stages_per_rank": None, "batch_size": 7}, "batch_size"),
+        ({"batch_size": 7}, "batch_size"),
     ],
 )
 def test_errors_of_the_pipeline(options: dict[str, Any], message: str) -> None:
-    mesh = Mesh.planned({"stage": 2, "fsdp": 2})
     with pytest.raises(ValueError, match=message):
-        estimate(model(), mesh, **{**STEP, **options})
+        estimate(model(), Mesh.planned({"stage": 2, "fsdp": 2}), **{**STEP, **options})

@@ -1,4 +1,4 @@
-"""Muon in one process: against torch.optim.Muon, bit by bit where possible, and a definition in float64."""
+"""Muon in one process: against torch.optim.Muon, bit by bit where possible, and a definition in float64; errors."""
 
 from copy import deepcopy
 from typing import Any
@@ -6,11 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 
 from maxmoe.optim import Muon, parameter_groups
 from support.moe_layers import make
@@ -93,49 +88,26 @@ def split(stack: Tensor, input_dim: int, fused_gate: str | None) -> list[Tensor]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_gradient_is_no_update(dtype: torch.dtype) -> None:
-    """Experts without tokens are unchanged to the bit; their state exists from the first step on."""
-    (stack,) = matrices((4, 8, 6))
-    before, optimizer = (
-        stack.detach().clone(),
-        Muon([{"params": [stack], "input_dim": -2}], weight_decay=0.0, ns_dtype=dtype),
-    )
+    """Experts without tokens are unchanged to the bit; states exist from the first step on, of frozen ones never."""
+    stack, unused, frozen = matrices((4, 8, 6), (4, 3, 2), (2, 2, 2))
+    frozen.requires_grad_(False)
+    before = stack.detach().clone(), unused.detach().clone()
+    optimizer = Muon([{"params": [stack, unused, frozen], "input_dim": -2}], weight_decay=0.0, ns_dtype=dtype)
     stack.grad = torch.randn_like(stack)
     stack.grad[1:3] = 0.0
     optimizer.step()
-    assert stack[1:3].equal(before[1:3])
-    assert not (stack[0] == before[0]).any()
+    assert stack[1:3].equal(before[0][1:3]) and unused.equal(before[1])
+    assert not (stack[0] == before[0][0]).any()
     assert optimizer.state[stack]["momentum_buffer"][1:3].eq(0).all()
+    assert optimizer.state[unused]["momentum_buffer"].eq(0).all() and frozen not in optimizer.state
 
 
-def test_state_exists_from_the_first_step_on() -> None:
-    used, unused, frozen = matrices((4, 3), (3, 4), (2, 2))
-    frozen.requires_grad_(False)
-    optimizer = Muon([used, unused, frozen])
+def test_decay_needs_a_gradient() -> None:
+    used, unused = matrices((4, 3), (3, 4))
+    optimizer, before = Muon([used, unused], weight_decay=0.1), unused.detach().clone()
     used.grad = torch.randn_like(used)
-    before = unused.detach().clone()
     optimizer.step()
     assert unused.equal(before)
-    assert optimizer.state[unused]["momentum_buffer"].eq(0).all()
-    assert frozen not in optimizer.state
-
-
-def test_an_expert_that_is_chosen_late() -> None:
-    """20 steps, with tokens for expert 2 in step 15 alone: weight and momentum by definition."""
-    (stack,) = matrices((3, 6, 4), dtype=torch.float64)
-    before = stack.detach().clone()
-    optimizer = Muon([{"params": [stack], "input_dim": -2}], lr=0.05, ns_dtype=torch.float64)
-    gradients = []
-    for step in range(20):
-        stack.grad = torch.randn_like(stack)
-        if step != 15:
-            stack.grad[2] = 0.0
-        gradients.append(stack.grad.clone())
-        optimizer.step()
-    for expert in range(3):
-        weight, momentum = muon_by_definition(before[expert].T, [each[expert].T for each in gradients], lr=0.05)
-        assert_same(stack[expert].detach(), weight.T.contiguous(), tolerance=1e-10)
-        average = optimizer.state[stack]["momentum_buffer"][expert]
-        assert_same(average, momentum.T.contiguous(), tolerance=1e-12)
 
 
 def test_all_other_parameters_have_adamw() -> None:
@@ -169,33 +141,6 @@ def test_the_default_dtype_does_not_round_the_number_of_steps() -> None:
     assert optimizer.state[parameter]["step"] == 258
 
 
-def test_full_state_dicts_of_torch() -> None:
-    """Groups hold what torch's state dicts carry; a loaded optimizer and a copy take the same next step."""
-    full = StateDictOptions(full_state_dict=True)
-
-    def stepped(seed: int) -> tuple[nn.Module, Muon]:
-        layer = make(dtype=torch.float32)
-        optimizer = Muon(parameter_groups(layer), lr=0.1, ns_dtype=torch.float64)
-        torch.manual_seed(seed)
-        for parameter in layer.parameters():
-            parameter.grad = torch.randn_like(parameter)
-        optimizer.step()
-        return layer, optimizer
-
-    (layer, optimizer), (other, loaded) = stepped(0), stepped(1)
-    state = deepcopy(get_optimizer_state_dict(layer, optimizer, options=full))
-    other.load_state_dict(layer.state_dict())
-    set_optimizer_state_dict(other, loaded, state, options=full)
-    both = deepcopy((layer, optimizer))
-    for module, each in ((layer, optimizer), (other, loaded), both):
-        torch.manual_seed(2)
-        for parameter in module.parameters():
-            parameter.grad = torch.randn_like(parameter)
-        each.step()
-    for name, parameter in layer.named_parameters():
-        assert parameter.equal(other.get_parameter(name)) and parameter.equal(both[0].get_parameter(name))
-
-
 def test_a_schedule_moves_the_learning_rates() -> None:
     (parameter,) = matrices((4, 3))
     parameter.grad = torch.ones_like(parameter)
@@ -205,3 +150,113 @@ def test_a_schedule_moves_the_learning_rates() -> None:
     assert optimizer.step(lambda: 7) == 7
     schedule.step()
     assert parameter.equal(before)
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"momentun": 0.9}, "a group of muon has no option 'momentun'; the nearest are 'momentum'"),
+        ({"betas": (0.9, 0.9)}, "a group of muon has no option 'betas'"),
+        ({"algorithm": "adamw", "momentum": 0.9}, "a group of adamw has no option 'momentum'"),
+        ({"algorithm": "adam"}, r"algorithm must be one of \['adamw', 'muon'\], got 'adam'"),
+        ({"lr": -1.0}, "lr must be at least 0, got -1.0"),
+        ({"momentum": -0.1}, "momentum must be at least 0, got -0.1"),
+        ({"weight_decay": -0.1}, "weight_decay must be at least 0, got -0.1"),
+        ({"eps": float("nan")}, "eps must be at least 0, got nan"),
+        ({"adjust_lr_fn": "spectral"}, r"adjust_lr_fn must be one of \(None, 'original', .*got 'spectral'"),
+        ({"ns_dtype": torch.float32}, "a group of muon has no option 'ns_dtype'"),
+        ({"input_dim": 1}, r"input_dim must be one of \(-1, -2\), got 1"),
+        ({"fused_gate": "stacked"}, "fused_gate must be one of .*got 'stacked'"),
+        ({"fused_gate": "interleaved", "input_dim": -2}, r"w must have an even number of outputs .* shape \(4, 3\)"),
+    ],
+)
+def test_options_of_a_group(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=r"^ns_dtype must be one of .*got torch.float16"):
+        Muon([matrices((4, 3))[0]], ns_dtype=torch.float16)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=message):
+        Muon([{"params": [("w", matrices((4, 3))[0])], **options}])
+
+
+@pytest.mark.parametrize(
+    ("parameter", "message"),
+    [
+        (matrices((2, 4, 3))[0], r"w must be a matrix, got the shape \(2, 4, 3\); stacks of matrices need input_dim"),
+        (matrices((4,))[0], r"w must be a matrix, got the shape \(4,\)"),
+        (nn.Parameter(torch.randn(2, 2, dtype=torch.complex64)), "w must be floating and real, got torch.complex64"),
+    ],
+)
+def test_parameters_that_are_no_matrices(parameter: nn.Parameter, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Muon([("w", parameter)])
+
+
+def test_no_matrices_at_all() -> None:
+    with pytest.raises(ValueError, match=r"Muon got no matrices, only parameters for AdamW: 0\.weight, 1\.weight"):
+        Muon(parameter_groups(nn.Sequential(nn.Embedding(3, 4), nn.RMSNorm(4))))
+
+
+# State dicts
+
+
+def step(model: nn.Module, optimizer: Muon) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+
+
+def stepped(**options: Any) -> tuple[nn.Module, Muon]:
+    layer = make(**options)
+    optimizer = Muon(parameter_groups(layer))
+    step(layer, optimizer)
+    return layer, optimizer
+
+
+def test_state_dicts_go_round(tmp_path: Any) -> None:
+    """A state dict is saved and read without pickle: the next step has the same bits, also of a copy."""
+    (one, optimizer), other = stepped(num_shared_experts=1), make(num_shared_experts=1)
+    other.load_state_dict(one.state_dict())
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    loaded = Muon(parameter_groups(other), lr=7.0)
+    loaded.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
+    copied = deepcopy((one, optimizer))
+    for module, each in ((one, optimizer), (other, loaded), copied):
+        torch.manual_seed(2)
+        step(module, each)
+    for name, parameter in one.named_parameters():
+        assert parameter.equal(other.get_parameter(name)) and parameter.equal(copied[0].get_parameter(name)), name
+    copied[1].add_param_group({"params": [("extra", *matrices((4, 3)))]})
+    copied[1].step()
+
+
+def test_state_dicts_of_others() -> None:
+    layer, optimizer = stepped(num_shared_experts=1)
+    before = deepcopy(optimizer.state_dict())
+    adamw = torch.optim.AdamW(layer.parameters())
+    adamw.step()
+    with pytest.raises(ValueError, match="parameter groups"):
+        adamw.load_state_dict(optimizer.state_dict())
+    without_names, swapped = deepcopy(before), deepcopy(before)
+    for group in without_names["param_groups"]:
+        del group["param_names"]
+    swapped["param_groups"].reverse()
+    for state, message in (
+        (adamw.state_dict(), r"must be of maxmoe.optim.Muon, got .*'betas'.* load the model"),
+        (
+            stepped()[1].state_dict(),
+            r"must have the parameters of the optimizer in their order, got 4 instead of 7; only one of them has "
+            r"\('muon', 'shared_experts.down_proj'\)",
+        ),
+        (without_names, r"got 7 instead of 7; only one of them has \('adamw', 'router.weight'\), \('adamw', 0\), "),
+        (swapped, "in their order, got 7 instead of 7; only one of them has none"),
+        (
+            stepped(num_shared_experts=1, num_experts=4)[1].state_dict(),
+            r"momentum_buffer of the parameter experts.gate_proj must have its shape \(6, 7, 5\), got \(4, 7, 5\)|"
+            r"exp_avg of the parameter router.weight must have its shape \(6, 7\), got \(4, 7\)",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            optimizer.load_state_dict(state)
+        assert str(optimizer.state_dict()) == str(before)

@@ -53,16 +53,13 @@ def test_polar_express_converges() -> None:
     assert errors == sorted(errors, reverse=True) and errors[0] < 0.2 and errors[-1] < 1e-4, errors
 
 
-def test_stacks_larger_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stacks_larger_than_a_chunk_and_empty_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for shape in ((0, 4, 3), (2, 0, 3), (2, 3, 0)):
+        assert orthogonalize(torch.empty(shape), steps_of("quintic", 5), 1e-7).shape == shape
     stack, steps = torch.randn(2, 5, 4, 3, dtype=torch.float64), steps_of("quintic", 5)
     whole = orthogonalize(stack, steps, 1e-7)
     monkeypatch.setattr("maxmoe.optim.newton_schulz.CHUNK", 3 * 12)
     assert_same(orthogonalize(stack, steps, 1e-7), whole)
-
-
-@pytest.mark.parametrize("shape", [(0, 4, 3), (2, 0, 3), (2, 3, 0)])
-def test_empty_stacks(shape: tuple[int, ...]) -> None:
-    assert orthogonalize(torch.empty(shape), steps_of("quintic", 5), 1e-7).shape == shape
 
 
 def test_the_dtype_is_what_the_processor_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,20 +69,14 @@ def test_the_dtype_is_what_the_processor_multiplies(monkeypatch: pytest.MonkeyPa
         assert fast_dtype(torch.device("cuda")) == torch.bfloat16
 
 
-@pytest.mark.parametrize(
-    ("coefficients", "message"),
-    [
-        ("polar_expres", r"ns_coefficients must be one of \['polar_express', 'quintic'\], got 'polar_expres'"),
-        ((1.0, 2.0), "not enough values to unpack"),
-        ([(1.0, 2.0, 3.0), (1.0,)], "not enough values to unpack"),
-    ],
-)
-def test_bad_coefficients(coefficients: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        steps_of(coefficients, 5)
-
-
 def test_coefficients_of_each_step() -> None:
     first, second = (3.0, -3.0, 1.0), (1.875, -1.25, 0.375)
     assert steps_of([first, second], 4) == [first, second, second, second]
     assert steps_of(first, 2) == [first, first]
+    bad: list[Any] = [(1.0, 2.0), [(1.0, 2.0, 3.0), (1.0,)]]
+    for coefficients in bad:
+        with pytest.raises(ValueError, match="not enough values to unpack"):
+            steps_of(coefficients, 5)
+    message = r"ns_coefficients must be one of \['polar_express', 'quintic'\], got 'polar_expres'"
+    with pytest.raises(ValueError, match=message):
+        steps_of("polar_expres", 5)

@@ -1,7 +1,6 @@
 """After an exception in a forward or backward the model is unchanged, or the error of its next call names the fix."""
 
 import functools
-import itertools
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -15,13 +14,28 @@ from torch.utils.checkpoint import checkpoint
 
 from maxmoe.parallel import RankError, clip_grad_norm_, parallelize, token_sharding
 from maxmoe.sharding import Mesh
-from support.parallel_decoder import CONFIG, LocalSGD, MeshRules, batch, decoder, layouts, loss
+from support.parallel_decoder import CONFIG, LocalSGD, MeshRules, batch, decoder, loss
 from support.parts import assert_same
 from support.run_ranks import check_at_once, run_cases, run_ranks
+from support.sampling import by_default
 
 EXPERT, FSDP = MeshRules("ep-as-dp", {"expert": 2}), MeshRules("pure-fsdp", {"fsdp": 2})
-REPLICAS = MeshRules("ep-as-dp", {"data": 2, "fsdp": 2})
-LAYOUTS = [*layouts(2), *layouts(4), REPLICAS]
+# Hooks of FSDP2 beside experts, of replicas, of sequences, of parts of weights and of tokens that all ranks hold.
+FOUR_RANKS = [
+    MeshRules("ep-as-dp", {"fsdp": 2, "expert": 2}),
+    MeshRules("ep-as-dp", {"data": 2, "fsdp": 2}),
+    MeshRules("cp-as-ep", {"context": 2, "expert": 2}),
+    MeshRules("default", {"fsdp": 2, "tensor": 2}),
+    MeshRules("ep-tp", {"data": 2, "expert": 2}),
+]
+CASES: list[tuple[MeshRules, dict[str, Any]]] = [
+    (EXPERT, {}),
+    (FSDP, {}),
+    (EXPERT, {"recompute": ("blocks",)}),
+    (FSDP, {"recompute": ("blocks",)}),
+    (EXPERT, {"dispatch": "gather_weights"}),
+    *((layout, {}) for layout in FOUR_RANKS),
+]
 # Where a call is interrupted: the first and the last unit, and between them in attention, router and experts.
 PLACES = ("embedding", "blocks.0.attention.o_proj", "blocks.1.feed_forward.router", "blocks.1.feed_forward", "output")
 LARGE = 1e9  # a maximum norm above all norms
@@ -80,31 +94,28 @@ def interrupt_backward(model: nn.Module, place: str, error: type[BaseException],
 
 def check_interruptions(
     expected: tuple[float, dict[str, Tensor]],
+    number: int,
     layout: MeshRules,
+    options: dict[str, Any],
     interrupt: Interrupt,
-    stops: list[tuple[str, type[BaseException]]],
-    **options: Any,
 ) -> None:
     """Gradients of an earlier micro-batch stay; their norm, the optimizer and the next step are right.
 
     The interruptions of one model follow each other. After the last one there is a whole step.
     """
     norm, gradients = expected
+    places = PLACES if interrupt is interrupt_forward else PLACES[:-1]
+    errors: list[type[BaseException]] = [StopError, KeyboardInterrupt]  # in turn: every place has both in some case
     model, tokens, targets = parallel(layout, **options)
     before = dict(model.named_parameters())
     loss(model(tokens), targets).backward()
     if interrupt is interrupt_backward:  # it has added to the gradients, as in one process
         LocalSGD(model).step()
-    for place, error in stops:
-        interrupt(model, place, error, lambda: loss(model(tokens), targets))
+    for index, place in enumerate(places):
+        interrupt(model, place, errors[(number + index) % 2], lambda: loss(model(tokens), targets))
         now = dict(model.named_parameters())
         assert now.keys() == before.keys()
-        changed = [
-            name
-            for name, parameter in now.items()
-            if parameter is not before[name] or not isinstance(parameter, DTensor)
-        ]
-        assert not changed, place
+        assert all(now[name] is before[name] and isinstance(now[name], DTensor) for name in now), place
     if interrupt is interrupt_forward:
         assert float(clip_grad_norm_(model.parameters(), LARGE)) == pytest.approx(norm, rel=1e-12)
         LocalSGD(model).step()
@@ -114,29 +125,11 @@ def check_interruptions(
         assert_same(parameter.grad.full_tensor(), gradients[name], name)
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("interrupt", [interrupt_forward, interrupt_backward])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_an_interruption_leaves_nothing_behind(layout: MeshRules, interrupt: Interrupt) -> None:
-    places = PLACES if interrupt is interrupt_forward else PLACES[:-1]
-    errors = [StopError, KeyboardInterrupt]  # in turn: every place has both, in one layout or the next
-    first = LAYOUTS.index(layout)
-    stops = [(place, errors[(first + number) % 2]) for number, place in enumerate(places)]
-    run_ranks(check_interruptions, layout.world_size, without_interruption(), layout, interrupt, stops)
-
-
-@pytest.mark.parametrize(
-    ("options", "layouts"),
-    [
-        ({"recompute": ("blocks",)}, [EXPERT, FSDP]),
-        ({"dispatch": "gather_weights"}, [EXPERT]),
-    ],
-    ids=["recomputed", "gathered"],
-)
-def test_recomputed_blocks_and_gathered_experts(options: dict[str, Any], layouts: list[MeshRules]) -> None:
-    stops = [(PLACES[2], StopError), (PLACES[3], KeyboardInterrupt)]
-    cases = itertools.product(layouts, [interrupt_forward, interrupt_backward], [stops])
-    run_cases(functools.partial(check_interruptions, without_interruption(), **options), 2, cases)
+@pytest.mark.parametrize("world_size", by_default([2, 4], [2]))
+def test_an_interruption_leaves_nothing_behind(world_size: int) -> None:
+    cases = [(number, *case) for number, case in enumerate(CASES) if case[0].world_size == world_size]
+    with_place = [(*case, interrupt) for case in cases for interrupt in (interrupt_forward, interrupt_backward)]
+    run_cases(functools.partial(check_interruptions, without_interruption()), world_size, with_place)
 
 
 def test_a_checkpoint_that_ends_its_recomputation_early_is_no_interruption() -> None:

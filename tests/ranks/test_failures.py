@@ -11,6 +11,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from maxmoe import MoE, MoEConfig, parallelize
 from maxmoe.parallel import RankError, watch_ranks
+from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.ranks.failures import STORE_IS_GONE, Watch, first_line, is_lost_connection
 from maxmoe.sharding import Mesh
 from support.failing_ranks import (
@@ -33,58 +35,41 @@ from support.failing_ranks import (
     outcomes,
     patience_with,
 )
-from support.pairwise import pairwise
+from support.parallel_decoder import MeshRules
 from support.run_ranks import check_at_once, run_ranks
-from support.sampling import by_default
 
-STRATEGIES: dict[str, tuple[dict[str, int], str, Any]] = {
-    "ring_of_experts": ({"fsdp": 2, "expert": 2}, "ep-as-dp", "ring_of_experts"),
-    "ragged_all_to_all": ({"expert": 4}, "ep-as-dp", "ragged_all_to_all"),
-    "ep-tp": ({"data": 2, "expert": 2}, "ep-tp", "auto"),
-}
-
-
-def fail_in_forward(layer: MoE, fail: Callable[[], None]) -> None:
-    """Fail between the dispatch of the tokens and their return."""
-    layer.experts.register_forward_pre_hook(lambda *_: fail())
-
-
-def fail_in_backward(layer: MoE, fail: Callable[[], None]) -> None:
-    def hook(module: object, arguments: object, outputs: Tensor) -> None:
-        outputs.register_hook(lambda _: fail())
-
-    layer.experts.register_forward_hook(hook)
-
-
-CHOICES: list[list[Any]] = [[*STRATEGIES], [fail_in_forward, fail_in_backward], FAILURES]
-EVERY_CHOICE = [
-    ("ring_of_experts", fail_in_forward, FAILURES[2]),
-    ("ragged_all_to_all", fail_in_backward, FAILURES[0]),
-    ("ep-tp", fail_in_backward, FAILURES[1]),
+# Every strategy, failure and direction once.
+CASES: list[Any] = [
+    (MeshRules("ep-as-dp", {"fsdp": 2, "expert": 2}), "ring_of_experts", "forward", *FAILURES[2]),
+    (MeshRules("ep-as-dp", {"expert": 4}), "ragged_all_to_all", "backward", *FAILURES[0]),
+    (MeshRules("ep-tp", {"data": 2, "expert": 2}), "auto", "backward", *FAILURES[1]),
 ]
-OTHERS = [case for case in pairwise(CHOICES) if case not in EVERY_CHOICE]
 
 
-@pytest.mark.parametrize("cases", by_default([EVERY_CHOICE, OTHERS], [EVERY_CHOICE]), ids=["every choice", "others"])
-def test_the_others_name_the_rank(cases: list[tuple[Any, ...]], tmp_path: Path) -> None:
-    def check(strategy: str, place: Callable[..., None], fail: Callable[[], None], delay: float, message: str) -> None:
-        sizes, rules, dispatch = STRATEGIES[strategy]
+def test_the_others_name_the_rank(tmp_path: Path) -> None:
+    """Rank 2 fails between the dispatch of the tokens and their return, or of their gradients."""
+
+    def check(
+        layout: MeshRules, dispatch: Dispatch, where: str, fail: Callable[[], None], delay: float, message: str
+    ) -> None:
+        def hook(_module: object, _arguments: object, outputs: Tensor) -> None:
+            fail() if where == "forward" else outputs.register_hook(lambda _: fail())
 
         def train() -> None:
-            mesh = Mesh(sizes, timeout=timedelta(seconds=TIMEOUT))
+            mesh = Mesh(layout.sizes, timeout=timedelta(seconds=TIMEOUT))
             config = MoEConfig(hidden_size=8, intermediate_size=4, num_experts=4, top_k=2)
-            layer = parallelize(MoE(config), mesh, rules, dispatch=dispatch)
+            layer = parallelize(MoE(config), mesh, layout.rules, dispatch=dispatch)
             for step in range(3):
                 if step == 1 and dist.get_rank() == 2:
-                    place(layer, fail)
+                    layer.experts.register_forward_hook(hook)
                 output = layer(torch.randn(1, 6, 8, requires_grad=True))
                 (output.hidden_states.sum() + output.aux_loss).backward()
 
-        folder = tmp_path / f"{strategy} {fail.__name__}"
+        folder = tmp_path / fail.__name__
         folder.mkdir()
         check_rank_2_is_named(outcomes(folder, train, patience=patience_with(fail)), fail, delay, message)
 
-    check_at_once(check, [(strategy, place, *failure) for strategy, place, failure in cases])
+    check_at_once(check, CASES)
 
 
 def test_what_ends_with_a_timeout(tmp_path: Path) -> None:
@@ -236,22 +221,19 @@ def test_what_is_a_lost_connection() -> None:
     assert (first_line(RuntimeError("[a] b\nc")), first_line(RuntimeError())) == ("[a] b", "RuntimeError")
 
 
-def test_the_process_with_the_store_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_process_with_the_store_is_gone() -> None:
     def gone(*arguments: object) -> None:
         raise dist.DistNetworkError("Broken pipe")
 
-    def last_call(name: str, *arguments: Any) -> bool:
-        watch = Watch(PATIENCE)
-        watch.start()
-        while watch.answered_at < 0:  # not connected
-            time.sleep(0.01)
-        for method in ("set", "check", "compare_set"):
-            monkeypatch.setattr(dist.PrefixStore, method, gone)
-        found = watch.finish(partial(getattr(watch, name), *arguments))
-        monkeypatch.undo()
-        return found == STORE_IS_GONE
+    def check() -> list[bool]:
+        found = []
+        for name, arguments in (("leave", ()), ("find_failure", ("here",)), ("report", ([0], "died"))):
+            watch = Watch(PATIENCE)
+            watch.start()
+            while watch.answered_at < 0:  # not connected
+                time.sleep(0.01)
+            with patch.multiple(dist.PrefixStore, set=gone, check=gone, compare_set=gone):
+                found.append(watch.finish(partial(getattr(watch, name), *arguments)) == STORE_IS_GONE)
+        return found
 
-    def check() -> bool:
-        return last_call("leave") and last_call("find_failure", "here") and last_call("report", [0], "died")
-
-    assert run_ranks(check, 1) == [True]
+    assert run_ranks(check, 1) == [[True] * 3]

@@ -1,8 +1,12 @@
-"""NamedSharding: the part of a tensor on every rank, against the definition and DTensor."""
+"""PartitionSpec, and NamedSharding: the part of a tensor on every rank, against the definition and DTensor."""
 
+import copy
 import itertools
+import pickle
 import re
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +19,53 @@ from support.run_ranks import fake_rank, run_ranks
 
 SIZES = {"data": 2, "fsdp": 2, "expert": 4}
 SHAPE = (16, 32)
+
+
+# PartitionSpec
+
+
+def test_specs_are_tuples_of_axes() -> None:
+    spec = P(None, "fsdp", ("expert", "tensor"), (), ["data"])
+    assert list(spec) == [(), ("fsdp",), ("expert", "tensor"), (), ("data",)] and len(spec) == 5
+    assert P("fsdp", None) == P(("fsdp",), ()) == PartitionSpec(["fsdp"], None)
+    assert len({P("fsdp", None), P(("fsdp",), ()), P(None, "fsdp")}) == 2
+    assert P(("fsdp", "expert")) != P(("expert", "fsdp")) and P("fsdp") != P("fsdp", None)
+    assert repr(P()) == "P()" and repr(P(None, "fsdp", ("expert", "tensor"))) == "P(None, 'fsdp', ('expert', 'tensor'))"
+    for again in (eval(repr(spec)), copy.copy(spec), copy.deepcopy(spec), pickle.loads(pickle.dumps(spec))):
+        assert again == spec and type(again) is PartitionSpec
+
+
+def test_without_strips_axes_wherever_they_are() -> None:
+    spec = P(("expert", "fsdp"), "fsdp_transpose", None, "tensor")
+    assert spec.without("fsdp") == P("expert", "fsdp_transpose", None, "tensor")
+    assert spec.without("fsdp", "fsdp_transpose") == P("expert", None, None, "tensor")
+    assert spec.without("absent") == spec == spec.without()
+    assert type(spec.without("fsdp")) is PartitionSpec and P().without("fsdp") == P()
+
+
+ENTRY = "dim 0 of a PartitionSpec must be None, an axis or a tuple of axes, got"
+
+
+@pytest.mark.parametrize(
+    ("dims", "message"),
+    [
+        (
+            ("fsdp", None, ("expert", "fsdp")),
+            "axis 'fsdp' shards dim 0 and dim 2 of P('fsdp', None, ('expert', 'fsdp'))",
+        ),
+        ((None, ("fsdp", "fsdp")), "dim 1 of a PartitionSpec has the axis 'fsdp' twice: ('fsdp', 'fsdp')"),
+        ((0,), f"{ENTRY} 0"),
+        (("",), f"{ENTRY} ''"),
+        (((None,),), f"{ENTRY} (None,)"),
+        (({"fsdp"},), f"{ENTRY} {{'fsdp'}}"),
+    ],
+)
+def test_errors_name_dims_and_axes(dims: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        P(*dims)
+
+
+# NamedSharding
 
 
 def all_specs(mesh: Mesh, shape: tuple[int, ...]) -> Iterator[PartitionSpec]:
@@ -33,63 +84,56 @@ def numbered(*shape: int) -> torch.Tensor:
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
 
 
-def test_there_are_many_specs() -> None:
-    specs = list(all_specs(Mesh.planned(SIZES), SHAPE))
+def test_slices_are_the_part_by_definition() -> None:
+    whole, mesh = numbered(*SHAPE), Mesh.planned(SIZES)
+    specs = list(all_specs(mesh, SHAPE))
     assert len(set(specs)) == len(specs) == 49
-    assert P(("expert", "data"), "fsdp") in specs and P(("expert", "fsdp", "data"), None) in specs
+    for spec, rank in itertools.product(specs, range(16)):
+        sharding, part = NamedSharding(mesh, spec), part_by_definition(whole, spec, mesh, rank)
+        assert whole[sharding.slices(SHAPE, rank)].equal(part), (spec, rank)
+        assert sharding.shard_shape(SHAPE) == part.shape
 
 
-@pytest.mark.parametrize("rank", range(16))
-def test_slices_and_dtensors_are_the_part_by_definition(rank: int) -> None:
+@pytest.mark.parametrize("rank", [6, 15])
+def test_dtensors_are_the_part_by_definition(rank: int) -> None:
     whole = numbered(*SHAPE)
     with fake_rank(rank, 16):
         mesh = Mesh(SIZES)
         for spec in all_specs(mesh, SHAPE):
-            sharding, part = NamedSharding(mesh, spec), part_by_definition(whole, spec, mesh, rank)
-            assert whole[sharding.slices(SHAPE)].equal(part), spec
-            assert whole[sharding.slices(SHAPE, rank)].equal(part), spec
-            assert sharding.shard_shape(SHAPE) == part.shape
-            laid = distribute_tensor(whole, mesh.device_mesh, sharding.placements, src_data_rank=None)
-            assert laid.to_local().equal(part), (spec, sharding.placements)
+            placements = NamedSharding(mesh, spec).placements
+            laid = distribute_tensor(whole, mesh.device_mesh, placements, src_data_rank=None)
+            assert laid.to_local().equal(part_by_definition(whole, spec, mesh)), (spec, placements)
 
 
-def check_every_spec(sizes: dict[str, int]) -> int:
+def check_every_spec(sizes: dict[str, int]) -> None:
+    """The parts of the ranks by slices and in DTensors, also after gathering over one axis, and the whole tensor."""
     whole, mesh = numbered(*SHAPE), Mesh(sizes)
-    specs = list(all_specs(mesh, SHAPE))
-    for spec in specs:
-        sharding = NamedSharding(mesh, spec)
+    for spec in all_specs(mesh, SHAPE):
+        sharding, part = NamedSharding(mesh, spec), part_by_definition(whole, spec, mesh)
+        assert whole[sharding.slices(SHAPE)].equal(part), spec
         laid = distribute_tensor(whole, mesh.device_mesh, sharding.placements, src_data_rank=None)
-        assert laid.to_local().equal(part_by_definition(whole, spec, mesh)), spec
+        assert laid.to_local().equal(part), spec
         assert laid.full_tensor().equal(whole), spec
         for axis in sorted(axis for axes in spec for axis in axes):
             rest = NamedSharding(mesh, spec.without(axis))
             gathered = laid.redistribute(placements=rest.placements).to_local()
             assert gathered.equal(part_by_definition(whole, rest.spec, mesh)), (spec, axis)
-    return len(specs)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "count"),
-    [
-        ({"one": 1, "fsdp": 2, "expert": 2}, 49),
-        pytest.param({"one": 1, "fsdp": 2, "expert": 4}, 49, marks=pytest.mark.slow),
-        pytest.param({"expert": 2, "fsdp": 2, "data": 2}, 49, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_real_ranks_hold_their_part_and_give_it_back(sizes: dict[str, int], count: int) -> None:
-    """The whole tensor, and the parts after gathering over any one axis of a spec."""
-    assert set(run_ranks(check_every_spec, Mesh.planned(sizes).num_ranks, sizes)) == {count}
+def test_real_ranks_hold_their_part_and_give_it_back() -> None:
+    run_ranks(check_every_spec, 4, {"one": 1, "fsdp": 2, "expert": 2})
 
 
 def test_placements_of_axes_in_and_out_of_the_order_of_the_mesh() -> None:
-    mesh = Mesh.planned(SIZES)
-    placements = NamedSharding(mesh, P(("fsdp", "expert"), None)).placements
-    assert placements == (Replicate(), Shard(0), Shard(0))
-    placements = NamedSharding(mesh, P(None, ("expert", "fsdp"))).placements
-    assert placements == (Replicate(), _StridedShard(1, split_factor=4), Shard(1))
-    placements = NamedSharding(mesh, P(("expert", "data", "fsdp"), None)).placements
-    assert placements == (_StridedShard(0, split_factor=4), _StridedShard(0, split_factor=4), Shard(0))
+    for spec, placements in (
+        (P(("fsdp", "expert"), None), (Replicate(), Shard(0), Shard(0))),
+        (P(None, ("expert", "fsdp")), (Replicate(), _StridedShard(1, split_factor=4), Shard(1))),
+        (
+            P(("expert", "data", "fsdp"), None),
+            (_StridedShard(0, split_factor=4), _StridedShard(0, split_factor=4), Shard(0)),
+        ),
+    ):
+        assert NamedSharding(Mesh.planned(SIZES), spec).placements == placements
 
 
 def test_axes_of_size_one_shard_nothing() -> None:
@@ -98,19 +142,15 @@ def test_axes_of_size_one_shard_nothing() -> None:
     assert sharding.placements == NamedSharding(mesh, P("fsdp", None)).placements == (Shard(0),)
     assert sharding.slices((4, 3), rank=1) == (slice(2, 4), slice(0, 3))
     assert NamedSharding(mesh, P("one", None)).shard_shape((3, 3)) == (3, 3)
-
-
-@pytest.mark.parametrize("sizes", [{}, {"one": 1}])
-def test_a_world_of_one_rank_holds_everything(sizes: dict[str, int]) -> None:
     with fake_rank(0, 1):
-        mesh = Mesh(sizes)
-        sharding = NamedSharding(mesh, P(*sizes, None))
-        whole = numbered(*(3,) * len(sharding.spec))
-        laid = distribute_tensor(whole, mesh.device_mesh, sharding.placements)
-        assert laid.to_local().equal(whole) and whole[sharding.slices(whole.shape)].equal(whole)
+        for sizes in ({}, {"one": 1}):
+            sharding = NamedSharding(Mesh(sizes), P(*sizes, None))
+            whole = numbered(*(3,) * len(sharding.spec))
+            laid = distribute_tensor(whole, sharding.mesh.device_mesh, sharding.placements)
+            assert laid.to_local().equal(whole) and whole[sharding.slices(whole.shape)].equal(whole)
 
 
-def test_scalars_and_empty_dims() -> None:
+def test_scalars_empty_dims_and_bytes() -> None:
     mesh = Mesh.planned(SIZES)
     scalar = NamedSharding(mesh, P())
     assert scalar.shard_shape(()) == () == scalar.slices((), rank=5)
@@ -118,18 +158,9 @@ def test_scalars_and_empty_dims() -> None:
     assert scalar.bytes((), torch.float64) == 8
     empty = NamedSharding(mesh, P("expert", None))
     assert empty.shard_shape((0, 3)) == (0, 3) and empty.slices((0, 3), rank=3) == (slice(0, 0), slice(0, 3))
-
-
-def test_bytes_of_one_rank() -> None:
-    sharding = NamedSharding(Mesh.planned(SIZES), P(("expert", "fsdp"), None, "data"))
+    sharding = NamedSharding(mesh, P(("expert", "fsdp"), None, "data"))
     assert sharding.bytes((16, 3, 4), torch.bfloat16) == 2 * 3 * 2 * 2
     assert sharding.bytes((16, 3, 4), torch.float64) == 2 * 3 * 2 * 8
-
-
-def test_an_axis_that_the_mesh_lacks() -> None:
-    message = "axis 'tensor' shards dim 1 of P('fsdp', 'tensor'), but Mesh(data=2, fsdp=2, expert=4) has no such axis"
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        NamedSharding(Mesh.planned(SIZES), P("fsdp", "tensor"))
 
 
 @pytest.mark.parametrize(
@@ -141,13 +172,19 @@ def test_an_axis_that_the_mesh_lacks() -> None:
 )
 def test_shapes_that_do_not_fit(shape: tuple[int, ...], message: str) -> None:
     sharding = NamedSharding(Mesh.planned(SIZES), P(("expert", "fsdp"), None))
-    for call in (sharding.shard_shape, lambda shape: sharding.slices(shape, 0)):
+    for call in (
+        sharding.shard_shape,
+        lambda shape: sharding.slices(shape, 0),
+        partial(sharding.bytes, dtype=torch.float32),
+    ):
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             call(shape)
+
+
+def test_what_a_mesh_lacks() -> None:
+    mesh = Mesh.planned(SIZES)
+    message = "axis 'tensor' shards dim 1 of P('fsdp', 'tensor'), but Mesh(data=2, fsdp=2, expert=4) has no such axis"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        sharding.bytes(shape, torch.float32)
-
-
-def test_slices_of_a_planned_mesh_are_those_of_a_rank() -> None:
+        NamedSharding(mesh, P("fsdp", "tensor"))
     with pytest.raises(ValueError, match=r"^rank must be given on the planned Mesh\(.*\), got None$"):
-        NamedSharding(Mesh.planned(SIZES), P("fsdp")).slices((4,))
+        NamedSharding(mesh, P("fsdp")).slices((4,))

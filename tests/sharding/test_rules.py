@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from maxmoe.sharding import LogicalRules, P, logical_to_mesh_axes
+from maxmoe.sharding import LogicalRules
 from support.golden_sharding import golden_tables
 from support.memory import at_most
 
 NAMES = sorted(path.stem for path in (Path(__file__).parents[2] / "maxmoe/sharding/presets").glob("*.yaml"))
-EXPERTS = ("exp", "embed_moe", "mlp_moe")
 
 
 def test_axes_are_tuples_in_the_order_of_the_table() -> None:
@@ -51,14 +50,14 @@ def test_errors_name_the_rule(rules, message: str) -> None:
         LogicalRules().override(rules)
 
 
-@pytest.mark.parametrize("suffix", ["yaml", "yml"])
-def test_a_file_of_ones_own(tmp_path: Path, suffix: str) -> None:
-    path = tmp_path / f"rules.{suffix}"
-    path.write_text("# mine\n- exp: expert\n- embed: [fsdp, tensor]\n\n- norm: []\n- norm:\n- exp: [fsdp]\n")
+def test_a_file_of_ones_own(tmp_path: Path) -> None:
     expected = LogicalRules(
         [("exp", "expert"), ("embed", ("fsdp", "tensor")), ("norm", ()), ("norm", ()), ("exp", "fsdp")]
     )
-    assert LogicalRules.load(path) == LogicalRules.load(str(path)) == expected
+    for suffix in ("yaml", "yml"):
+        path = tmp_path / f"rules.{suffix}"
+        path.write_text("# mine\n- exp: expert\n- embed: [fsdp, tensor]\n\n- norm: []\n- norm:\n- exp: [fsdp]\n")
+        assert LogicalRules.load(path) == LogicalRules.load(str(path)) == expected
 
 
 ENTRY = "must be like '- exp: [expert]', got"
@@ -71,26 +70,19 @@ CHECKED = "must be None, an axis or a tuple of axes, got"
         ("", " rules must be a list like '- exp: [expert]', got None"),
         ("exp: [expert]\n", " rules must be a list like '- exp: [expert]', got {'exp': ['expert']}"),
         ("- exp: [expert]\n- norm\n", f" rule 1 {ENTRY} 'norm'"),
-        ("- exp: [expert]\n- [norm, x]\n", f" rule 1 {ENTRY} ['norm', 'x']"),
         ("- exp: [expert]\n  norm: []\n", f" rule 0 {ENTRY} {{'exp': ['expert'], 'norm': []}}"),
         ("- a: x\n- {exp: x, exp: y}\n", "2: not YAML: the key 'exp' is written twice"),
-        ("- a: x\n- exp: x\n  exp: x\n", "3: not YAML: the key 'exp' is written twice"),
         ("# x\n\n- 3: [x]\n", " rule 0 must be a logical name and its axes, got (3, ['x'])"),
         ("- a: x\n- 2024-13-45: x\n", " month must be in 1..12"),
         ("- a: x\n- b: [x, 7]\n", f" rule 1, 'b', {CHECKED} ['x', 7]"),
-        ("- a: x\n- b: [x, y: z]\n", f" rule 1, 'b', {CHECKED} ['x', {{'y': 'z'}}]"),
-        ("- a: x\n- b: [x, []]\n", f" rule 1, 'b', {CHECKED} ['x', []]"),
         ("- a: {x: y}\n", f" rule 0, 'a', {CHECKED} {{'x': 'y'}}"),
         ("- [a]: x\n", "1: not YAML: found unhashable key"),
         ("- a: x\n- b: [y, z, y]\n", " rule 1, 'b', has the axis 'y' twice: ['y', 'z', 'y']"),
-        ("- a: x\n- b: ['']\n", f" rule 1, 'b', {CHECKED} ['']"),
         ("- a: x\n- b: [x\n", "3: not YAML: expected ',' or ']', but got '<stream end>'"),
         ("- a: x\n- b: !other y\n", "2: not YAML: could not determine a constructor for the tag '!other'"),
         ('- a: x\n- b: !!python/object/apply:os.system ["x"]\n', "2: not YAML: could not determine a constructor for"),
         ("!!omap\n- a: x\n", f" rule 0 {ENTRY} ('a', 'x')"),
-        ("- a: x\n- ~: y\n", " rule 1 must be a logical name and its axes, got (None, 'y')"),
         ("- !!int a: x\n", " invalid literal for int() with base 10: 'a'"),
-        ("- a: !!bool a\n", " 'a'"),
         ("- a: !!timestamp a\n", " 'NoneType' object has no attribute"),
         ("- a: x\n---\n- b: x\n", "2: not YAML: but found another document"),
         ("- a: x\n- b: \x01\n", " unacceptable character #x0001: special characters are not allowed"),
@@ -110,11 +102,8 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "aliases of aliases": (LAUGHS.encode(), ": rule 0, 'l0', has the axis 'lol' twice: ['lol', "),
     "brackets": (b"- a: " + b"[" * 1000, ": maximum recursion depth exceeded"),
     "UTF-16": ("- a: x\n".encode("utf-16"), ": 'utf-8' codec can't decode byte 0xff in position 0"),
-    "Latin-1": ("- a: x\n- ä: x\n".encode("latin-1"), ": 'utf-8' codec can't decode byte 0xe4 in position 9"),
-    "a program": (Path("/bin/sh").read_bytes()[:5000], ": 'utf-8' codec can't decode byte 0x"),
     "zeros": (bytes(5000), ": unacceptable character #x0000: special characters are not allowed"),
     "a long name": (b"- a: x\n- " + b"n" * 30000, f": rule 1 {ENTRY} 'nnn"),
-    "a long list": (b"- a: [" + b"x, " * 10000 + b"]", ": rule 0, 'a', has the axis 'x' twice: ['x', "),
 }
 
 
@@ -129,49 +118,18 @@ def test_hostile_files_are_a_short_line_in_a_moment(tmp_path: Path, content: byt
     assert len(str(error.value)) < 400 and "\n" not in str(error.value)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"rules\.yaml"):
-        LogicalRules.load(str(tmp_path / "rules.yaml"))
-    with pytest.raises(FileNotFoundError, match="default"):
-        LogicalRules.load(tmp_path / "default")
-
-
-@pytest.mark.parametrize("source", [None, 3, [("exp", "expert")], {"exp": "expert"}])
-def test_what_is_neither_a_table_nor_where_one_is(source) -> None:
-    message = f"rules must be LogicalRules, a preset or a path, got {source!r}"
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        LogicalRules.load(source)
-
-
-def test_an_unknown_preset_says_which_there_are() -> None:
-    with pytest.raises(
-        ValueError, match=r"^there is no preset 'ep_tp', only (.*); a path ends in \.yaml or \.yml$"
-    ) as error:
+def test_rules_that_are_not_there(tmp_path: Path) -> None:
+    for path in (str(tmp_path / "rules.yaml"), tmp_path / "default"):
+        with pytest.raises(FileNotFoundError, match=Path(path).name):
+            LogicalRules.load(path)
+    for source in (None, 3, [("exp", "expert")], {"exp": "expert"}):
+        message = f"rules must be LogicalRules, a preset or a path, got {source!r}"
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            LogicalRules.load(source)
+    message = r"^there is no preset 'ep_tp', only (.*); a path ends in \.yaml or \.yml$"
+    with pytest.raises(ValueError, match=message) as error:
         LogicalRules.load("ep_tp")
-    assert all(f"{name}" in str(error.value) for name in NAMES)
-
-
-def test_the_presets_of_the_design_are_there() -> None:
-    assert set(NAMES) == {
-        "default",
-        "pure-fsdp",
-        "ep-as-dp",
-        "fsdp-as-dp-for-attn",
-        "ep-as-cp",
-        "cp-as-ep",
-        "pipeline-large-moe",
-        "shard-exp-on-fsdp",
-        "ep-tp",
-    }
-
-
-@pytest.mark.parametrize("preset", NAMES)
-def test_presets_have_the_same_clean_names(preset: str) -> None:
-    names = {name for name, _ in LogicalRules.load(preset)}
-    assert names == {name for name, _ in LogicalRules.load("default")}
-    weights = {name for name in names if not name.startswith("activation_")}
-    assert {name for name in weights if name.endswith("_moe")} == {"embed_moe", "mlp_moe"}
-    assert not {name for name in names if "no_fsdp" in name}
+    assert all(name in str(error.value) for name in NAMES)
 
 
 @pytest.mark.parametrize("table", golden_tables(), ids=lambda table: table.name)
@@ -195,31 +153,11 @@ def test_presets_agree_with_maxtext_in_the_names_and_axes_they_share(table) -> N
     assert not differ
 
 
-@pytest.mark.parametrize(
-    ("preset", "spec"),
-    [
-        ("default", P("expert", ("fsdp", "context"), ("fsdp_transpose", "tensor"))),
-        ("pure-fsdp", P(None, "fsdp", None)),
-        ("ep-as-dp", P("expert", "fsdp", "fsdp_transpose")),
-        ("fsdp-as-dp-for-attn", P("expert", "fsdp", "fsdp_transpose")),
-        ("ep-as-cp", P("expert", "fsdp", None)),
-        ("cp-as-ep", P(("context", "expert"), "fsdp", None)),
-        ("pipeline-large-moe", P("expert", "fsdp", "tensor")),
-        ("shard-exp-on-fsdp", P(("expert", "fsdp"), "context", "fsdp_transpose")),
-        ("ep-tp", P("expert", None, None)),
-    ],
-)
-def test_what_presets_do_to_an_expert_weight(preset: str, spec: P) -> None:
-    rules = LogicalRules.load(preset)
-    assert logical_to_mesh_axes(EXPERTS, rules, strict=True) == spec
-    assert logical_to_mesh_axes(EXPERTS[::2] + EXPERTS[1:2], rules, strict=True) == P(spec[0], spec[2], spec[1])
-
-
-def test_ep_tp_splits_heads_and_shared_experts_and_leaves_tokens_whole() -> None:
-    rules = LogicalRules.load("ep-tp")
-    residual = ("activation_batch", "activation_length", "activation_embed")
-    assert logical_to_mesh_axes(("q_heads", "embed_attn"), rules, strict=True) == P("expert", None)
-    assert logical_to_mesh_axes(("embed", "mlp"), rules, strict=True) == P(None, "expert")
-    assert logical_to_mesh_axes(residual, rules, strict=True) == P("data", None, None)
-    split = rules.override([("activation_embed", "expert")])
-    assert logical_to_mesh_axes(residual, split, strict=True) == P("data", None, "expert")
+def test_presets_have_the_same_clean_names() -> None:
+    """tests/costs/expected shows what each of them does."""
+    names = {name for name, _ in LogicalRules.load("default")}
+    weights = {name for name in names if not name.startswith("activation_")}
+    assert {name for name in weights if name.endswith("_moe")} == {"embed_moe", "mlp_moe"}
+    assert not {name for name in names if "no_fsdp" in name}
+    for preset in NAMES:
+        assert {name for name, _ in LogicalRules.load(preset)} == names

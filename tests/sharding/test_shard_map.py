@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from maxmoe.sharding import Mesh, NamedSharding, P, redistribute, shard_map
 from support.parts import assert_same, laid, part_by_definition, whole_tensor
 from support.run_ranks import run_ranks
+from support.sampling import by_default
 
 
 def feed_forward(x: Tensor, scale: float, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
@@ -21,15 +22,11 @@ IN_SPECS = (P("data", None), None, P(None, "expert"), P("expert", None))
 OUT_SPECS = (P("data", None), P("data", "expert"))
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        pytest.param({"data": 2, "fsdp": 2, "expert": 2}, marks=pytest.mark.slow),
-        {"fsdp": 2, "expert": 2, "data": 1},
-        {"data": 2, "expert": 1},
-    ],
-    ids=str,
-)
+EIGHT = {"data": 2, "fsdp": 2, "expert": 2}
+SIZES = [{"fsdp": 2, "expert": 2, "data": 1}, {"data": 2, "expert": 1}]
+
+
+@pytest.mark.parametrize("sizes", by_default([EIGHT, *SIZES], SIZES), ids=str)
 def test_shard_map_of_tokens_and_weights(sizes: dict[str, int]) -> None:
     """Data parallel, tensor parallel with a sum in the end, and an axis on which all ranks do the same."""
     inputs = {"x": whole_tensor(0), "up": whole_tensor(1, (16, 4)), "down": whole_tensor(2, (4, 16))}

@@ -1,5 +1,6 @@
 """check_used: names of a mesh and of rules that have no effect are errors, wherever rules meet a mesh."""
 
+import copy
 import inspect
 import re
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from maxmoe.models import Decoder
 from maxmoe.parallel import Declaration, shard_parameters, token_group, token_sharding
 from maxmoe.sharding import LogicalRules, Mesh, check_used
 from pretrain import parse_options as pretrain_options
-from support.parallel_decoder import CONFIG, LAYOUTS, MeshRules
+from support.parallel_decoder import CONFIG, LAYOUTS
 from support.run_ranks import fake_rank
 
 Table = str | list[tuple[str, Any]]
@@ -62,14 +63,9 @@ def test_a_name_without_effect_is_an_error_with_the_nearest(sizes: dict[str, int
         check_used(Mesh.planned(sizes), rules_of(table))
 
 
-@pytest.mark.parametrize(("sizes", "table"), FINE)
-def test_absent_axes_of_presets_and_own_axes_of_the_mesh_pass(sizes: dict[str, int], table: Table) -> None:
-    check_used(Mesh.planned(sizes), rules_of(table))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_presets_pass_on_meshes_of_their_axes(layout: MeshRules) -> None:
-    check_used(Mesh.planned(layout.sizes), LogicalRules.load(layout.rules))
+def test_absent_axes_of_presets_and_own_axes_of_the_mesh_pass() -> None:
+    for sizes, table in [*FINE, *((layout.sizes, layout.rules) for layout in LAYOUTS)]:
+        check_used(Mesh.planned(sizes), rules_of(table))
 
 
 CALLS: dict[str, Callable[..., Any]] = {
@@ -81,16 +77,15 @@ CALLS: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore:no rule for the logical name")
-@pytest.mark.parametrize(("sizes", "table", "message"), TYPOS)
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_running_and_planning_agree(
-    call: Callable[..., Any], sizes: dict[str, int], table: Table, message: str
-) -> None:
-    rules = rules_of(table)
-    with fake_rank(0, Mesh.planned(sizes).num_ranks):
-        with pytest.raises(ValueError, match=f"^{re.escape(message.split(';')[0])}"):
-            call(Decoder(CONFIG, device="meta"), Mesh(sizes), rules)
-        call(Decoder(CONFIG, device="meta"), Mesh(sizes), rules, allow_unused=True)
+def test_running_and_planning_agree(call: Callable[..., Any]) -> None:
+    """An axis and a name that are misspelt."""
+    model = Decoder(CONFIG, device="meta")
+    for sizes, table, message in (TYPOS[0], TYPOS[4]):
+        with fake_rank(0, 2):
+            with pytest.raises(ValueError, match=f"^{re.escape(message.split(';')[0])}"):
+                call(model, Mesh(sizes), rules_of(table))
+            call(copy.deepcopy(model), Mesh(sizes), rules_of(table), allow_unused=True)
 
 
 class Own(nn.Module):
@@ -101,15 +96,16 @@ class Own(nn.Module):
     absent = None
 
 
-@pytest.mark.parametrize("name", ["rows", "columns", "parts", "activation_parts"])
-def test_names_of_a_module_pass(name: str) -> None:
-    module = nn.Sequential(Own())
+def test_names_of_a_module_pass() -> None:
+    module, mesh = nn.Sequential(Own()), Mesh.planned({"fsdp": 2})
     module[0].rows = nn.Parameter(nn.Linear(2, 4).weight.detach())
-    rules = LogicalRules([("rows", "fsdp"), (name, "fsdp")])
-    explain(module, Mesh.planned({"fsdp": 2}), rules)
-    near = name[:-1] + "z"
-    with pytest.raises(ValueError, match=f"the rules have the name '{near}', .*; the nearest are '{name}'"):
-        explain(module, Mesh.planned({"fsdp": 2}), LogicalRules([*rules, (near, None)]))
+    names = ("rows", "columns", "parts", "activation_parts")
+    rules = [(name, "fsdp") for name in names]
+    explain(module, mesh, LogicalRules(rules))
+    for name in names:
+        near = name[:-1] + "z"
+        with pytest.raises(ValueError, match=f"the rules have the name '{near}', .*; the nearest are '{name}'"):
+            explain(module, mesh, LogicalRules([*rules, (near, None)]))
 
 
 def test_one_default_everywhere() -> None:

@@ -1,13 +1,16 @@
 """One step of a small MoE layer, in one process and in parts on a mesh, and their comparison."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 import maxmoe
 from maxmoe import ExpertNorms, MoE, MoEConfig, MoEOutput, ZeroComputation, presets
@@ -60,17 +63,24 @@ FAMILIES = {
         num_shared_experts=1,
     ),
 }
-LOADS = ("of the router", "even", "half of the experts without tokens", "all to one expert")
+LOADS = (
+    "of the router",
+    "even",
+    "half of the experts without tokens",
+    "all to one expert",
+    "a quarter to one expert",
+    "three quarters to one expert",
+)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Results of a step; gradients by the names of the parameters, and of "x"."""
+    """Results of a step; gradients by the names of the parameters, and of "x", None of what is frozen."""
 
     hidden_states: Tensor
     aux_loss: Tensor
     stats: MoEStats
-    gradients: dict[str, Tensor]
+    gradients: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -93,10 +103,10 @@ class Batch:
         return Batch(self.x[part], self.cotangent[part], *map(cut, (self.experts, self.token_mask, self.router_inputs)))
 
 
-def make_layer(config: MoEConfig, dtype: torch.dtype = torch.float64) -> MoE:
-    """A layer with the same random values at every call, in all parameters and buffers."""
+def make_layer(config: MoEConfig, dtype: torch.dtype = torch.float64, **parts: Any) -> MoE:
+    """A layer with the same random values at every call, in all parameters and buffers; parts as `MoE` takes them."""
     generator = torch.Generator().manual_seed(0)
-    layer = MoE(config, dtype=dtype)
+    layer = MoE(config, dtype=dtype, **parts)
     with torch.no_grad():
         for value in filter(Tensor.is_floating_point, layer.state_dict().values()):
             value.copy_(0.5 * torch.randn(value.shape, generator=generator, dtype=torch.float64))
@@ -121,6 +131,9 @@ def make_batch(
             experts = slots % (config.num_experts // 2)
         case "all to one expert":
             experts = torch.where(slots % config.top_k == 0, 1, -1)
+        case "a quarter to one expert" | "three quarters to one expert":
+            is_hot = slots % 4 < (1 if load == "a quarter to one expert" else 3)
+            experts = (slots % config.num_selectable_experts).masked_fill(is_hot, 0)
         case _:
             raise ValueError(load)
     rule, ids = config.router_rule, None
@@ -131,18 +144,78 @@ def make_batch(
     return Batch(x, cotangent, experts, router_inputs=ids)
 
 
-def take_step(layer: MoE, batch: Batch, forward: Callable[..., MoEOutput] | None = None) -> Outcome:
+def take_step(
+    layer: MoE,
+    batch: Batch,
+    forward: Callable[..., MoEOutput] | None = None,
+    differentiate: Callable[[Tensor, Sequence[Tensor]], None] = lambda loss, _leaves: loss.backward(),
+    *,
+    trains_input: bool = True,
+) -> Outcome:
     """Forward and backward, as a training loop does on every rank; `forward` is called in the place of the layer."""
     layer.zero_grad()
-    torch.manual_seed(5)  # for sizes of pools, which every rank draws
-    x = batch.x.detach().clone().requires_grad_()
+    torch.manual_seed(5)  # for noise and for sizes of pools, which every rank draws
+    x = batch.x.detach().clone().requires_grad_(trains_input)
+    leaves = {"x": x, **dict(layer.named_parameters())}
     record = None if batch.experts is None else RoutingRecord({"": [batch.experts]})
     with nullcontext() if record is None else maxmoe.replay_routing(layer, record, missing="zero"):
         ids = {} if batch.router_inputs is None else {"router_inputs": batch.router_inputs}
         output = (layer if forward is None else forward)(x, batch.token_mask, **ids)
-        ((output.hidden_states * batch.cotangent).sum() + output.aux_loss).backward()
-    gradients: dict[str, Any] = {"x": x.grad, **{name: value.grad for name, value in layer.named_parameters()}}
+        loss = (output.hidden_states * batch.cotangent).sum() + output.aux_loss
+        differentiate(loss, [leaf for leaf in leaves.values() if leaf.requires_grad])
+    gradients = {name: leaf.grad for name, leaf in leaves.items()}
     return Outcome(output.hidden_states.detach(), output.aux_loss.detach(), output.stats, gradients)
+
+
+def in_a_block(run: Callable[..., Any], layer: MoE) -> Callable[..., MoEOutput]:
+    """The forward of a block with the layer between other operators, called by `run`."""
+
+    def forward(x: Tensor, *arguments: Any, **named_arguments: Any) -> MoEOutput:
+        stats = []
+
+        def block(x: Tensor) -> tuple[Tensor, Tensor]:
+            output = layer(2 * x, *arguments, **named_arguments)
+            stats.append(output.stats)
+            return F.silu(output.hidden_states), output.aux_loss
+
+        return MoEOutput(*run(block, x), stats[0])
+
+    return forward
+
+
+def saved_on_cpu(block: Callable[[Tensor], Any], x: Tensor) -> Any:
+    with torch.autograd.graph.save_on_cpu():
+        return block(x)
+
+
+non_reentrant = functools.partial(checkpoint, use_reentrant=False)
+FORWARDS: dict[str, Callable[..., Any]] = {
+    "plain": lambda block, x: block(x),
+    "non-reentrant": non_reentrant,
+    "reentrant": functools.partial(checkpoint, use_reentrant=True),
+    "keep_routing": functools.partial(non_reentrant, context_fn=maxmoe.keep_routing),
+    "nested": lambda block, x: non_reentrant(functools.partial(non_reentrant, block), x),
+    "saved on the CPU": saved_on_cpu,
+    "without early stop": functools.partial(non_reentrant, early_stop=False),
+}
+
+
+def grad_of_each(loss: Tensor, leaves: Sequence[Tensor]) -> None:
+    """One backward for each leaf; not all of them run through the experts."""
+    for leaf in leaves:
+        (leaf.grad,) = torch.autograd.grad(loss, leaf, retain_graph=True, materialize_grads=True)
+
+
+def twice(loss: Tensor, _leaves: Sequence[Tensor]) -> None:
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+BACKWARDS: dict[str, Callable[[Tensor, Sequence[Tensor]], None]] = {
+    "backward": lambda loss, _leaves: loss.backward(),
+    "grad of each": grad_of_each,
+    "twice": twice,
+}
 
 
 def check_part(
@@ -165,6 +238,9 @@ def check_part(
     assert got.gradients.keys() == expected.gradients.keys()
     for name, whole in expected.gradients.items():
         gradient = got.gradients[name]
+        if whole is None:
+            assert gradient is None, name
+            continue
         if name == "x":
             check_same(gradient, whole, whole[part], "gradient of x", tolerance, terms)
             continue

@@ -55,12 +55,8 @@ class Attention(nn.Module):
 class Block(nn.Module):
     def __init__(self, mixer: nn.Module, feed_forward: nn.Module) -> None:
         super().__init__()
-        self.norm_1, self.mixer, self.norm_2, self.feed_forward = (
-            nn.LayerNorm(32),
-            mixer,
-            nn.LayerNorm(32),
-            feed_forward,
-        )
+        self.norm_1, self.mixer = nn.LayerNorm(32), mixer
+        self.norm_2, self.feed_forward = nn.LayerNorm(32), feed_forward
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.mixer(self.norm_1(x))
@@ -69,15 +65,6 @@ class Block(nn.Module):
 
 def dense() -> nn.Module:
     return nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32), nn.Dropout(0.1))
-
-
-class SwiGLU(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.up, self.down = nn.Linear(32, 80), nn.Linear(32, 80), nn.Linear(80, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
 
 
 class LanguageModel(nn.Module):
@@ -116,34 +103,6 @@ class Recurrent(nn.Module):
         return self.moe(output)  # type: ignore[no-any-return]
 
 
-class Mixer(nn.Module):
-    """Mixes tokens, then channels."""
-
-    def __init__(self, length: int) -> None:
-        super().__init__()
-        self.norm, self.tokens = (
-            nn.LayerNorm(32),
-            nn.Sequential(nn.Linear(length, 64), nn.GELU(), nn.Linear(64, length)),
-        )
-        self.channels = MoEFeedForward(MOE)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.tokens(self.norm(x).mT).mT
-        return x + self.channels(x)  # type: ignore[no-any-return]
-
-
-class Vision(nn.Module):
-    """Patches of images, by a convolution."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.patches, self.norm, self.moe = nn.Conv2d(3, 32, 4, 4), nn.BatchNorm2d(32), MoEFeedForward(MOE)
-
-    def forward(self, images: Tensor) -> Tensor:
-        x = self.norm(self.patches(images)).relu().flatten(2).mT
-        return self.moe(x)  # type: ignore[no-any-return]
-
-
 class EncoderDecoder(nn.Module):
     """A model with two keyword arguments of different dtypes."""
 
@@ -165,9 +124,13 @@ def of_transformers(name: str, **options: Any) -> nn.Module:
     return model
 
 
-def encoder(**options: Any) -> nn.Module:
-    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, **options)
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, norm_first=True)
     return nn.Sequential(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), MoEFeedForward(MOE))
+
+
+def attention_of_torch() -> nn.Module:
+    return Attention(is_written_out=False)
 
 
 LENGTH = 24
@@ -175,36 +138,19 @@ MODELS: dict[str, Callable[[], UserModel]] = {
     "GPT, attention written out": lambda: UserModel(
         LanguageModel(*(Block(Attention(is_written_out=True), dense()) for _ in range(3))), ids
     ),
-    "dense stack with one MoE": lambda: UserModel(
-        nn.Sequential(*(dense() for _ in range(6)), MoEFeedForward(MOE), *(dense() for _ in range(6))), hidden_states
-    ),
     "nn.TransformerEncoder": lambda: UserModel(encoder(), hidden_states),
-    "nn.TransformerEncoder, norm first": lambda: UserModel(encoder(norm_first=True, activation="gelu"), hidden_states),
-    "nn.MultiheadAttention": lambda: UserModel(
-        nn.MultiheadAttention(32, 4, batch_first=True), lambda *sizes: hidden_states(*sizes) * 3
-    ),
-    "MLP mixer": lambda: UserModel(nn.Sequential(Mixer(LENGTH), Mixer(LENGTH)), hidden_states),
-    "convolution and MoE": lambda: UserModel(
-        Vision(), lambda batch, length: (torch.randn(batch, 3, 4, 4 * length),), are_unusual=True
-    ),
     "recurrent": lambda: UserModel(Recurrent(), hidden_states),
-    "SwiGLU, MoE in each second block": lambda: UserModel(
-        LanguageModel(
-            *(Block(Attention(is_written_out=False), feed) for feed in (SwiGLU(), MoEFeedForward(MOE), SwiGLU()))
-        ),
+    "tied embeddings, MoE in each second block": lambda: UserModel(
+        LanguageModel(*(Block(attention_of_torch(), feed) for feed in (dense(), MoEFeedForward(MOE))), is_tied=True),
         ids,
     ),
-    "tied embeddings": lambda: UserModel(
-        LanguageModel(Block(Attention(is_written_out=False), dense()), is_tied=True), ids
-    ),
     "checkpointed blocks": lambda: UserModel(
-        LanguageModel(*(Block(Attention(is_written_out=False), dense()) for _ in range(3)), is_checkpointed=True), ids
+        LanguageModel(*(Block(attention_of_torch(), dense()) for _ in range(3)), is_checkpointed=True), ids
     ),
     "encoder and decoder": lambda: UserModel(
         EncoderDecoder(),
         lambda batch, length: (torch.randn(batch, 2 * length, 32), *ids(batch, length)),
         are_unusual=True,
     ),
-    "Llama of transformers": lambda: UserModel(of_transformers("Llama"), ids),
     "Qwen3 of transformers": lambda: UserModel(of_transformers("Qwen3", head_dim=8), ids),
 }

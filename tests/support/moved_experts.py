@@ -1,10 +1,12 @@
 """Layers so small that moving an expert would take longer than it saves, made to move experts all the same."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from maxmoe.parallel.dispatch import expert_moves, least_loaded
 from maxmoe.parallel.dispatch.lent_experts import LentExperts
@@ -16,6 +18,13 @@ def make_moves_free(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
+def free_moves() -> Iterator[None]:
+    """Do the same on this rank."""
+    with patch.object(least_loaded, "FLOP_PER_BYTE", {"cpu": 0, "cuda": 0}):
+        yield
+
+
+@contextmanager
 def moving_experts(expected: bool) -> Iterator[None]:
     """Move experts for every row above the mean; this rank must take part in a move if and only if `expected`."""
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -24,3 +33,16 @@ def moving_experts(expected: bool) -> Iterator[None]:
         with patch.object(LentExperts, "compute", autospec=True, side_effect=LentExperts.compute) as lent:
             yield
         assert lent.called == expected
+
+
+@contextmanager
+def moves_on_any_rank() -> Iterator[Callable[[], bool]]:
+    """Give a function that all ranks call: whether any of them has computed an expert of another rank."""
+    with patch.object(LentExperts, "compute", autospec=True, side_effect=LentExperts.compute) as lent:
+        yield lambda: is_true_anywhere(lent.called)
+
+
+def is_true_anywhere(value: bool) -> bool:
+    anywhere = torch.tensor(int(value))
+    dist.all_reduce(anywhere, dist.ReduceOp.MAX)
+    return bool(anywhere)

@@ -7,14 +7,23 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+import maxmoe
+from maxmoe.parallel import parallelize
 from maxmoe.parallel.dispatch import all_gather_rows, ragged_all_to_all, reduce_scatter_rows
-from support.run_ranks import fake_rank, run_ranks
+from maxmoe.parallel.dispatch import collectives as dispatch_collectives
+from maxmoe.parallel.dispatch.collectives import all_gather_counts
+from maxmoe.parallel.plan.dispatch_plan import STRATEGIES, Dispatch
+from maxmoe.sharding import Mesh
+from support.dispatched_layer import FAMILIES, make_batch, make_layer, take_step
+from support.run_ranks import fake_rank, run_cases, run_ranks
 
 COUNTS = [(2, 2, 2, 2), (3, 0, 1, 5), (0, 0, 4, 0), (0, 0, 0, 0)]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -76,76 +85,54 @@ def test_values_and_transposes() -> None:
     def check() -> None:
         for counts, dtype in itertools.product(COUNTS, DTYPES):
             check_all(counts, dtype)
-        check_all(COUNTS[1], torch.float64, ())
-        check_all(COUNTS[1], torch.float64, (2, 3))
-        check_all(COUNTS[1], torch.float64, (0,))
+        for shape in ((), (2, 3), (0,)):
+            check_all(COUNTS[1], torch.float64, shape)
 
     run_ranks(check, 4)
 
 
-def test_integers_travel_too() -> None:
+def test_integers_and_rows_of_any_strides() -> None:
     def check() -> None:
-        rank, counts = dist.get_rank(), (1, 0, 3)
+        rank, group = dist.get_rank(), dist.group.WORLD
         for dtype in (torch.int32, torch.int64):
-            rows = torch.full((counts[rank], 2), rank, dtype=dtype)
-            gathered = all_gather_rows(rows, counts, dist.group.WORLD, "rows")()
-            assert gathered.dtype == dtype and gathered[:, 0].tolist() == [0, 2, 2, 2]
-
-    run_ranks(check, 3)
-
-
-def test_rows_of_any_strides() -> None:
-    def check() -> None:
-        rows = torch.arange(12.0).view(3, 4).t() + 100 * dist.get_rank()
-        gathered = all_gather_rows(rows, (4, 4), dist.group.WORLD, "rows")()
-        assert gathered.equal(torch.cat(everywhere(rows)))
-        exchanged = ragged_all_to_all(rows[::2], (1, 1), (1, 1), dist.group.WORLD, "rows")()
-        assert exchanged[:, 0].tolist() == [2.0 * dist.get_rank(), 100 + 2.0 * dist.get_rank()]
+            rows = torch.full((rank, 2), rank, dtype=dtype)
+            gathered = all_gather_rows(rows, (0, 1), group, "rows")()
+            assert gathered.dtype == dtype and gathered.tolist() == [[1, 1]]
+        rows = torch.arange(12.0).view(3, 4).t() + 100 * rank
+        assert all_gather_rows(rows, (4, 4), group, "rows")().equal(torch.cat(everywhere(rows)))
+        exchanged = ragged_all_to_all(rows[::2], (1, 1), (1, 1), group, "rows")()
+        assert exchanged[:, 0].tolist() == [2.0 * rank, 100 + 2.0 * rank]
 
     run_ranks(check, 2)
 
 
-class Between(torch.autograd.Function):
-    """Calls a function in the forward, and another in the backward."""
-
-    @staticmethod
-    def forward(context: Any, x: Tensor, in_forward: Callable[[], None], in_backward: Callable[[], None]) -> Tensor:
-        context.in_backward = in_backward
-        in_forward()
-        return x.clone()
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        context.in_backward()
-        return gradient, None, None
-
-
 @pytest.mark.usefixtures("collectives_are_not_compared")  # a comparison waits for the other rank
-@pytest.mark.parametrize("counts", [(2, 2), (3, 1)], ids=str)
-def test_a_rank_computes_while_its_rows_travel(counts: tuple[int, int]) -> None:
+def test_a_rank_computes_while_its_rows_travel() -> None:
     """Rank 1 starts only when rank 0 has finished its computation between start and wait, forward and backward."""
 
-    def check() -> None:
+    def check(counts: tuple[int, int]) -> None:
         rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
 
         def computed(name: str) -> None:
             if rank == 0:
-                store.set(name, "computed")
+                store.set(f"{name} {counts}", "computed")
 
         def await_rank_0(name: str) -> None:
             if rank == 1:
-                store.wait([name], timedelta(seconds=10))
+                store.wait([f"{name} {counts}"], timedelta(seconds=10))
 
         rows = torch.ones(counts[rank], 3, requires_grad=True)
         await_rank_0("forward")
         pending = all_gather_rows(rows, counts, dist.group.WORLD, "rows")
-        other = Between.apply(rows, lambda: computed("forward"), lambda: computed("backward"))
+        other = rows.clone()
+        other.register_hook(lambda _: computed("backward"))
+        computed("forward")
         gathered = pending()
         gathered.register_hook(lambda _: await_rank_0("backward"))
         (gathered.sum() + other.sum()).backward()
         assert rows.grad is not None and rows.grad.eq(3).all()
 
-    run_ranks(check, 2, timeout=10)
+    run_cases(check, 2, [((2, 2),), ((3, 1),)], timeout=10)
 
 
 def test_what_nobody_waits_for_is_freed() -> None:
@@ -179,3 +166,53 @@ def test_what_nobody_waits_for_is_freed() -> None:
 def test_wrong_counts(send: tuple[int, ...], receive: tuple[int, ...], message: str) -> None:
     with fake_rank(0, 2), pytest.raises(ValueError, match=f"^ragged_all_to_all: {re.escape(message)}$"):
         ragged_all_to_all(torch.ones(4, 3), send, receive, dist.group.WORLD, "rows")
+
+
+def test_counts_on_the_device_and_on_the_host_of_any_group() -> None:
+    def check() -> None:
+        rank = dist.get_rank()
+        groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        whole = torch.arange(8).view(4, 2)
+        mine = whole[rank].repeat_interleave(2)[::2]  # with a stride that is not one
+        device, host = all_gather_counts(mine, groups[rank % 2].group_name)
+        assert device.equal(whole[rank % 2 :: 2]) and host.equal(device)
+        assert device.data_ptr() != host.data_ptr() and host.device.type == "cpu"
+
+    run_ranks(check, 4)
+
+
+def exchanges() -> Any:
+    """A spy on the all-gathers of counts. `CommDebugMode` does not look into operators."""
+    return patch.object(dispatch_collectives, "all_gather", wraps=dispatch_collectives.all_gather)
+
+
+def test_a_recomputation_that_keeps_the_routing_does_not_gather_counts_again() -> None:
+    def check() -> None:
+        def block(x: Tensor) -> Tensor:
+            counts, _ = all_gather_counts(torch.tensor([dist.get_rank() + 1]), dist.group.WORLD.group_name)
+            return x.sin() * counts.sum()
+
+        for options, expected in (({}, 1), ({"context_fn": maxmoe.keep_routing}, 0)):
+            x = torch.ones(2, requires_grad=True)
+            y = checkpoint(block, x, use_reentrant=False, **options)
+            with exchanges() as backward:
+                y.sum().backward()
+            assert backward.call_count == expected
+            assert x.grad is not None and torch.allclose(x.grad, 3 * torch.ones(2).cos())
+
+    run_ranks(check, 2)
+
+
+def test_one_exchange_of_counts_for_all_chunks_of_a_layer() -> None:
+    """Rules that send tokens, and rules by which all ranks hold the same tokens."""
+    batch = make_batch(FAMILIES["mixtral"], "of the router")
+
+    def check(rules: str, dispatch: Dispatch) -> None:
+        layer = make_layer(FAMILIES["mixtral"])
+        parallelize(layer, Mesh({"expert": 2}), rules, dispatch=dispatch, num_chunks=3)
+        with exchanges() as exchange:
+            take_step(layer, batch)
+        calls = [call for call in exchange.call_args_list if call.args[2] == "row counts"]
+        assert len(calls) == (layer.runner.num_chunks > 1)
+
+    run_cases(check, 2, itertools.product(("ep-as-dp", "ep-tp"), STRATEGIES))

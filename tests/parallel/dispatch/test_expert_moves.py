@@ -1,9 +1,11 @@
-"""The moves of rows between ranks, against their definition and the minimum number; and the rank of each row."""
+"""The moves of rows between ranks, against their definition and the minimum number of moves."""
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Sequence
 
+import networkx
 import torch
 
 from maxmoe.parallel.dispatch.computed_rows import ComputedRows
@@ -30,46 +32,31 @@ def cases(number: int, shapes: Sequence[tuple[int, int]]) -> list[tuple[list[int
 SHAPES = [(ranks, count) for ranks in (1, 2, 3, 4, 7, 8, 16) for count in (1, 2, 3, 8)]
 
 
-def test_no_rank_has_many_more_rows_than_the_mean() -> None:
-    for rows, num_ranks in cases(1500, SHAPES):
-        moves = plan_moves(rows, num_ranks, 0)
-        assert max(loads_of(rows, num_ranks, moves)) <= bound(rows, num_ranks), rows
-        assert moves == plan_moves(tuple(rows), num_ranks, 0)
-        assert list(moves) == sorted(moves, key=lambda move: (move.rank, move.expert))
-        moved, count = [0] * len(rows), len(rows) // num_ranks
-        for move in moves:
-            assert move.rows > 0 and move.expert // count != move.rank
-            moved[move.expert] += move.rows
-        assert all(part <= whole for part, whole in zip(moved, rows, strict=True))
-        assert len({(move.expert, move.rank) for move in moves}) == len(moves)
-
-
-def max_moves_of_rank(num_ranks: int, experts_per_rank: int) -> int:
-    """Return the largest number of experts that a rank receives in any plan: L + P - 1.
+def test_loads_and_moves_are_bounded() -> None:
+    """No rank has many more rows than the mean, nor sends or receives more than L + P - 1 experts.
 
     A move ends in one of three ways. (1) It takes all rows of an expert that has the most rows of its rank, which has
     more rows than the bound: more than 1 / L of the bound, so that fewer than L such moves fit into a rank. (2) It
     fills the receiving rank up to the bound, once. (3) It reduces the sending rank to the bound: once for each of the
     other ranks.
     """
-    return experts_per_rank + num_ranks - 1
-
-
-def test_a_rank_sends_and_receives_a_bounded_number_of_experts() -> None:
     largest = 0.0
     # The hardest: one rank is empty, and all others are little above the bound.
     hard = [([0] * count + [21] * (6 * count), 7) for count in (1, 2, 3)]
     for rows, num_ranks in cases(1500, SHAPES) + hard:
-        experts_per_rank = len(rows) // num_ranks
-        moves = plan_moves(rows, num_ranks, 0)
-        for rank in range(num_ranks):
-            counts = (
-                sum(move.rank == rank for move in moves),
-                sum(move.expert // experts_per_rank == rank for move in moves),
-            )
-            assert max(counts) <= max_moves_of_rank(num_ranks, experts_per_rank)
-            largest = max(largest, max(counts) / max_moves_of_rank(num_ranks, experts_per_rank))
-    assert largest > 0.8  # cases come close to the bound
+        moves, count = plan_moves(rows, num_ranks, 0), len(rows) // num_ranks
+        assert max(loads_of(rows, num_ranks, moves)) <= bound(rows, num_ranks), rows
+        assert moves == plan_moves(tuple(rows), num_ranks, 0)
+        assert list(moves) == sorted(moves, key=lambda move: (move.rank, move.expert))
+        assert len({(move.expert, move.rank) for move in moves}) == len(moves)
+        moved = Counter[int]()
+        for move in moves:
+            assert move.rows > 0 and move.expert // count != move.rank
+            moved[move.expert] += move.rows
+        assert all(part <= rows[expert] for expert, part in moved.items())
+        of_rank = Counter(move.rank for move in moves) | Counter(move.expert // count for move in moves)
+        largest = max(largest, *(number / (count + num_ranks - 1) for number in [0, *of_rank.values()]))
+    assert 0.8 < largest <= 1  # cases come close to the bound
 
 
 def fewest(rows: list[int], num_ranks: int) -> int:
@@ -88,33 +75,14 @@ def fewest(rows: list[int], num_ranks: int) -> int:
 
 def can_move(rows: list[int], loads: list[int], cap: int, count: int, pairs: tuple[tuple[int, int], ...]) -> bool:
     """Whether rows can move along the pairs until no rank is above the cap: a maximum flow of the surplus."""
-    capacities: dict[tuple[str, str], int] = {}
+    graph = networkx.DiGraph()
     for rank, load in enumerate(loads):
-        capacities["start", f"surplus {rank}"] = max(0, load - cap)
-        capacities[f"room {rank}", "end"] = max(0, cap - load)
+        graph.add_edge("start", f"surplus {rank}", capacity=max(0, load - cap))
+        graph.add_edge(f"room {rank}", "end", capacity=max(0, cap - load))
     for expert, rank in pairs:
-        capacities[f"surplus {expert // count}", f"expert {expert}"] = rows[expert]
-        capacities[f"expert {expert}", f"room {rank}"] = sum(rows)
-    wanted = sum(max(0, load - cap) for load in loads)
-    while (path := free_path(capacities)) is not None:
-        flow = min(capacities[edge] for edge in path)
-        for start, end in path:
-            capacities[start, end] -= flow
-            capacities[end, start] = capacities.get((end, start), 0) + flow
-        wanted -= flow
-    return wanted == 0
-
-
-def free_path(capacities: dict[tuple[str, str], int]) -> list[tuple[str, str]] | None:
-    paths: dict[str, list[tuple[str, str]]] = {"start": []}
-    queue = ["start"]
-    while queue:
-        node = queue.pop(0)
-        for (start, end), capacity in capacities.items():
-            if start == node and capacity > 0 and end not in paths:
-                paths[end] = [*paths[node], (start, end)]
-                queue.append(end)
-    return paths.get("end")
+        graph.add_edge(f"surplus {expert // count}", f"expert {expert}", capacity=rows[expert])
+        graph.add_edge(f"expert {expert}", f"room {rank}")
+    return networkx.maximum_flow_value(graph, "start", "end") == sum(max(0, load - cap) for load in loads)
 
 
 def test_as_few_weights_as_possible_are_sent() -> None:
@@ -145,45 +113,6 @@ def test_moves_that_take_longer_than_they_save_are_not_made() -> None:
 def test_without_rows_or_with_fewer_rows_than_ranks() -> None:
     assert plan_moves([0, 0], 2, 0) == ()
     assert plan_moves([2, 0, 0], 3, 0) == (Move(0, 1, 1),)
-
-
-def distributed_rows(generator: random.Random, rows: list[int], num_ranks: int) -> torch.Tensor:
-    counts = torch.zeros(num_ranks, len(rows), dtype=torch.int64)
-    for expert, count in enumerate(rows):
-        for source in generator.choices(range(num_ranks), k=min(count, 60)):
-            counts[source, expert] += 1
-    return counts
-
-
-def test_every_row_goes_to_one_rank_that_computes_its_expert() -> None:
-    generator = random.Random(1)
-    for rows, num_ranks in cases(60, [(2, 1), (2, 3), (3, 2), (4, 2), (5, 1)]):
-        counts = distributed_rows(generator, rows, num_ranks)
-        totals: list[int] = counts.sum(0).tolist()
-        moves = plan_moves(totals, num_ranks, 0)
-        computed = ComputedRows.of(counts, moves)
-        loads = [int(computed.of_rank(rank).sum()) for rank in range(num_ranks)]
-        assert loads == loads_of(totals, num_ranks, moves)
-        arriving: list[list[list[int]]] = [[[] for _ in range(num_ranks)] for _ in range(num_ranks)]
-        for source in range(num_ranks):
-            by_expert = torch.arange(len(rows)).repeat_interleave(counts[source])
-            order = computed.order(source)
-            assert order.sort().values.equal(torch.arange(len(by_expert)))
-            for receiver, part in enumerate(by_expert[order].split(computed.sent(source))):
-                arriving[receiver][source] = part.tolist()
-        for rank in range(num_ranks):
-            assert computed.received(rank) == list(map(len, arriving[rank]))
-            arrived = [expert for part in arriving[rank] for expert in part]
-            assert [computed.experts[rank][place] for place in computed.expert_ids(rank).flatten()] == arrived
-        check_lent(computed, moves)
-
-
-def check_lent(computed: ComputedRows, moves: tuple[Move, ...]) -> None:
-    """Check that the experts that all ranks lend to a rank are its foreign experts, in the same order."""
-    num_ranks, count = len(computed.experts), computed.num_experts
-    for rank in range(num_ranks):
-        lent = [owner * count + expert for owner in range(num_ranks) for expert in computed.lent(owner)[rank]]
-        assert tuple(lent) == computed.foreign(rank) == tuple(move.expert for move in moves if move.rank == rank)
 
 
 def test_a_rank_keeps_its_own_rows() -> None:

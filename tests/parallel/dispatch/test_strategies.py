@@ -1,270 +1,353 @@
-"""Every strategy on every kind of mesh against one process: families, loads, dtypes, ranks with few tokens and none."""
+"""One table of layers on meshes, each compared with one process: outputs, losses, statistics and all gradients."""
 
+import functools
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from maxmoe import MoE, MoEConfig
 from maxmoe.parallel import parallelize, parameter_shardings, token_sharding
-from maxmoe.parallel.plan import dispatch_plan
-from maxmoe.parallel.plan.dispatch_plan import Dispatch
-from maxmoe.sharding import LogicalRules, Mesh
+from maxmoe.parallel.plan.dispatch_plan import STRATEGIES, Dispatch
+from maxmoe.ranks.token_group import TokenReductions
+from maxmoe.sharding import LogicalRules, Mesh, parse_mesh
+from support.counted_collectives import CountedCollectives
 from support.dispatched_layer import (
+    BACKWARDS,
     FAMILIES,
+    FORWARDS,
     LOADS,
     NUM_EXPERTS,
+    SIZES,
     Batch,
     Outcome,
     check_part,
+    in_a_block,
     make_batch,
     make_layer,
     take_step,
 )
+from support.documented_routers import ROUTERS, noisy
+from support.moved_experts import free_moves, moves_on_any_rank
 from support.named import named
 from support.pairwise import pairwise
-from support.parallel_decoder import MeshRules
-from support.run_ranks import run_ranks
-from support.sampling import by_default
+from support.parts import assert_same
+from support.run_ranks import run_cases, run_ranks
 
-STRATEGIES = tuple(dispatch_plan.STRATEGIES)
-# Strategies that send tokens to experts on fixed ranks. test_least_loaded.py tests experts that move.
-SENDING = tuple(name for name in STRATEGIES if name not in ("gather_weights", "least_loaded"))
-# With the number of ranks that share the experts.
-LAYOUTS = [
-    (MeshRules("ep-tp", {"expert": 2}), 2),
-    (MeshRules("ep-as-cp", {"expert": 2}), 2),
-    (MeshRules("cp-as-ep", {"context": 2}), 2),
-    (MeshRules("ep-as-dp", {"fsdp": 2, "expert": 2}), 2),
-    (MeshRules("ep-as-dp", {"fsdp_transpose": 2, "expert": 2}), 2),
-    (MeshRules("ep-tp", {"expert": 4}), 4),
-    (MeshRules("ep-tp", {"data": 2, "expert": 2}), 2),
-    (MeshRules("ep-as-cp", {"fsdp": 2, "expert": 2}), 2),
-    (MeshRules("ep-as-cp", {"expert": 2, "fsdp": 2}), 2),
-    (MeshRules("cp-as-ep", {"context": 2, "expert": 2}), 4),
-    (MeshRules("cp-as-ep", {"expert": 2, "context": 2}), 4),
-    (MeshRules("shard-exp-on-fsdp", {"fsdp": 2, "expert": 2}), 2),
-    (MeshRules("default", {"expert": 2, "tensor": 2}), 2),
-    (MeshRules("default", {"tensor": 2, "expert": 2}), 2),
-    (MeshRules("default", {"context": 2, "expert": 2}), 2),
-    (MeshRules("ep-tp", {"data": 2, "expert": 4}), 4),
-    (MeshRules("cp-as-ep", {"context": 4, "expert": 2}), 8),
-    (MeshRules("cp-as-ep", {"expert": 2, "fsdp": 2, "context": 2}), 4),
-    (MeshRules("shard-exp-on-fsdp", {"fsdp": 2, "expert": 4}), 4),
-    (MeshRules("default", {"fsdp": 2, "expert": 2, "tensor": 2}), 2),
+ALL_ROUTERS = {**ROUTERS, "NoisyTopK": (lambda num_experts: 2, noisy)}
+CONFIGS = {
+    **FAMILIES,
+    "dense": replace(FAMILIES["gpt_oss"], implementation="dense"),
+    "dense, weights on the input": replace(FAMILIES["llama4"], implementation="dense"),
+    "capacity": replace(FAMILIES["mixtral"], implementation="dense", capacity_factor=1.0),
+    "shared expert of width 9": replace(FAMILIES["deepseek_v3"], intermediate_size=9, num_shared_experts=1),
+    **{
+        name: MoEConfig(**SIZES, top_k=top_k(NUM_EXPERTS), load_balance_loss_weight=0.3, num_shared_experts=1)
+        for name, (top_k, _) in ALL_ROUTERS.items()
+    },
+}
+
+
+def squared_share(
+    probabilities: Tensor,
+    tokens_per_expert: Tensor,
+    top_k: int,
+    *,
+    lengths: Tensor | None,
+    tokens: TokenReductions,
+) -> Tensor:
+    """The balance loss of docs/how_to/router.md."""
+    num_sequences, length, num_experts = probabilities.shape
+    num_tokens = num_sequences * length if lengths is None else lengths.sum()
+    (mass,) = tokens.all_reduce_sequence(probabilities.sum((0, 1)))
+    mass, num_tokens = tokens.all_reduce_batch(mass, *tokens.all_reduce_sequence(num_tokens))
+    return num_experts * (mass / num_tokens).square().sum()
+
+
+def quadratic(gate: Tensor | None, up: Tensor) -> Tensor:
+    assert gate is not None
+    return gate.sigmoid() * up.square()
+
+
+def make(name: str, dtype: torch.dtype = torch.float64, frozen: tuple[str, ...] = ()) -> MoE:
+    config, parts = CONFIGS[name], {}
+    if name in ALL_ROUTERS:
+        parts["router"] = ALL_ROUTERS[name][1](config).to(dtype)
+    if name == "TopP":
+        parts |= {"activation": quadratic, "balance_loss": squared_share}
+    layer = make_layer(config, dtype, **parts)
+    for part in {"router", "experts"} & set(frozen):
+        layer.get_submodule(part).requires_grad_(False)
+    return layer
+
+
+class Case(NamedTuple):
+    """A step on a mesh with the rules of `layout`; `num_sequences` of each rank, if the rules do not say it."""
+
+    layout: str
+    dispatch: Dispatch
+    config: str
+    load: str = "of the router"
+    num_chunks: int = 1
+    num_sequences: tuple[int, ...] = ()
+    is_padded: bool = False
+    dtype: torch.dtype = torch.float64
+    recompute: tuple[str, ...] = ()
+    forward: str = "plain"
+    backward: str = "backward"
+    frozen: tuple[str, ...] = ()
+
+    @property
+    def rules(self) -> str:
+        return self.layout.partition(",")[0]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return parse_mesh(self.layout.partition(",")[2])
+
+    @property
+    def world_size(self) -> int:
+        return Mesh.planned(self.sizes).num_ranks
+
+    @property
+    def is_possible(self) -> bool:
+        is_dense = CONFIGS[self.config].implementation == "dense"
+        needs_sequences = self.config == "ExpertChoice" and "context" in self.sizes
+        # Of these checkpoints torch allows one `.backward()` only; a reentrant one needs an input with a gradient.
+        is_once = self.forward in ("reentrant", "keep_routing") and self.backward != "backward"
+        is_without_gradient = self.forward == "reentrant" and "x" in self.frozen
+        refused = (is_dense and self.dispatch == "least_loaded") or needs_sequences
+        return not (refused or is_once or is_without_gradient)
+
+    @property
+    def num_experts(self) -> int:
+        """Number of experts of a rank."""
+        axes = ("expert", "context") if self.rules == "cp-as-ep" else ("expert",)
+        is_whole = self.dispatch == "gather_weights"
+        return NUM_EXPERTS if is_whole else NUM_EXPERTS // Mesh.planned(self.sizes).size(*axes)
+
+
+def cases(**options: Sequence[Any]) -> list[Case]:
+    """Few cases in which every choice of an option meets every choice of each other option."""
+    made = (Case(**dict(zip(options, choice, strict=True))) for choice in pairwise([*map(list, options.values())]))
+    return [case for case in made if case.is_possible]
+
+
+# Presets of rules, and the sizes of a mesh to use them on.
+EXPERT, EXPERT_4, BOTH = "ep-as-dp,expert=2", "ep-as-dp,expert=4", "ep-as-dp,fsdp=2,expert=2"
+CONTEXT, CONTEXT_EXPERT, ON_FSDP = (
+    "cp-as-ep,context=2",
+    "cp-as-ep,context=2,expert=2",
+    "shard-exp-on-fsdp,fsdp=2,expert=2",
+)
+SAME_TOKENS, DATA, TENSOR = "ep-tp,expert=4", "ep-tp,data=2,expert=2", "default,expert=2,tensor=2"
+TRANSPOSED = "ep-as-dp,fsdp_transpose=2,expert=2"  # gathered by hooks of the experts, not by FSDP2
+OTHER_MESHES = """
+    ep-tp,expert=2 ep-as-cp,expert=2 ep-as-cp,fsdp=2,expert=2 ep-as-cp,expert=2,fsdp=2 cp-as-ep,expert=2,context=2
+    default,tensor=2,expert=2 default,context=2,expert=2 ep-tp,data=2,expert=4 cp-as-ep,context=4,expert=2
+    cp-as-ep,expert=2,fsdp=2,context=2 shard-exp-on-fsdp,fsdp=2,expert=4 default,fsdp=2,expert=2,tensor=2
+"""
+MESHES = [CONTEXT, BOTH, TRANSPOSED, SAME_TOKENS, DATA, CONTEXT_EXPERT, ON_FSDP, TENSOR, *OTHER_MESHES.split()]
+# Other families and loads from mesh to mesh and from strategy to strategy.
+ON_MESHES = [
+    Case(*choice, config, load)
+    for choice, config, load in zip(
+        itertools.product(MESHES, STRATEGIES), itertools.cycle(FAMILIES), itertools.cycle(LOADS), strict=False
+    )
 ]
+NAMES = (("dispatch",), ("dispatch", "experts"))
+
+TABLE: dict[str, list[Case]] = {
+    "every family, load and strategy": cases(
+        layout=[EXPERT, EXPERT_4, "ep-as-dp,expert=8"],
+        dispatch=STRATEGIES,
+        config=FAMILIES,
+        load=LOADS,
+    ),
+    "every mesh": ON_MESHES[:: len(STRATEGIES) + 1],
+    "every mesh with every strategy": [case for index, case in enumerate(ON_MESHES) if index % (len(STRATEGIES) + 1)],
+    # Numbers of chunks that do not divide the tokens, and more chunks than a rank has tokens; documents on two ranks.
+    "chunks, padding and dense products": cases(
+        layout=[CONTEXT, SAME_TOKENS, "ep-as-cp,expert=2,fsdp=2", ON_FSDP],
+        dispatch=STRATEGIES,
+        config=["deepseek_v3", "llama4", "pools", "dense"],
+        num_chunks=[1, 3, 9],
+        is_padded=[True],
+    ),
+    # Slots fill an expert in the order of the tokens of a sequence, wherever the expert is.
+    "capacity of whole sequences": cases(
+        layout=[BOTH, SAME_TOKENS, DATA], dispatch=["ring_of_experts"], config=["capacity"], load=LOADS
+    ),
+    "other numbers of sequences on each rank": cases(
+        layout=[EXPERT_4, BOTH],
+        dispatch=STRATEGIES,
+        config=["deepseek_v3", "longcat_flash", "hash"],
+        num_chunks=[1, 2],
+        num_sequences=[(4, 0, 0, 1), (0, 0, 0, 0), (0, 1, 2, 3)],
+    ),
+    # A width that two ranks with the same tokens cannot share.
+    "a shared expert on every rank": cases(
+        layout=["ep-tp,expert=2"], dispatch=STRATEGIES, config=["shared expert of width 9"]
+    ),
+    "routers, activations and losses of users": cases(
+        layout=[EXPERT, CONTEXT_EXPERT, TENSOR, DATA], dispatch=STRATEGIES, config=ALL_ROUTERS
+    ),
+    "dispatch recomputed in any checkpoint and by any backward": cases(
+        layout=[EXPERT],
+        dispatch=[name for name in STRATEGIES if name != "gather_weights"],
+        config=["mixtral", "llama4", "dense", "dense, weights on the input"],
+        num_chunks=[1, 2],
+        num_sequences=[(1, 2), (0, 2)],
+        recompute=NAMES,
+        forward=FORWARDS,
+        backward=BACKWARDS,
+        frozen=[(), ("experts",), ("router",), ("x",), ("experts", "x"), ("router", "x")],
+    ),
+    "experts that move in any checkpoint and on any mesh": cases(
+        layout=[BOTH, TRANSPOSED, CONTEXT_EXPERT, ON_FSDP],
+        dispatch=["least_loaded"],
+        config=["deepseek_v3", "gpt_oss"],
+        load=["three quarters to one expert"],
+        num_chunks=[1, 3],
+        is_padded=[True],
+        recompute=[(), *NAMES],
+        forward=["plain", "non-reentrant", "keep_routing"],
+    ),
+    # Rows are rounded once more on their way, and sums over ranks in another order.
+    "bfloat16 within its rounding": cases(
+        layout=[BOTH, TENSOR], dispatch=STRATEGIES, config=["deepseek_v3", "gpt_oss"], dtype=[torch.bfloat16]
+    ),
+}
+SLOW = {
+    ("every family, load and strategy", 4),
+    ("every family, load and strategy", 8),
+    ("every mesh", 8),
+    ("every mesh with every strategy", 2),
+    ("every mesh with every strategy", 4),
+    ("every mesh with every strategy", 8),
+    ("chunks, padding and dense products", 4),
+}
+STARTS = sorted({(claim, case.world_size) for claim, cases in TABLE.items() for case in cases})
 
 
-def spy(layer: MoE) -> list[int]:
-    """Return a list that gets the number of experts of every product."""
+@functools.cache
+def one_process(
+    config: str,
+    load: str,
+    shape: tuple[int, int],
+    is_padded: bool,
+    dtype: torch.dtype,
+    frozen: tuple[str, ...],
+    run: str,
+) -> tuple[Batch, Outcome]:
+    """A batch and the results of one process; padding is NaN at random places, and one sequence of padding only."""
+    batch = make_batch(CONFIGS[config], load, shape, dtype)
+    if is_padded:
+        mask = torch.rand(shape, generator=torch.Generator().manual_seed(3)) < 0.7
+        mask[3] = False
+        batch = replace(batch, x=batch.x.masked_fill(~mask.unsqueeze(2), float("nan")), token_mask=mask)
+        if batch.experts is not None:
+            batch = replace(batch, experts=batch.experts.masked_fill(~mask.unsqueeze(2), -1))
+    layer = make(config, dtype, frozen)
+    forward = in_a_block(FORWARDS["plain"], layer)
+    outcome = take_step(layer, batch, forward, BACKWARDS[run], trains_input="x" not in frozen)
+    assert outcome.stats.dropped > 0 or config != "capacity" or load == "even"
+    return batch, outcome
+
+
+def expected_of(case: Case) -> tuple[Batch, Outcome]:
+    shape = (4, 4) if case.is_padded else (sum(case.num_sequences), 3) if case.num_sequences else (8, 8)
+    return one_process(case.config, case.load, shape, case.is_padded, case.dtype, case.frozen, case.backward)
+
+
+def part_of(case: Case, mesh: Mesh, rules: LogicalRules, batch: Batch) -> tuple[slice, ...]:
+    if not case.num_sequences:
+        return token_sharding(mesh, rules).slices(batch.x.shape[:2])
+    rank = dist.get_rank()
+    begin = sum(case.num_sequences[:rank])
+    return (slice(begin, begin + case.num_sequences[rank]),)
+
+
+def check(case: Case, batch: Batch, expected: Outcome) -> None:
+    """Compare this rank's part of all results, twice, since foreign weights are freed and refilled."""
+    mesh, rules = Mesh(case.sizes), LogicalRules.load(case.rules)
+    layer = make(case.config, case.dtype, case.frozen)
+    shardings = parameter_shardings(layer, mesh, rules)
+    options: dict[str, Any] = {"num_chunks": case.num_chunks, "recompute": case.recompute}
+    parallelize(layer, mesh, rules, dispatch=case.dispatch, **options)
     counts: list[int] = []
     layer.experts.register_forward_pre_hook(lambda experts, _: counts.append(experts.up_proj.shape[0]))
-    return counts
-
-
-def check_steps(
-    layout: MeshRules,
-    num_experts: int,
-    config: MoEConfig,
-    dispatch: Dispatch,
-    cases: dict[str, tuple[Batch, Outcome]],
-    *,
-    num_chunks: int = 1,
-    tolerance: float = 1e-12,
-) -> None:
-    """Take steps with one layer, and compare this rank's part of all results."""
-    mesh, rules = Mesh(layout.sizes), LogicalRules.load(layout.rules)
-    layer = make_layer(config, next(iter(cases.values()))[0].x.dtype)
-    shardings = parameter_shardings(layer, mesh, rules)
-    parallelize(layer, mesh, rules, dispatch=dispatch, num_chunks=num_chunks)
-    counts = spy(layer)
-    for name, (batch, expected) in cases.items():
-        part = token_sharding(mesh, rules).slices(batch.x.shape[:2])
-        with named(name):
-            check_part(take_step(layer, batch.part(part)), expected, part, shardings, tolerance)
-            assert counts == [num_experts] * layer.runner.num_chunks, counts  # one product if no token is sent
+    part = part_of(case, mesh, rules, batch)
+    tolerance = 4 * torch.finfo(torch.bfloat16).eps if case.dtype == torch.bfloat16 else 1e-12
+    forward, differentiate = in_a_block(FORWARDS[case.forward], layer), BACKWARDS[case.backward]
+    for _ in range(2 if case.dispatch == "least_loaded" else 1):
         counts.clear()
-
-
-def cases_of(config: MoEConfig, loads: tuple[str, ...] = LOADS, dtype: torch.dtype = torch.float64) -> dict:
-    """Check that a mesh computes the results of one process."""
-    layer = make_layer(config, dtype)
-    batches = {load: make_batch(config, load, dtype=dtype) for load in loads}
-    return {load: (batch, take_step(layer, batch)) for load, batch in batches.items()}
-
-
-def num_local_experts(dispatch: Dispatch, num_parts: int) -> int:
-    return NUM_EXPERTS if dispatch == "gather_weights" else NUM_EXPERTS // num_parts
-
-
-@pytest.mark.parametrize("num_ranks", by_default([2, 4, 8], [2]))
-@pytest.mark.parametrize("turn", by_default(range(2), [0]))
-def test_every_strategy_family_and_load(turn: int, num_ranks: int) -> None:
-    """Each turn has half of the loads for each pair of a strategy and a family: all loads for each of them."""
-    layout, loads = MeshRules("ep-as-dp", {"expert": num_ranks}), (LOADS[::2], LOADS[1::2])
-    choices = [
-        (dispatch, family, cases_of(config, loads[(number + index + turn) % 2]))
-        for number, dispatch in enumerate(SENDING)
-        for index, (family, config) in enumerate(FAMILIES.items())
-    ]
-
-    def check() -> None:
-        for dispatch, family, cases in choices:
-            with named(dispatch, family):
-                check_steps(layout, num_local_experts(dispatch, num_ranks), FAMILIES[family], dispatch, cases)
-
-    run_ranks(check, num_ranks)
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.filterwarnings("ignore:no rule for the logical name")
-@pytest.mark.parametrize(("layout", "num_parts"), LAYOUTS, ids=str)
-def test_every_mesh(layout: MeshRules, num_parts: int) -> None:
-    """Other pairs of strategies, families and loads from mesh to mesh."""
-    turn, families = LAYOUTS.index((layout, num_parts)), list(FAMILIES)
-    steps = []
-    for index, dispatch in enumerate((*SENDING * 2, "gather_weights")):
-        config = FAMILIES[families[(index + turn) % len(families)]]
-        load = LOADS[(index + turn // len(families)) % len(LOADS)]
-        steps.append((dispatch, config, cases_of(config, (load,))))
-
-    def check() -> None:
-        for dispatch, config, cases in steps:
-            with named(dispatch, config):
-                check_steps(layout, num_local_experts(dispatch, num_parts), config, dispatch, cases)
-
-    run_ranks(check, layout.world_size)
+        with free_moves(), moves_on_any_rank() as moves:
+            got = take_step(layer, batch.part(part), forward, differentiate, trains_input="x" not in case.frozen)
+        check_part(got, expected, part, shardings, tolerance)
+        assert set(counts) == {case.num_experts}, counts
+        if not case.recompute and case.forward == "plain":
+            assert len(counts) == layer.runner.num_chunks  # one product if no token is sent
+        if case.load == "three quarters to one expert" and case.dispatch == "least_loaded":
+            assert moves() == (case.rules != "ep-tp")  # where all ranks hold the same tokens, none is sent
 
 
 @pytest.mark.filterwarnings("ignore:no rule for the logical name")
+@pytest.mark.filterwarnings("ignore:the rules shard sequences over .* declare nothing")
 @pytest.mark.parametrize(
-    ("layout", "num_parts"),
-    [LAYOUTS[2], *(pytest.param(*LAYOUTS[index], marks=pytest.mark.slow) for index in (5, 8, 11))],
-    ids=str,
+    ("claim", "world_size"),
+    [pytest.param(*start, marks=pytest.mark.slow if start in SLOW else []) for start in STARTS],
 )
-def test_chunks_padding_and_dense_products(layout: MeshRules, num_parts: int) -> None:
-    """Numbers of chunks that do not divide the tokens, and more chunks than a rank has tokens."""
-    variants: list[tuple[MoEConfig, int]] = [
-        (FAMILIES["deepseek_v3"], 3),
-        (FAMILIES["llama4"], 9),
-        (FAMILIES["pools"], 1),  # documents on two ranks
-        (replace(FAMILIES["gpt_oss"], implementation="dense"), 2),
-    ]
-    cases = [masked_cases_of(config) for config, _ in variants]
+def test_equals_one_process(claim: str, world_size: int) -> None:
+    chosen = [(case, *expected_of(case)) for case in TABLE[claim] if case.world_size == world_size]
 
-    def check() -> None:
-        for dispatch in SENDING:
-            for (config, num_chunks), masked in zip(variants, cases, strict=True):
-                with named(dispatch, config, num_chunks):
-                    num_experts = num_local_experts(dispatch, num_parts)
-                    check_steps(layout, num_experts, config, dispatch, masked, num_chunks=num_chunks)
+    def check_all() -> None:
+        for case, batch, expected in chosen:
+            with named(case):
+                check(case, batch, expected)
 
-    run_ranks(check, layout.world_size)
+    run_ranks(check_all, world_size, deadline=300.0)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:no rule for the logical name")
-def test_experts_on_no_rank() -> None:
-    """Ids of zero, copy and constant experts, also where the ranks are not in the order of their experts."""
-    layouts = [LAYOUTS[index] for index in (5, 6, 7, 8, 9, 10, 11)]
-    cases = cases_of(FAMILIES["longcat_flash"], LOADS[:2])
+def test_sequences_of_other_lengths_on_each_rank() -> None:
+    """No token on rank 0, one token on rank 1; sequences are not padded to the longest."""
+    whole, lengths = make("mixtral"), (0, 1, 7, 3)
+    tokens = make_batch(whole.config, "of the router").x.flatten(0, 1)[: sum(lengths)].split(lengths)
 
-    def check() -> None:
-        for (layout, num_parts), dispatch in itertools.product(layouts, STRATEGIES):
-            with named(layout, dispatch):
-                num_experts = num_local_experts(dispatch, num_parts)
-                check_steps(layout, num_experts, FAMILIES["longcat_flash"], dispatch, cases)
+    def check(dispatch: Dispatch) -> None:
+        mine, layer = (
+            tokens[dist.get_rank()],
+            parallelize(make("mixtral"), Mesh({"expert": 4}), "ep-as-dp", dispatch=dispatch),
+        )
+        output = layer(mine)
+        output.hidden_states.sum().backward()
+        assert_same(output.hidden_states, whole(mine).hidden_states, scale=1.0)
 
-    run_ranks(check, 4)
-
-
-def masked_cases_of(config: MoEConfig) -> dict[str, tuple[Batch, Outcome]]:
-    """Padding of NaN at random places, and one sequence of padding only."""
-    batch = make_batch(config, "of the router", (4, 4))
-    mask = torch.rand(batch.x.shape[:2], generator=torch.Generator().manual_seed(3)) < 0.7
-    mask[3] = False
-    batch = replace(batch, x=batch.x.masked_fill(~mask.unsqueeze(2), float("nan")), token_mask=mask)
-    return {"padded": (batch, take_step(make_layer(config), batch))}
+    run_cases(check, 4, [(dispatch,) for dispatch in STRATEGIES])
 
 
-def test_capacity_of_whole_sequences() -> None:
-    """Slots fill an expert in the order of the tokens of a sequence, wherever the expert is."""
-    config = replace(FAMILIES["mixtral"], implementation="dense", capacity_factor=1.0)
-    layouts = [LAYOUTS[3], LAYOUTS[5], LAYOUTS[6]]
-    cases = cases_of(config)
-    assert all(outcome.stats.dropped > 0 for load, (_, outcome) in cases.items() if load != "even")
+@pytest.mark.usefixtures("collectives_are_not_compared")
+def test_recomputation_dispatches_each_chunk_once_more() -> None:
+    """Also without tokens; in a checkpoint it adds nothing, which recomputes the dispatch already."""
 
-    def check() -> None:
-        for layout, num_parts in layouts:
-            with named(layout):
-                check_steps(layout, NUM_EXPERTS // num_parts, config, "ring_of_experts", cases)
+    def check(name: str, frozen: tuple[str, ...]) -> None:
+        batch = make_batch(CONFIGS[name], "of the router", (2, 3))
+        part, num_chunks = batch.part((slice(2 * dist.get_rank(), 2),)), 1 if name == "capacity" else 2
+        options: dict[str, Any] = {"dispatch": "ring_of_experts", "num_chunks": num_chunks}
+        for kind in ("plain", "non-reentrant", "nested"):
+            counts = []
+            for recompute in ((), ("dispatch",)):
+                layer = parallelize(
+                    make(name, frozen=frozen), Mesh({"expert": 2}), "ep-as-dp", **options, recompute=recompute
+                )
+                with CountedCollectives(Mesh({"expert": 2})) as counted:
+                    take_step(layer, part, in_a_block(FORWARDS[kind], layer))
+                counts.append(sum(times for times, _ in counted.counts.values()))
+            assert counts[1] - counts[0] == (num_chunks if kind == "plain" else 0), (kind, counts)
 
-    run_ranks(check, 4)
-
-
-NUMBERS = [(4, 0, 0, 1), (0, 0, 0, 0), (0, 1, 2, 3)]
-
-
-@pytest.mark.parametrize("first", by_default(range(2), [0]))
-@pytest.mark.parametrize("turn", by_default(range(len(NUMBERS) * len(SENDING)), [0]))
-def test_ranks_with_other_numbers_of_sequences(turn: int, first: int) -> None:
-    """Each family with other numbers and another strategy in each turn, on one of two meshes."""
-    layouts = [MeshRules("ep-as-dp", {"expert": 4}), MeshRules("ep-as-dp", {"fsdp": 2, "expert": 2})]
-    cases = []
-    # The sizes of pools are drawn by the numbers of the sequences, which must be the same on all ranks.
-    configs = [config for family, config in FAMILIES.items() if family != "pools"]
-    for index, (config, num_chunks) in enumerate(zip(configs, itertools.cycle((1, 2, 2, 1, 2, 3))), start=turn):
-        sizes, dispatch = NUMBERS[index % len(NUMBERS)], SENDING[(index + turn // len(NUMBERS)) % len(SENDING)]
-        layout, batch = layouts[(index // 2 + first) % 2], make_batch(config, "of the router", (sum(sizes), 3))
-        cases.append((layout, config, num_chunks, sizes, dispatch, batch, take_step(make_layer(config), batch)))
-
-    def check() -> None:
-        for layout, config, num_chunks, sizes, dispatch, batch, expected in cases:
-            mesh, rules = Mesh(layout.sizes), LogicalRules.load(layout.rules)
-            begin = sum(sizes[: dist.get_rank()])
-            part = (slice(begin, begin + sizes[dist.get_rank()]),)
-            layer = make_layer(config)
-            shardings = parameter_shardings(layer, mesh, rules)
-            parallelize(layer, mesh, rules, dispatch=dispatch, num_chunks=num_chunks)
-            counts = spy(layer)
-            with named(layout, dispatch, config, sizes, num_chunks):
-                check_part(take_step(layer, batch.part(part)), expected, part, shardings)
-                assert counts == [NUM_EXPERTS // mesh.size("expert")] * num_chunks
-
-    run_ranks(check, 4)
-
-
-@pytest.mark.parametrize("intermediate_size", [8, 9])
-def test_shared_experts_in_parts_and_whole(intermediate_size: int) -> None:
-    """All ranks hold the same tokens: a shared expert of width 9 cannot be computed in two parts."""
-    layout = MeshRules("ep-tp", {"expert": 2})
-    config = replace(FAMILIES["deepseek_v3"], intermediate_size=intermediate_size, num_shared_experts=1)
-    cases = cases_of(config, LOADS[:1])
-
-    def check() -> None:
-        for dispatch in STRATEGIES:
-            with named(dispatch):
-                check_steps(layout, num_local_experts(dispatch, 2), config, dispatch, cases)
-
-    run_ranks(check, 2)
-
-
-@pytest.mark.parametrize("indices", by_default([(3, 12), (5, 9)], [(3, 12)]), ids=str)
-def test_bfloat16_within_its_rounding(indices: tuple[int, ...]) -> None:
-    """Rows are rounded once more on their way, and sums over ranks in another order."""
-    tolerance = 4 * torch.finfo(torch.bfloat16).eps
-    layouts = [LAYOUTS[index] for index in indices]
-    families = {family: FAMILIES[family] for family in ("deepseek_v3", "gpt_oss")}
-    cases = {family: cases_of(config, LOADS[:1], torch.bfloat16) for family, config in families.items()}
-
-    choices = pairwise([layouts, SENDING, list(families)])
-
-    def check() -> None:
-        for (layout, num_parts), dispatch, family in choices:
-            with named(layout, dispatch, family):
-                num_experts = num_local_experts(dispatch, num_parts)
-                check_steps(layout, num_experts, families[family], dispatch, cases[family], tolerance=tolerance)
-
-    run_ranks(check, 4)
+    run_cases(check, 2, [("mixtral", ()), ("llama4", ("experts",)), ("dense", ("experts",)), ("capacity", ())])
