@@ -17,7 +17,6 @@ from maxmoe.parallel import parallelize, token_sharding
 from maxmoe.sharding import Mesh
 from support.parallel_decoder import MeshRules
 from support.run_ranks import run_cases, run_ranks
-from support.sampling import by_default
 
 E, K, D, WEIGHT = 8, 2, 6, 0.5
 BATCH, LENGTH = 8, 5
@@ -86,7 +85,7 @@ def check_is_definition(num_micro_batches: int, forward: Callable[..., Any] | No
     torch.testing.assert_close(gradient, expected, rtol=1e-11, atol=1e-13)
 
 
-@pytest.mark.parametrize("num_micro_batches", [1, 2, 4, 8])
+@pytest.mark.parametrize("num_micro_batches", [1, 4])
 def test_is_its_definition(num_micro_batches: int) -> None:
     check_is_definition(num_micro_batches)
 
@@ -107,17 +106,6 @@ def test_a_whole_step_is_the_batch() -> None:
         _, step = accumulated(make(), batch(), valid, 1)
         _, whole = accumulated(make("batch"), batch(), valid, 1)
         torch.testing.assert_close(step, whole, rtol=1e-12, atol=1e-14)
-
-
-def test_micro_batches_come_closer_to_the_whole_batch() -> None:
-    """The gradient is nearer than with a loss per micro-batch, as the docs say."""
-    _, whole = accumulated(make("batch"), batch(), None, 1)
-
-    def distance(scope: str) -> float:
-        _, gradient = accumulated(make(scope), batch(), None, 8)
-        return float((gradient - whole).norm() / whole.norm())
-
-    assert distance("step") < 0.5 * distance("batch")
 
 
 def test_update_ends_the_step() -> None:
@@ -219,8 +207,7 @@ def test_ranks_of_a_mesh() -> None:
     run_cases(check, 4, [(layout,) for layout in layouts])
 
 
-@pytest.mark.parametrize("num_ranks", by_default([2, 4], [2]))
-def test_ranks_of_ddp(num_ranks: int) -> None:
+def test_ranks_of_ddp() -> None:
     """DDP averages the gradients, so each rank's loss has the counts of all ranks."""
     x = batch()
     losses, expected = accumulated(make(), x, None, 2)
@@ -228,14 +215,14 @@ def test_ranks_of_ddp(num_ranks: int) -> None:
     def check() -> None:
         layer = make()
         model = DistributedDataParallel(layer, find_unused_parameters=True)
-        parts = [part.chunk(num_ranks)[dist.get_rank()] for part in x.chunk(2)]
+        parts = [part.chunk(2)[dist.get_rank()] for part in x.chunk(2)]
         got, gradient = accumulated(layer, torch.cat(parts), None, 2, lambda part, _: model(part))
         mean = torch.tensor(got, dtype=torch.float64)
         dist.all_reduce(mean)
-        torch.testing.assert_close((mean / num_ranks).tolist(), losses, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close((mean / 2).tolist(), losses, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(gradient, expected, rtol=1e-11, atol=1e-13)
 
-    run_ranks(check, num_ranks)
+    run_ranks(check, 2)
 
 
 def evaluated(layer: MoE, x: Tensor, context: Callable[[], Any]) -> Any:

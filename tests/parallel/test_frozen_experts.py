@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -15,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import maxmoe
 from maxmoe.sharding import Mesh
-from support.run_ranks import run_ranks
+from support.run_ranks import run_cases
 
 PAGE = Path(__file__).parents[2] / "docs/how_to/surgery.md"
 BATCHES = torch.randn(3, 4, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -61,13 +60,13 @@ def trained(wrap: Any, rank: int, num_ranks: int) -> list[torch.Tensor]:
     return [before, after.full_tensor() if isinstance(after, DTensor) else after]
 
 
-@pytest.mark.parametrize("wrap", [ddp, fsdp2, expert_parallel, fully_sharded])
-def test_frozen_experts_keep_their_bits_and_the_others_are_those_of_one_process(wrap: Any) -> None:
-    def check() -> list[torch.Tensor]:
-        return trained(wrap, dist.get_rank(), 2)
-
+def test_frozen_experts_keep_their_bits_and_the_others_are_those_of_one_process() -> None:
     _, expected = trained(lambda model: model, 0, 1)
-    for before, after in run_ranks(check, 2):
+
+    def check(wrap: Any) -> None:
+        before, after = trained(wrap, dist.get_rank(), 2)
         assert torch.equal(after[1], before[1])
         assert not any(torch.equal(after[expert], before[expert]) for expert in (0, 2, 3))
         torch.testing.assert_close(after, expected, rtol=1e-7, atol=1e-10)
+
+    run_cases(check, 2, [(ddp,), (fsdp2,), (expert_parallel,), (fully_sharded,)])

@@ -1,20 +1,20 @@
-"""The parameters that FSDP2 shards, and that using FSDP2 changes nothing but the schedule."""
+"""The parameters that FSDP2 shards, and its modules; test_parallelize.py compares gradients."""
 
 import dataclasses
-import sys
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from maxmoe.models import Decoder
-from maxmoe.parallel import parallelize
-from maxmoe.parallel.plan.fsdp_units import blocks
+from maxmoe.parallel import Declaration, parallelize
+from maxmoe.parallel.plan.fsdp_units import blocks, fsdp_units
 from maxmoe.parallel.plan.planner import make_plan
 from maxmoe.sharding import LogicalRules, Mesh
 from support import small_decoder
-from support.run_ranks import run_ranks
+from support.run_ranks import fake_rank, run_ranks
 
 takes_larger_meshes = pytest.mark.skipif(
     not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"),
@@ -52,12 +52,6 @@ def test_fsdp_takes_nothing_where_its_ranks_have_the_same_tokens() -> None:
     assert taken(LogicalRules.load("pure-fsdp").override([("activation_batch", None)]), fsdp=2) == {}
 
 
-def test_blocks_are_the_children_of_outermost_lists() -> None:
-    model = decoder()
-    model.blocks[0].inner = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
-    assert list(blocks(model)) == list(model.blocks)
-
-
 @takes_larger_meshes
 @pytest.mark.parametrize(("axis", "rules"), [("fsdp", "pure-fsdp"), ("expert", "ep-as-dp")])
 def test_hooks_on_parameters_run_or_are_refused(axis: str, rules: str) -> None:
@@ -80,17 +74,6 @@ def test_hooks_on_parameters_run_or_are_refused(axis: str, rules: str) -> None:
     run_ranks(check, 2)
 
 
-def gradients(model: Decoder, rules: str, sizes: dict[str, int]) -> dict[str, Tensor]:
-    """Parallelize a model, and return the gradients of one step on the tokens of this rank."""
-    mesh = Mesh(sizes)
-    parallelize(model, mesh, rules)
-    torch.manual_seed(mesh.rank or 0)
-    output = model(torch.randint(8, (2, 5)))
-    (output.logits.square().sum() + output.aux_loss).backward()
-    return {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
-
-
-@pytest.mark.sampled(2)
 @takes_larger_meshes
 @pytest.mark.parametrize(
     ("rules", "sizes", "units"),
@@ -101,17 +84,52 @@ def gradients(model: Decoder, rules: str, sizes: dict[str, int]) -> dict[str, Te
         ("shard-exp-on-fsdp", {"fsdp": 2, "expert": 2}, ["blocks.1", "blocks.2"]),
     ],
 )
-def test_gradients_are_those_without_fsdp(
-    rules: str, sizes: dict[str, int], units: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def compare() -> list[str]:
-        model = decoder()
-        with_fsdp = gradients(model, rules, sizes)
-        found = [name for name, child in model.named_modules() if isinstance(child, FSDPModule)]
-        monkeypatch.setattr(sys.modules["maxmoe.parallel.plan.planner"], "fsdp_axes", lambda *_: ())
-        for name, expected in gradients(decoder(), rules, sizes).items():
-            torch.testing.assert_close(with_fsdp[name], expected, rtol=1e-12, atol=1e-14, msg=f"{name}: {{}}".format)
-        return found
+def test_blocks_with_parameters_of_fsdp_are_its_modules(rules: str, sizes: dict[str, int], units: list[str]) -> None:
+    with fake_rank(0, Mesh.planned(sizes).num_ranks):
+        model = parallelize(decoder(), Mesh(sizes), rules)
+        assert [name for name, child in model.named_modules() if isinstance(child, FSDPModule)] == units
 
-    for found in run_ranks(compare, Mesh.planned(sizes).num_ranks):
-        assert found == units
+
+class Lists(nn.Module):
+    """Has parameters and modules in lists and dicts."""
+
+    declaration = Declaration(
+        logical_names={
+            "matrices.0": ("embed", None),
+            "blocks.0.0": ("embed", None),
+            "blocks.1.block.0.weight": (None, "embed"),
+            "blocks.2.0.weight": ("embed", None),
+        }
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrices = nn.ParameterList([nn.Parameter(torch.randn(8, 8))])
+        held = nn.ParameterList([nn.Parameter(torch.randn(8, 8))])
+        one, other = (nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+        self.blocks = nn.ModuleList([held, nn.ModuleDict({"block": one}), other])
+
+
+def test_parameters_in_lists_belong_to_the_root_module() -> None:
+    lists: Any = Lists()
+    assert set(fsdp_units(lists)[lists]) == {"matrices.0", "blocks.0.0"}
+    assert list(blocks(lists)) == [lists.blocks[1]["block"], lists.blocks[2]]
+    with fake_rank(0, 2):
+        parallelize(lists, Mesh({"fsdp": 2}), "pure-fsdp", allow_unused=True)
+        managed = [path for path, module in lists.named_modules() if isinstance(module, FSDPModule)]
+        assert managed == ["", "blocks.1.block", "blocks.2"]
+
+
+@pytest.mark.parametrize("declared", [False, True])
+def test_who_gathers(declared: bool) -> None:
+    """The module that reads a parameter, or the FSDP unit around it."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16)
+    if declared:
+        layer.declaration = Declaration(fsdp_unit=True)  # type: ignore[assignment]
+    units = fsdp_units(layer)
+    attention = {"in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias"}
+    if declared:
+        assert units.keys() == {layer} and {f"self_attn.{name}" for name in attention} <= units[layer].keys()
+    else:
+        assert units[layer.self_attn].keys() == attention and layer not in units
+        assert units[layer.linear1] == {"weight": "linear1.weight", "bias": "linear1.bias"}

@@ -1,4 +1,7 @@
-"""Scales, skipped steps and weights on meshes, against one process whose gradients overflow in the same steps."""
+"""Scales, skipped steps and weights on meshes, against one process whose gradients overflow in the same steps.
+
+test_parallelize.py compares presets.
+"""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -18,10 +21,10 @@ from maxmoe.optim import Muon, parameter_groups
 from maxmoe.parallel import GradScaler, clip_grad_norm_, parallelize
 from maxmoe.parallel.grad_scaler import refuse_wrong_scalers
 from maxmoe.sharding import LogicalRules, Mesh
-from support.parallel_decoder import BLOCK, LocalSGD, MeshRules, batch, decoder, layouts, loss, token_spec
+from support.parallel_decoder import batch, decoder, loss, token_spec
 from support.parts import assert_same, part_by_definition
 from support.run_ranks import run_cases, run_ranks
-from support.sampling import by_default
+from support.trained_decoders import overflow
 
 SCALE = 2.0**10
 OPTIONS = {"init_scale": SCALE, "growth_interval": 2}  # the scale grows after two steps
@@ -43,9 +46,9 @@ def trained(
 ) -> Training:
     """One step for each of `overflows`, which write infinite gradients."""
     scales = []
-    for overflow in overflows:
+    for make_infinite in overflows:
         backward(scaler)
-        overflow()
+        make_infinite()
         for optimizer in optimizers:
             scaler.step(optimizer)
         scaler.update()
@@ -63,65 +66,10 @@ def nothing() -> None:
     pass
 
 
-def overflow(parameter: Tensor, rank: int | None = None) -> None:
-    """Make the gradient on one rank infinite, or on all ranks if `rank` is None."""
-    gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-    assert gradient is not None
-    if rank is None or dist.get_rank() == rank:
-        gradient.fill_(float("inf"))
-
-
 def check(found: Training, expected: Training) -> None:
     assert found.scales == expected.scales
     for name, weight in found.weights.items():
         assert_same(weight, expected.weights[name], name)
-
-
-def decoder_in_one_process(num_overflows: int) -> Training:
-    model, (tokens, targets) = decoder(BLOCK), batch()
-    return trained(
-        model,
-        [LocalSGD(model)],
-        lambda scaler: scaler.scale(loss(model(tokens), targets)).backward(),
-        torch.amp.GradScaler("cpu", **OPTIONS),
-        [nothing, *[partial(overflow, model.output.weight)] * num_overflows, nothing, nothing],
-    )
-
-
-def check_layout(layout: MeshRules, expected: Training) -> None:
-    """A matrix of the experts is infinite on each rank in turn, then the embedding, which comes first, on the last."""
-    mesh, rules = Mesh(layout.sizes), LogicalRules.load(layout.rules)
-    spec = token_spec(mesh, rules)
-    tokens, targets = (part_by_definition(tensor, spec, mesh) for tensor in batch())
-    model = parallelize(decoder(BLOCK), mesh, rules)
-    first, *_ = model.parameters()
-    experts = next(each for name, each in model.named_parameters() if name.endswith("experts.up_proj"))
-    found = trained(
-        model,
-        [LocalSGD(model)],
-        lambda scaler: scaler.scale(loss(model(tokens), targets)).backward(),
-        GradScaler("cpu", **OPTIONS),
-        [
-            nothing,
-            *(partial(overflow, experts, rank) for rank in range(mesh.num_ranks)),
-            partial(overflow, first, mesh.num_ranks - 1),
-            nothing,
-            nothing,
-        ],
-    )
-    check(found, expected)
-
-
-@pytest.mark.parametrize("turn", by_default(range(2), [0]))
-@pytest.mark.parametrize("world_size", by_default([2, 4], [2]))
-def test_every_preset(world_size: int, turn: int) -> None:
-    """Every second one in each turn. An overflow on one rank skips the step on all."""
-    expected = decoder_in_one_process(world_size + 1)
-    smallest = SCALE / 2 ** (world_size + 1)
-    assert expected.scales[-3:] == [(smallest, 0), (smallest, 1), (2 * smallest, 0)]
-    run_cases(
-        partial(check_layout, expected=expected), world_size, [(layout,) for layout in layouts(world_size)[turn::2]]
-    )
 
 
 def rows() -> nn.Sequential:
@@ -180,23 +128,23 @@ def fused(model: nn.Module) -> list[Optimizer]:
     return [Adam(layers.parameters(), lr=0.1, fused=True) for layers in (nn.ModuleList(model[:3]), model[3])]
 
 
-@pytest.mark.parametrize("make", [one, several, fused])
-def test_optimizers_with_parameters_of_all_kinds(make: Callable[[nn.Module], list[Optimizer]]) -> None:
+def test_optimizers_with_parameters_of_all_kinds() -> None:
     """FSDP2, replicated DTensors, another mesh and plain parameters; the last rank alone overflows, then both."""
-    expected = rows_in_one_process(make)
+    makers = (one, several, fused)
+    expected = [rows_in_one_process(make) for make in makers]
 
-    def check_rows() -> None:
+    def check_rows(number: int) -> None:
         model = sharded_rows()
         found = trained(
             model,
-            make(model),
+            makers[number](model),
             lambda scaler: backward_of_rows(model, scaler),
             GradScaler("cpu", **OPTIONS),
             [nothing, partial(overflow, model[2].weight, 1), partial(overflow, model[2].weight), nothing],
         )
-        check(found, expected)
+        check(found, expected[number])
 
-    run_ranks(check_rows, 2)
+    run_cases(check_rows, 2, [(0,), (1,), (2,)])
 
 
 def test_torch_scaler_raises_where_ranks_would_differ() -> None:

@@ -1,13 +1,30 @@
-"""The tokens of a batch that a rank has."""
+"""The tokens of a batch that a rank has, also none."""
+
+import itertools
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import maxmoe
 from maxmoe.nn import LocalTokens
-from maxmoe.parallel import token_group, token_sharding
+from maxmoe.parallel import Dispatch, parallelize, token_group, token_sharding
 from maxmoe.sharding import LogicalRules, Mesh, NamedSharding, P
-from support.parallel_decoder import BATCH, LENGTH, MeshRules, layouts, token_spec
-from support.run_ranks import run_ranks
+from support.parallel_decoder import (
+    BATCH,
+    BLOCK,
+    LENGTH,
+    MOE,
+    MeshRules,
+    batch,
+    decoder,
+    layouts,
+    loss,
+    step_of_one_process,
+    token_spec,
+)
+from support.parts import assert_same
+from support.run_ranks import run_cases, run_ranks
 
 
 @pytest.mark.parametrize(
@@ -55,3 +72,35 @@ def test_numbers_of_tokens_are_those_of_one_process_for_any_lengths() -> None:
 def test_unknown_preset() -> None:
     with pytest.raises(ValueError, match=r"there is no preset 'fsdp', only .*pure-fsdp"):
         token_sharding(Mesh.planned({"fsdp": 2}), "fsdp")
+
+
+def test_ranks_with_few_sequences_and_with_none() -> None:
+    expected = step_of_one_process(BLOCK)
+
+    def check() -> None:
+        model, sizes = parallelize(decoder(BLOCK), Mesh({"fsdp": 4}), "pure-fsdp"), (0, 1, 7, 0)
+        tokens, targets = (whole.split(sizes)[dist.get_rank()] for whole in batch())
+        output = model(tokens)
+        loss(output, targets).backward()
+        assert_same(output.logits, expected.output.logits.split(sizes)[dist.get_rank()])
+        assert_same(output.aux_loss, expected.output.aux_loss)
+        for name, parameter in model.named_parameters():
+            assert_same(parameter.grad.full_tensor(), expected.gradients[name], name)
+
+    run_ranks(check, 4)
+
+
+def test_the_replayed_routing_of_a_rank_without_tokens() -> None:
+    tokens, _ = batch()
+
+    def check(dispatch: Dispatch, shape: tuple[int, int]) -> None:
+        mine = tokens.new_zeros(shape) if dist.get_rank() else tokens
+        model = parallelize(decoder(BLOCK), Mesh({"expert": 2}), "ep-as-dp", dispatch=dispatch)
+        with maxmoe.record_routing(model) as record:
+            model(mine)
+        with maxmoe.record_routing(model) as again, maxmoe.replay_routing(model, record):
+            model(mine).logits.sum().backward()
+        (ids,), (same,) = record.calls["blocks.0.feed_forward"], again.calls["blocks.0.feed_forward"]
+        assert ids.equal(same) and ids.shape == (*mine.shape, MOE.top_k)
+
+    run_cases(check, 2, itertools.product(("ring_of_experts", "ragged_all_to_all"), ((0, 6), (2, 0))))

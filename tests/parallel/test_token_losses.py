@@ -1,6 +1,5 @@
-"""Losses on a mesh: of the layer and of the training script, with padding and gradient accumulation, in float64."""
+"""The loss of a training script on a mesh: `mean_over_tokens`, with padding and gradient accumulation."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,25 +11,12 @@ from maxmoe import MoE, MoEConfig, parallelize
 from maxmoe.nn import count_tokens
 from maxmoe.parallel import token_group, token_sharding
 from maxmoe.sharding import Mesh
-from support.parallel_decoder import MeshRules
 from support.parts import assert_same
 from support.run_ranks import run_ranks
 
 CONFIG = MoEConfig(
     hidden_size=8, intermediate_size=4, num_experts=4, top_k=2, score_function="sigmoid", num_shared_experts=1
 )
-LOSSES: dict[str, dict[str, Any]] = {
-    "sequence": {"load_balance_loss_weight": 0.3},
-    "batch": {"load_balance_loss_weight": 0.3, "load_balance_scope": "batch"},
-    "z": {"router_z_loss_weight": 0.2},
-}
-LAYOUTS = [
-    MeshRules("ep-as-dp", {"fsdp": 2, "expert": 2}),
-    MeshRules("ep-as-cp", {"fsdp": 2, "expert": 2}),
-    MeshRules("cp-as-ep", {"context": 2, "expert": 2}),
-    MeshRules("ep-tp", {"data": 2, "expert": 2}),
-    MeshRules("default", {"fsdp": 2, "context": 2}),
-]
 SHAPE = (8, 12)
 
 
@@ -53,32 +39,6 @@ def step(model: Any, x: Tensor, mask: Tensor | None, **options: Any) -> tuple[Te
     loss = maxmoe.mean_over_tokens(output.hidden_states.square().sum(-1), mask, **options)
     (loss + output.aux_loss).backward()
     return loss, output.aux_loss, *output.stats
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("padded", [False, True], ids=["all valid", "padded"])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_every_loss_and_statistic_is_that_of_one_process(layout: MeshRules, padded: bool) -> None:
-    x, mask = batch()
-    wholes = {name: layer(replace(CONFIG, **losses)) for name, losses in LOSSES.items()}
-    results = {
-        name: [value.detach() for value in step(whole, x, mask if padded else None)] for name, whole in wholes.items()
-    }
-
-    def check() -> None:
-        mesh = Mesh(layout.sizes)
-        part = token_sharding(mesh, layout.rules).slices(SHAPE)
-        for name, losses in LOSSES.items():
-            config, whole, expected = replace(CONFIG, **losses), wholes[name], results[name]
-            ours = parallelize(layer(config), mesh, layout.rules)
-            tokens = token_group(mesh, layout.rules)
-            got = step(ours, x[part], mask[part] if padded else None, tokens=tokens)
-            for index, (actual, wanted) in enumerate(zip(got, expected, strict=True)):
-                torch.testing.assert_close(actual, wanted, rtol=1e-13, atol=0, msg=f"{name} {index}: {{}}".format)
-            for path, parameter in whole.named_parameters():
-                assert_same(ours.get_parameter(path).grad.full_tensor(), parameter.grad, f"{name} {path}")
-
-    run_ranks(check, 4)
 
 
 def test_gradient_accumulation_is_one_large_batch() -> None:

@@ -173,6 +173,8 @@ class LocalSGD(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
                 shard, gradient = (
                     tensor.to_local() if isinstance(tensor, DTensor) else tensor
                     for tensor in (parameter, parameter.grad)
