@@ -17,13 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 import maxmoe
 from maxmoe import MoE, MoEFeedForward, MoEOutput, StatsAccumulator
-from maxmoe.parallel import parallelize
-from maxmoe.parallel.plan.dispatch_plan import Dispatch
-from maxmoe.sharding import LogicalRules, Mesh
+from maxmoe.expert_load import StepStats
 from support.moe_layers import DEEPSEEK, make, tokens
 from support.operator_checks import compile_whole
-from support.parallel_decoder import token_spec
-from support.parts import part_by_definition
 from support.run_ranks import run_cases, run_ranks
 
 OPTIONS = {**DEEPSEEK, "num_experts": 12, "correction_bias_update_rate": 0.25}
@@ -190,50 +186,28 @@ def test_a_model_without_layers() -> None:
         StatsAccumulator(nn.Linear(2, 2))
 
 
-@pytest.mark.filterwarnings("ignore:no rule for the logical name")
-def test_ranks_add_up_to_one_process() -> None:
-    """DDP averages gradients and its layers report the tokens of a rank; `parallelize` sums, its layers report all."""
+def test_ranks_of_ddp_add_up_to_one_process() -> None:
+    """DDP averages gradients, and its layers report the tokens of a rank; parallel/test_parallelize.py has meshes."""
     x = torch.randn(4, 6, 7, dtype=torch.float64)
 
-    def train(model: nn.Module, batches: list[Tensor], num_tokens: int) -> tuple[list[Tensor], Any]:
+    def train(model: nn.Module, batch: Tensor) -> tuple[list[Tensor | None], StepStats]:
         accumulator = StatsAccumulator(model)
-        for batch in batches:
-            (model(batch).sin().sum() / num_tokens).backward()
-        gradients = [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in model.parameters()]
-        return gradients, accumulator.update()
+        (model(batch).sin().sum() / batch[..., 0].numel()).backward()
+        return [parameter.grad for parameter in model.parameters()], accumulator.update()
 
     whole = block()
-    expected_gradients, expected = train(whole, [x], 24)
+    gradients, expected = train(whole, x)
     assert not bias_of(block()).equal(bias_of(whole))
 
-    def ddp() -> Any:
+    def check() -> None:
         model = block()
-        part = x.split(2)[torch.distributed.get_rank()]
-        gradients, step = train(DistributedDataParallel(model), [part], 12)
-        return gradients, step.aux_loss, step.layers["moe"].tokens_per_expert, bias_of(model)
+        found, step = train(DistributedDataParallel(model), x.split(2)[dist.get_rank()])
+        torch.testing.assert_close(step.aux_loss, expected.aux_loss, rtol=1e-13, atol=0)
+        assert step.layers["moe"].tokens_per_expert.equal(expected.layers["moe"].tokens_per_expert)
+        assert bias_of(model).equal(bias_of(whole))
+        torch.testing.assert_close(found, gradients, rtol=1e-11, atol=1e-13)
 
-    def mesh(sizes: dict[str, int], dispatch: Dispatch) -> Any:
-        rules, mesh = LogicalRules.load("shard-exp-on-fsdp"), Mesh(sizes)
-        model = parallelize(block(), mesh, rules, dispatch=dispatch)
-        part = part_by_definition(x, token_spec(mesh, rules), mesh)
-        gradients, step = train(model, [part], 24)
-        return gradients, step.aux_loss, step.layers["moe"].tokens_per_expert, bias_of(model)
-
-    meshes: list[tuple[dict[str, int], Dispatch]] = [
-        ({"fsdp": 2}, "auto"),
-        ({"expert": 2}, "ring_of_experts"),
-        ({"expert": 2}, "ragged_all_to_all"),
-        ({"expert": 2}, "gather_weights"),
-    ]
-
-    def check(run: Callable[..., Any], *arguments: Any) -> None:
-        gradients, aux_loss, counts, bias = run(*arguments)
-        torch.testing.assert_close(aux_loss, expected.aux_loss, rtol=1e-13, atol=0)
-        assert counts.equal(expected.layers["moe"].tokens_per_expert) and bias.equal(bias_of(whole))
-        for gradient, other in zip(gradients, expected_gradients, strict=True):
-            torch.testing.assert_close(gradient, other, rtol=1e-11, atol=1e-13)
-
-    run_cases(check, 2, [(ddp,), *((mesh, *arguments) for arguments in meshes)])
+    run_ranks(check, 2)
 
 
 def test_an_update_within_join_is_refused() -> None:

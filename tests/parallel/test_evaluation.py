@@ -23,7 +23,7 @@ from maxmoe.sharding import Mesh
 from support.counted_collectives import CountedCollectives
 from support.parallel_decoder import BLOCK, MeshRules, decoder
 from support.parallel_decoder import batch as token_ids
-from support.run_ranks import run_cases, run_ranks
+from support.run_ranks import run_cases
 
 SIZES: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 4, "num_experts": 4, "top_k": 2}
 BALANCE = {"load_balance_loss_weight": 0.3}
@@ -161,13 +161,12 @@ def test_one_rank_evaluates_alone_where_ranks_share_no_work() -> None:
     run_cases(check, 2, TOGETHER)
 
 
-@pytest.mark.parametrize("scope", SCOPES)
-def test_losses_and_statistics_without_a_backward_are_those_of_the_tokens_of_this_rank(scope: str) -> None:
+def test_losses_and_statistics_without_a_backward_are_those_of_the_tokens_of_this_rank() -> None:
     """With the scope "step" the loss equals the loss of the scope "batch": an evaluation belongs to no step."""
     x, mask = batch()
     options: dict[str, Any] = {**BALANCE, "router_z_loss_weight": 0.2, "score_function": "sigmoid"}
 
-    def check(layout: MeshRules, dispatch: Dispatch) -> None:
+    def check(scope: str, layout: MeshRules, dispatch: Dispatch) -> None:
         mesh = Mesh(layout.sizes)
         part = token_sharding(mesh, layout.rules).slices(x.shape[:2])
         of_one = make(**options, load_balance_scope="batch" if scope == "step" else scope)(x[part], mask[part])
@@ -179,7 +178,7 @@ def test_losses_and_statistics_without_a_backward_are_those_of_the_tokens_of_thi
         for found, expected in zip((output.aux_loss, *output.stats), (of_one.aux_loss, *of_one.stats), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
 
-    run_cases(check, 2, LAYOUTS[SCOPES.index(scope) :: 3])
+    run_cases(check, 2, [(SCOPES[number % 3], *layout) for number, layout in enumerate(LAYOUTS)])
 
 
 def test_the_slots_that_the_ranks_drop_add_up() -> None:
@@ -202,12 +201,11 @@ def test_the_slots_that_the_ranks_drop_add_up() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")  # a warning of torch, under no_grad
-@pytest.mark.parametrize("scope", SCOPES)
-def test_a_reentrant_checkpoint_trains_although_its_forward_has_no_gradients(scope: str) -> None:
+def test_a_reentrant_checkpoint_trains_although_its_forward_has_no_gradients() -> None:
     """The returned loss is the loss of all ranks; under no_grad a forward is an evaluation as well."""
     x, _ = batch()
 
-    def check() -> None:
+    def check(scope: str) -> None:
         mesh, rules = Mesh({"data": 2}), DATA[0].rules
         part = x[token_sharding(mesh, rules).slices(x.shape[:2])]
         layer = parallelize(make(**BALANCE, load_balance_scope=scope), mesh, rules)
@@ -225,4 +223,4 @@ def test_a_reentrant_checkpoint_trains_although_its_forward_has_no_gradients(sco
         with torch.no_grad():
             assert not counted(mesh, checkpointed)
 
-    run_ranks(check, 2)
+    run_cases(check, 2, [(scope,) for scope in SCOPES])

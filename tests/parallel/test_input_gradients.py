@@ -48,16 +48,6 @@ def test_every_rank_names_the_input() -> None:
     run_cases(check, 2, [(*case, number % 2 == 0) for number, case in enumerate(CASES)])
 
 
-def test_inputs_that_need_no_gradient_on_any_rank() -> None:
-    def check() -> None:
-        layer, mesh = make_layer(FAMILIES[FAMILY]), Mesh({"expert": 2})
-        whole = make_batch(FAMILIES[FAMILY], "of the router")
-        parallelize(layer, mesh, "ep-as-dp")
-        layer(whole.x[token_sharding(mesh, "ep-as-dp").slices(whole.x.shape[:2])]).hidden_states.sum().backward()
-
-    run_ranks(check, 2)
-
-
 class TwoInputs(nn.Module):
     """A layer whose second input is optional, a keyword, or in a tuple."""
 

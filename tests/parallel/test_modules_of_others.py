@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from maxmoe import MoE, MoEConfig, MoEFeedForward
 from maxmoe.models.blocks import FeedForward
 from maxmoe.nn import MoEOutput
 from maxmoe.ops import Projection, gmm
 from maxmoe.parallel import Declaration, parallelize
+from maxmoe.parallel.plan.fsdp_units import blocks, fsdp_units
 from maxmoe.quantization import QuantizedWeight, quantize
 from maxmoe.sharding import LogicalRules, Mesh
 from support.parallel_decoder import LocalSGD, MeshRules
@@ -167,7 +169,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-# Modules of torch, without a declaration
+# Modules of torch, of which only the lists are declared
 
 
 class Calling(nn.Module):
@@ -185,6 +187,17 @@ class Calling(nn.Module):
 
 class Lists(nn.Module):
     """Reads parameters that are in lists and dicts, and calls modules in them."""
+
+    declaration = Declaration(
+        logical_names={
+            "matrices.0": ("embed", None),
+            "matrices.1": (None, "embed"),
+            "vectors.bias": ("embed",),
+            "blocks.0.0": ("embed", None),
+            "blocks.1.block.0.weight": (None, "embed"),
+            "blocks.2.0.weight": ("embed", None),
+        }
+    )
 
     def __init__(self) -> None:
         super().__init__()
@@ -311,6 +324,16 @@ def four_ranks() -> Iterator[Case]:
 @each_topic(users=two_ranks(MODELS), torch=two_ranks(OF_TORCH), others=four_ranks())
 def test_ranks_compute_what_one_process_does(cases: list[Case]) -> None:
     check_cases(cases)
+
+
+def test_parameters_in_lists_belong_to_the_root_module() -> None:
+    lists: Any = Lists()
+    assert set(fsdp_units(lists)[lists]) == {"matrices.0", "matrices.1", "vectors.bias", "blocks.0.0"}
+    assert list(blocks(lists)) == [lists.blocks[1]["block"], lists.blocks[2]]
+    with fake_rank(0, 2):
+        parallelize(lists, Mesh({"fsdp": 2}), "pure-fsdp", allow_unused=True)
+        managed = [path for path, module in lists.named_modules() if isinstance(module, FSDPModule)]
+        assert managed == ["", "blocks.1.block", "blocks.2"]
 
 
 def test_parts_of_a_module_must_add_up_to_a_tensor() -> None:

@@ -32,6 +32,7 @@ from support.trained_decoders import (
     accumulated,
     adapted,
     clipped,
+    counted,
     padded,
     partly_frozen,
     quantized,
@@ -40,6 +41,7 @@ from support.trained_decoders import (
     scaled,
     step,
     with_adamw,
+    with_frozen_expert,
 )
 
 EXPERT = MeshRules("ep-as-dp", {"fsdp": 2, "expert": 2})
@@ -146,6 +148,22 @@ def batches() -> Iterator[Case]:
         yield Case(name, EXPERT, model, train, options=RING, slow=True)
 
 
+def load() -> Iterator[Case]:
+    """Statistics of a step with two micro-batches, which move biases and balance losses."""
+    moved = replace(BLOCK, moe=replace(MOE, correction_bias_update_rate=0.25))
+    over_step = replace(BLOCK, moe=replace(MOE, load_balance_scope="step"))
+    on_experts = MeshRules("ep-as-dp", {"expert": 2})
+    for options in (RING, RAGGED, GATHER):
+        claim = f"counts of each micro-batch once, {options['dispatch']}"
+        yield Case(claim, on_experts, made(decoder, moved), counted, options=options)
+    yield Case("counts of ranks that gather", MeshRules("pure-fsdp", {"fsdp": 2}), made(decoder, moved), counted)
+    yield Case("balance over a step", on_experts, made(decoder, over_step), counted)
+    for layout in (CUT, REPLICATED, PARTS):
+        yield Case("balance over a step", layout, made(decoder, over_step), counted, slow=layout is PARTS)
+    for layout in (on_experts, MeshRules("pure-fsdp", {"fsdp": 2})):
+        yield Case("the hook of the documentation freezes an expert", layout, made(decoder, BLOCK), with_frozen_expert)
+
+
 def scales() -> Iterator[Case]:
     block, by_default = made(decoder, BLOCK), ("pure-fsdp", "ep-as-dp", "default")
     for layout in layouts(2):
@@ -177,7 +195,7 @@ def quantized_experts() -> Iterator[Case]:
     ):
         model = made(quantized_and_adapted, format, config)
         yield Case(f"{format} with {options}", layout, model, step, options=options | in_turn)
-        others = GATHER | {} if options is LEAST_LOADED else options
+        others = GATHER if options is LEAST_LOADED else options
         other = REPLICATED if layout is EXPERT else EXPERT
         yield Case(f"{format} with {options}", other, model, step, options=others | in_turn, slow=True)
 
@@ -211,6 +229,7 @@ def adapters() -> Iterator[Case]:
     residual_stream=residual_stream(),
     recomputation=recomputation(),
     batches=batches(),
+    load=load(),
     scales=scales(),
     quantized_experts=quantized_experts(),
     adapters=adapters(),

@@ -2,22 +2,19 @@
 
 import operator
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from maxmoe.adapters import packed_as_by_peft
 from maxmoe.models import Decoder
 from maxmoe.models.decoder import DecoderOutput
 from maxmoe.parallel import Declaration, parallelize
-from maxmoe.sharding import LogicalRules, Mesh
-from support.parallel_decoder import BLOCK, batch, decoder, loss, token_spec
-from support.parts import assert_same, part_by_definition
-from support.run_ranks import run_cases, run_ranks
+from maxmoe.sharding import Mesh
+from support.parallel_decoder import BLOCK, MeshRules, batch, decoder, loss
+from support.run_ranks import run_ranks
+from support.steps_on_ranks import Case, Part, Results, check_cases, made
 from support.trained_decoders import add_adapters
 
 
@@ -51,57 +48,39 @@ class WithHead(Wrapper):
         return output._replace(logits=self.head(output.logits) * self.scale)
 
 
-def inner(model: nn.Module) -> Decoder:
-    return next(module for module in model.modules() if isinstance(module, Decoder))
-
-
-def generated(model: nn.Module) -> Tensor:
-    return inner(model).generate(torch.arange(3).unsqueeze(0), 4, temperature=0)
+def wrapped(wrap: Callable[[Decoder], nn.Module]) -> nn.Module:
+    return wrap(decoder(BLOCK))
 
 
 def interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    return found
+def generation(model: nn.Module, part: Part) -> Results:
+    """Generation before and between steps of training, also after an interruption."""
+    inner = next(module for module in model.modules() if isinstance(module, Decoder))
+    tokens, targets = map(part, batch())
+    for _ in range(2):
+        stored = list(model.parameters())
+        hook = inner.blocks[0].register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            inner.generate(tokens[:1], 4)
+        hook.remove()
+        generated = inner.generate(torch.arange(3).unsqueeze(0), 4, temperature=0)
+        assert all(map(operator.is_, model.parameters(), stored))
+        loss(model(tokens), targets).backward()
+    return Results(of_all={"generated": generated})
 
 
 def test_the_model_in_a_wrapper_generates() -> None:
-    """Before and between steps of training, whose gradients equal one process's, also after an interruption."""
-    wrappers: list[Callable[[Decoder], Any]] = [WithHead, add_adapters]
-    expected = []
-    for wrap in wrappers:
-        whole, (tokens, targets) = wrap(decoder(BLOCK)), batch()
-        loss(whole(tokens), targets).backward()
-        expected.append((gradients(whole), generated(whole)))
-
-    def check(number: int, preset: str) -> None:
-        mesh, rules = Mesh({"fsdp": 2}), LogicalRules.load(preset)
-        model, (of_one_process, tokens_alone) = wrappers[number](decoder(BLOCK)), expected[number]
-        parallelize(model, mesh, rules)
-        assert any(isinstance(module, FSDPModule) for module in model.modules())
-        tokens, targets = (part_by_definition(tensor, token_spec(mesh, rules), mesh) for tensor in batch())
-        for _ in range(2):
-            stored = list(model.parameters())
-            hook = inner(model).blocks[0].register_forward_hook(interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                generated(model)
-            hook.remove()
-            assert all(map(operator.is_, model.parameters(), stored))
-            assert torch.equal(generated(model), tokens_alone)
-            assert all(map(operator.is_, model.parameters(), stored))
-            loss(model(tokens), targets).backward()
-            found = gradients(model)
-            assert found.keys() == of_one_process.keys()
-            for name, gradient in found.items():
-                whole = gradient.full_tensor()
-                whole = packed_as_by_peft(name, whole) if "lora_" in name else whole
-                assert_same(whole, of_one_process[name], name)
-
-    run_cases(check, 2, [(0, "pure-fsdp"), (1, "ep-as-dp")])
+    fsdp = {"fsdp": 2}
+    with_head, adapted = made(wrapped, WithHead), made(wrapped, add_adapters)
+    check_cases(
+        [
+            Case("parameters of its own", MeshRules("pure-fsdp", fsdp), with_head, generation),
+            Case("adapters", MeshRules("ep-as-dp", fsdp), adapted, generation),
+        ]
+    )
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")

@@ -230,21 +230,6 @@ def test_peak_memory_is_the_model_and_one_quantized_stack() -> None:
     assert more < 0.27 * stack + 2 * stack / 24 + 48 * 2**20, f"{more / 2**20:.0f} MiB"
 
 
-PEFT_IMPORTED_LATER = """
-import maxmoe, torch
-model = torch.nn.Sequential(maxmoe.MoE(maxmoe.MoEConfig(hidden_size=64, intermediate_size=64, num_experts=2, top_k=1)))
-maxmoe.quantize_experts(model.requires_grad_(False), "mxfp4")
-from peft import LoraConfig, get_peft_model
-model = get_peft_model(model, LoraConfig(r=2, target_modules=[], target_parameters=["experts.up_proj"]))
-print(sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad))
-"""
-
-
-@pytest.mark.slow
-def test_peft_finds_the_weights_if_it_is_imported_later() -> None:
-    assert int(programs.printed(programs.python(PEFT_IMPORTED_LATER))) == 2 * 2 * (64 + 64)
-
-
 def test_merged_adapters_are_refused() -> None:
     """PEFT could not subtract them again, and would add them twice."""
     model = adapted(nn.Sequential(layer()))

@@ -5,7 +5,6 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -22,11 +21,12 @@ from support.parts import assert_same, part_by_definition
 from support.run_ranks import run_cases
 
 
-class Results(NamedTuple):
+@dataclass(frozen=True)
+class Results:
     """What a training returns beside gradients and parameters: of the tokens of this rank, and of all tokens."""
 
-    of_tokens: Mapping[str, Tensor] = MappingProxyType({})
-    of_all: Mapping[str, Tensor] = MappingProxyType({})
+    of_tokens: dict[str, Tensor] = field(default_factory=dict)
+    of_all: dict[str, Tensor] = field(default_factory=dict)
 
 
 Part = Callable[[Tensor], Tensor]
@@ -106,13 +106,11 @@ def check_case(case: Case, expected: Expected) -> None:
     spec = token_spec(mesh, rules)
     with moving_experts(True) if case.options.get("dispatch") == "least_loaded" else nullcontext():
         results = case.train(model, lambda whole: part_by_definition(whole, spec, mesh))
-    for found, wanted in zip(results, expected.results, strict=True):
+    parts = {name: part_by_definition(whole, spec, mesh) for name, whole in expected.results.of_tokens.items()}
+    for found, wanted in ((results.of_tokens, parts), (results.of_all, expected.results.of_all)):
         assert found.keys() == wanted.keys()
-    for name, tensor in results.of_tokens.items():
-        wanted = part_by_definition(expected.results.of_tokens[name], spec, mesh)
-        assert_same(tensor, wanted, name, tolerance=case.tolerance)
-    for name, tensor in results.of_all.items():
-        assert_same(tensor, expected.results.of_all[name], name, tolerance=case.tolerance)
+        for name, tensor in found.items():
+            assert_same(tensor, wanted[name], name, tolerance=case.tolerance)
     for name, parameter in model.named_parameters():
         if parameter.grad is None:
             assert name not in expected.gradients, f"{name} has no gradient"

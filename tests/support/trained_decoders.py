@@ -1,5 +1,8 @@
 """Decoders with adapters and quantized experts, and ways to train them in one process and on ranks alike."""
 
+import re
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -7,10 +10,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 import maxmoe
-from maxmoe import quantize_experts
+from maxmoe import MoEStats, StatsAccumulator, quantize_experts
 from maxmoe.models import DecoderConfig
 from maxmoe.models.decoder import DecoderOutput
 from maxmoe.nn import RoutingRecord
@@ -19,6 +22,7 @@ from maxmoe.quantization import QuantizedWeight
 from support.parallel_decoder import BLOCK, MOE, LocalSGD, batch, decoder, loss
 from support.steps_on_ranks import Part, Results
 
+SURGERY = Path(__file__).parents[2] / "docs/how_to/surgery.md"
 TARGETS = ["experts.gate_proj", "experts.up_proj", "experts.down_proj"]
 
 
@@ -73,12 +77,12 @@ def partly_frozen(config: DecoderConfig = BLOCK) -> nn.Module:
 
 def of(output: DecoderOutput, **of_tokens: Tensor) -> Results:
     """Everything that a decoder returns."""
-    stats = {f"{name} of layer {n}": each for n, layer in enumerate(output.stats) for name, each in vars_of(layer)}
+    stats = by_name(enumerate(output.stats))
     return Results({"logits": output.logits, **of_tokens}, {"aux_loss": output.aux_loss, **stats})
 
 
-def vars_of(layer: Any) -> Any:
-    return layer._asdict().items()
+def by_name(layers: Iterable[tuple[object, MoEStats]]) -> dict[str, Tensor]:
+    return {f"{name} of {layer}": tensor for layer, stats in layers for name, tensor in stats._asdict().items()}
 
 
 def step(model: Any, part: Part) -> Results:
@@ -126,6 +130,37 @@ def replayed(model: Any, part: Part) -> Results:
     return of(output, **{f"experts of {name}": ids for name, (ids,) in record.calls.items()})
 
 
+def counted(model: Any, part: Part) -> Results:
+    """Two micro-batches of a step whose statistics move the correction biases."""
+    accumulator, (tokens, targets) = StatsAccumulator(model), batch()
+    losses = []
+    for inputs in (tokens.flip(1), tokens):
+        output = model(part(inputs))
+        loss(output, part(targets)).backward()
+        losses.append(output.aux_loss)
+    found = accumulator.update()
+    biases = {name: each for name, each in model.named_buffers() if name.endswith("correction_bias")}
+    return Results(
+        of_all={"losses": torch.stack(losses), "mean": found.aux_loss, **by_name(found.layers.items()), **biases}
+    )
+
+
+def with_frozen_expert(model: Any, part: Part) -> Results:
+    """The hook of docs/how_to/surgery.md keeps one expert."""
+    (block,) = re.findall(r"^def freeze.*?(?=^layer)", SURGERY.read_text(), re.DOTALL | re.MULTILINE)
+    page: dict[str, Any] = {"torch": torch, "DTensor": DTensor, "Replicate": Replicate}
+    exec(block, page)
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            page["freeze"](parameter, [1])
+    results = step(model, part)
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            whole = getattr(parameter.grad, "full_tensor", lambda parameter=parameter: parameter.grad)()
+            assert [bool(expert.any()) for expert in whole] == [number != 1 for number in range(len(whole))]
+    return results
+
+
 def clipped(model: Any, part: Part) -> Results:
     tokens, targets = map(part, batch())
     loss(model(tokens), targets).backward()
@@ -142,8 +177,9 @@ def overflow(parameter: Tensor, rank: int | None = None) -> None:
 
 
 def scaled(model: Any, part: Part) -> Results:
-    """Six steps, in three of which a gradient overflows: of experts on the first and last rank, of the embedding."""
+    """Six clipped steps, in three of which a gradient overflows: of experts on two ranks, then of the embedding."""
     options = {"init_scale": 2.0**10, "growth_interval": 2}
+    clip = clip_grad_norm_ if dist.is_initialized() else torch.nn.utils.clip_grad_norm_
     scaler: Any = (GradScaler if dist.is_initialized() else torch.amp.GradScaler)("cpu", **options)
     tokens, targets = map(part, batch())
     optimizer, scales = LocalSGD(model), []
@@ -154,6 +190,8 @@ def scaled(model: Any, part: Part) -> Results:
         scaler.scale(loss(model(tokens), targets)).backward()
         if overflowing is not None:
             overflow(*overflowing)
+        scaler.unscale_(optimizer)
+        clip(model.parameters(), 0.3)
         scaler.step(optimizer)
         scaler.update()
         scales.append((scaler.get_scale(), scaler.state_dict()["_growth_tracker"]))
