@@ -13,11 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import maxmoe
 from maxmoe import MoE, MoEConfig
-from maxmoe.parallel import parallelize, token_sharding
-from maxmoe.sharding import Mesh
-from support.parallel_decoder import MeshRules
 from support.run_ranks import run_cases, run_ranks
-from support.sampling import by_default
 
 E, K, D, WEIGHT = 8, 2, 6, 0.5
 BATCH, LENGTH = 8, 5
@@ -77,29 +73,23 @@ def accumulated(
     return losses, gradient.clone()
 
 
-def check_is_definition(num_micro_batches: int, forward: Callable[..., Any] | None = None) -> None:
-    layer, x = make(), batch()
-    losses = by_definition(layer, x, mask(), num_micro_batches)
-    (expected,) = torch.autograd.grad(torch.stack(losses).mean(), layer.router.weight)
-    got, gradient = accumulated(layer, x, mask(), num_micro_batches, None if forward is None else forward(layer))
-    torch.testing.assert_close(got, [loss.item() for loss in losses], rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(gradient, expected, rtol=1e-11, atol=1e-13)
-
-
-@pytest.mark.parametrize("num_micro_batches", [1, 2, 4, 8])
-def test_is_its_definition(num_micro_batches: int) -> None:
-    check_is_definition(num_micro_batches)
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_recomputation_counts_once(use_reentrant: bool) -> None:
+@pytest.mark.parametrize("use_reentrant", [None, False, True])
+def test_is_its_definition_also_if_recomputed(use_reentrant: bool | None) -> None:
     def forward(layer: MoE) -> Callable[..., Any]:
+        if use_reentrant is None:
+            return layer
+
         def call(x: Tensor, keep: Tensor) -> Any:
             return checkpoint(layer, x.detach().requires_grad_(), keep, use_reentrant=use_reentrant)
 
         return call
 
-    check_is_definition(4, forward)
+    layer, x = make(), batch()
+    losses = by_definition(layer, x, mask(), 4)
+    (expected,) = torch.autograd.grad(torch.stack(losses).mean(), layer.router.weight)
+    got, gradient = accumulated(layer, x, mask(), 4, forward(layer))
+    torch.testing.assert_close(got, [loss.item() for loss in losses], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradient, expected, rtol=1e-11, atol=1e-13)
 
 
 def test_a_whole_step_is_the_batch() -> None:
@@ -109,31 +99,11 @@ def test_a_whole_step_is_the_batch() -> None:
         torch.testing.assert_close(step, whole, rtol=1e-12, atol=1e-14)
 
 
-def test_micro_batches_come_closer_to_the_whole_batch() -> None:
-    """The gradient is nearer than with a loss per micro-batch, as the docs say."""
-    _, whole = accumulated(make("batch"), batch(), None, 1)
-
-    def distance(scope: str) -> float:
-        _, gradient = accumulated(make(scope), batch(), None, 8)
-        return float((gradient - whole).norm() / whole.norm())
-
-    assert distance("step") < 0.5 * distance("batch")
-
-
 def test_update_ends_the_step() -> None:
     layer, x = make(), batch()
     first = accumulated(layer, x, None, 4)
     second = accumulated(layer, x, None, 4)
     assert first[0] == second[0] and first[1].equal(second[1])
-    accumulator = maxmoe.StatsAccumulator(layer)
-    losses = []
-    for _ in range(2):
-        for part in x.chunk(4):
-            loss = layer(part).aux_loss
-            loss.backward()
-            losses.append(loss.item())
-        accumulator.update()
-    assert losses == first[0] * 2
 
 
 @pytest.mark.parametrize("is_recomputed", [False, True])
@@ -196,31 +166,7 @@ def test_compiles_as_one_graph() -> None:
     torch.testing.assert_close(got[1], plain[1])
 
 
-@pytest.mark.filterwarnings("ignore:no rule for the logical name")
-def test_ranks_of_a_mesh() -> None:
-    """Each micro-batch is spread over the ranks; LENGTH is cut to an even one."""
-    x = batch()[:, :4]
-    losses, expected = accumulated(make(), x, None, 2)
-    layouts = [
-        MeshRules("ep-as-dp", {"expert": 4}),
-        MeshRules("cp-as-ep", {"expert": 2, "context": 2}),
-        MeshRules("default", {"expert": 2, "tensor": 2}),
-    ]
-
-    def check(layout: MeshRules) -> None:
-        mesh, rules, layer = Mesh(layout.sizes), layout.rules, make()
-        parallelize(layer, mesh, rules)
-        micro_batches = [part[token_sharding(mesh, rules).slices(part.shape[:2])] for part in x.chunk(2)]
-        got, gradient = accumulated(layer, torch.cat(micro_batches), None, 2)
-        torch.testing.assert_close(got, losses, rtol=1e-12, atol=1e-12)
-        whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-        torch.testing.assert_close(whole, expected, rtol=1e-11, atol=1e-13)
-
-    run_cases(check, 4, [(layout,) for layout in layouts])
-
-
-@pytest.mark.parametrize("num_ranks", by_default([2, 4], [2]))
-def test_ranks_of_ddp(num_ranks: int) -> None:
+def test_ranks_of_ddp() -> None:
     """DDP averages the gradients, so each rank's loss has the counts of all ranks."""
     x = batch()
     losses, expected = accumulated(make(), x, None, 2)
@@ -228,14 +174,14 @@ def test_ranks_of_ddp(num_ranks: int) -> None:
     def check() -> None:
         layer = make()
         model = DistributedDataParallel(layer, find_unused_parameters=True)
-        parts = [part.chunk(num_ranks)[dist.get_rank()] for part in x.chunk(2)]
+        parts = [part.chunk(2)[dist.get_rank()] for part in x.chunk(2)]
         got, gradient = accumulated(layer, torch.cat(parts), None, 2, lambda part, _: model(part))
         mean = torch.tensor(got, dtype=torch.float64)
         dist.all_reduce(mean)
-        torch.testing.assert_close((mean / num_ranks).tolist(), losses, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close((mean / 2).tolist(), losses, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(gradient, expected, rtol=1e-11, atol=1e-13)
 
-    run_ranks(check, num_ranks)
+    run_ranks(check, 2)
 
 
 def evaluated(layer: MoE, x: Tensor, context: Callable[[], Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Clipping gradients on several meshes, against the same gradients in one process."""
+"""Clipping gradients of several meshes together, against one process; test_parallelize.py clips those of a model."""
 
 import logging
 
@@ -7,12 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from maxmoe.parallel import clip_grad_norm_, parallelize
-from maxmoe.parallel.plan.dispatch_plan import Dispatch
-from maxmoe.sharding import LogicalRules, Mesh, NamedSharding, P, redistribute
-from support.parallel_decoder import BLOCK, batch, decoder, loss, token_spec
-from support.parts import assert_same, part_by_definition
-from support.run_ranks import run_ranks
+from maxmoe.parallel import clip_grad_norm_
+from maxmoe.sharding import Mesh, NamedSharding, P, redistribute
+from support.parts import assert_same
+from support.run_ranks import run_cases
 
 SHAPES = ((8, 3), (4, 6), (5,), (2, 2), (7,))
 
@@ -25,12 +23,10 @@ def plain_parameters() -> list[nn.Parameter]:
     return parameters
 
 
-@pytest.mark.parametrize("max_norm", [0.3, 100.0])
-def test_norm_and_gradients_are_those_of_one_process(max_norm: float) -> None:
-    expected = plain_parameters()
-    expected_norm = torch.nn.utils.clip_grad_norm_(expected, max_norm)
-
-    def clip() -> tuple[Tensor, list[Tensor]]:
+def test_norm_and_gradients_are_those_of_one_process() -> None:
+    def clip(max_norm: float) -> None:
+        expected = plain_parameters()
+        expected_norm = torch.nn.utils.clip_grad_norm_(expected, max_norm)
         mesh = Mesh({"fsdp": 2, "expert": 2})
         parameters = plain_parameters()
         for index, spec in ((0, P(("expert", "fsdp"))), (1, P(None, "fsdp")), (2, P(None))):
@@ -47,12 +43,12 @@ def test_norm_and_gradients_are_those_of_one_process(max_norm: float) -> None:
         logger.addFilter(lambda record: warnings.append(record) or False)
         norm = clip_grad_norm_([*parameters, nn.Parameter(torch.ones(3))], max_norm)  # the last one has no gradient
         assert not [record.getMessage() for record in warnings]
-        return norm, [getattr(p.grad, "full_tensor", lambda gradient=p.grad: gradient)() for p in parameters]
-
-    for norm, gradients in run_ranks(clip, 4):
         torch.testing.assert_close(norm, expected_norm, rtol=1e-14, atol=0)
-        for gradient, parameter in zip(gradients, expected, strict=True):
+        for found, parameter in zip(parameters, expected, strict=True):
+            gradient = getattr(found.grad, "full_tensor", lambda gradient=found.grad: gradient)()
             torch.testing.assert_close(gradient, parameter.grad, rtol=1e-14, atol=0)
+
+    run_cases(clip, 4, [(0.3,), (100.0,)])
 
 
 def test_without_gradients_the_norm_is_zero() -> None:
@@ -69,14 +65,13 @@ def test_what_parameters_may_be() -> None:
         clip_grad_norm_(iterator, 1e9)
 
 
-@pytest.mark.parametrize("is_partial", [False, True])
-def test_gradients_on_some_ranks_only_are_an_error_on_all(is_partial: bool) -> None:
+def test_gradients_on_some_ranks_only_are_an_error_on_all() -> None:
     """Also for a partial gradient, whose reduction would wait for the ranks without one."""
 
     def ones(size: int) -> Tensor:
         return torch.ones(size, dtype=torch.float64)
 
-    def check() -> None:
+    def check(is_partial: bool) -> None:
         mesh = Mesh({"fsdp": 2, "expert": 2})
         placements = [Partial() if is_partial else Shard(0), Replicate()]
         parameters = [nn.Parameter(redistribute(ones(4), NamedSharding(mesh, P("fsdp")))) for _ in range(3)]
@@ -97,28 +92,7 @@ def test_gradients_on_some_ranks_only_are_an_error_on_all(is_partial: bool) -> N
             parameter.grad = None  # on all ranks
         assert_same(clip_grad_norm_(parameters, 1e9), expected / 3**0.5)
 
-    run_ranks(check, 4)
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("dispatch", ["ring_of_experts", "ragged_all_to_all"])
-def test_a_model_whose_tokens_travel(dispatch: Dispatch) -> None:
-    """Experts are sharded over other axes than the rest: every rank has the norm of all gradients."""
-    whole = decoder(BLOCK)
-    tokens, targets = batch()
-    loss(whole(tokens), targets).backward()
-    expected_norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.3)
-
-    def check() -> None:
-        mesh, rules = Mesh({"fsdp": 2, "expert": 2}), LogicalRules.load("ep-as-dp")
-        model, spec = parallelize(decoder(BLOCK), mesh, rules, dispatch=dispatch), token_spec(mesh, rules)
-        part, part_targets = (part_by_definition(tensor, spec, mesh) for tensor in (tokens, targets))
-        loss(model(part), part_targets).backward()
-        assert_same(clip_grad_norm_(model.parameters(), 0.3), expected_norm)
-        for name, parameter in whole.named_parameters():
-            assert_same(model.get_parameter(name).grad.full_tensor(), parameter.grad, name)
-
-    run_ranks(check, 4)
+    run_cases(check, 4, [(False,), (True,)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

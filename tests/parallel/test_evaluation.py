@@ -21,15 +21,13 @@ from maxmoe.parallel.dispatch.partial_sums import PartialSums
 from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.sharding import Mesh
 from support.counted_collectives import CountedCollectives
-from support.parallel_decoder import BLOCK, MOE, MeshRules, decoder
+from support.parallel_decoder import BLOCK, MeshRules, decoder
 from support.parallel_decoder import batch as token_ids
-from support.run_ranks import run_cases, run_ranks
-from support.sampling import by_default
+from support.run_ranks import run_cases
 
 SIZES: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 4, "num_experts": 4, "top_k": 2}
 BALANCE = {"load_balance_loss_weight": 0.3}
-OPTIONS: dict[str, dict[str, Any]] = {
-    "none": {},
+OPTIONS: dict[str, dict[str, Any]] = {  # each with another one of LAYOUTS
     "sequence": BALANCE,
     "batch": {**BALANCE, "load_balance_scope": "batch"},
     "step": {**BALANCE, "load_balance_scope": "step"},
@@ -74,22 +72,6 @@ def batch() -> tuple[Tensor, Tensor]:
     return x, torch.rand(4, 6, generator=generator) < 0.8
 
 
-def refused(options: dict[str, Any], layout: MeshRules, dispatch: Dispatch) -> bool:
-    """Whether `parallelize` refuses it: capacities for parts of sequences, and drops with "least_loaded"."""
-    keeps_sequences = dispatch in ("auto", "ring_of_experts", "gather_weights") and "context" not in layout.sizes
-    if "capacity_factor" in options:
-        return not keeps_sequences
-    return "buffer_factor" in options and dispatch == "least_loaded"
-
-
-def cases_of(turn: int) -> Iterator[tuple[type[MoE], str, MeshRules, Dispatch]]:
-    """Each layout with another option and another kind of layer in each turn."""
-    for number, layout in enumerate(LAYOUTS, start=turn):
-        name = list(OPTIONS)[number % len(OPTIONS)]
-        if not refused(OPTIONS[name], *layout):
-            yield (MoE, MoEFeedForward)[number % 2], name, *layout
-
-
 class NoLosses:
     """Replaces losses and statistics, so that a layer computes its hidden states only."""
 
@@ -114,9 +96,7 @@ def counted(mesh: Mesh, call: Callable[[], Any]) -> dict[tuple[str, str], list[i
     return dict(collectives.counts)
 
 
-@pytest.mark.parametrize("turn", by_default(range(len(OPTIONS)), [1]))
-def test_a_layer_communicates_for_its_hidden_states_alone(turn: int) -> None:
-    """By default every layout, and every option except "none"."""
+def test_a_layer_communicates_for_its_hidden_states_alone() -> None:
     x, mask = batch()
 
     def check(kind: type[MoE], name: str, layout: MeshRules, dispatch: Dispatch) -> None:
@@ -142,25 +122,8 @@ def test_a_layer_communicates_for_its_hidden_states_alone(turn: int) -> None:
             times for times, _ in needed.values()
         )
 
-    run_cases(check, 2, cases_of(turn))
-
-
-@pytest.mark.parametrize("turn", by_default(range(2), [1]))
-def test_generation_communicates_for_its_tokens_alone(turn: int) -> None:
-    prompt = token_ids()[0][:2, :3]
-    config = replace(BLOCK, moe=replace(MOE, load_balance_scope="batch", buffer_factor=0.75))
-
-    def check(layout: MeshRules, dispatch: Dispatch) -> None:
-        mesh = Mesh(layout.sizes)
-        with hidden_states_alone():
-            alone = parallelize(decoder(config), mesh, layout.rules, dispatch=dispatch)
-            for moe in alone.moe_layers():
-                moe.losses = NoLosses()
-            needed = counted(mesh, lambda: alone.generate(prompt, 2, temperature=0.0))
-        model = parallelize(decoder(config), mesh, layout.rules, dispatch=dispatch)
-        assert counted(mesh, lambda: model.generate(prompt, 2, temperature=0.0)) == needed
-
-    run_cases(check, 2, [layout for layout in LAYOUTS[turn::2] if not refused({"buffer_factor": 0.75}, *layout)])
+    kinds = [MoEFeedForward, MoE] * 5
+    run_cases(check, 2, [(*case, *layout) for *case, layout in zip(kinds, OPTIONS, LAYOUTS, strict=True)])
 
 
 TOGETHER = [("sequence", "z-loss", "without products"), ("batch", "sign", "buffer"), ("step", "quantile")]
@@ -198,22 +161,12 @@ def test_one_rank_evaluates_alone_where_ranks_share_no_work() -> None:
     run_cases(check, 2, TOGETHER)
 
 
-@pytest.mark.parametrize(
-    ("scope", "layouts"),
-    [
-        *((scope, LAYOUTS[number::3]) for number, scope in enumerate(SCOPES)),
-        *(pytest.param(scope, LAYOUTS, marks=pytest.mark.slow) for scope in SCOPES),
-    ],
-    ids=[*SCOPES, *(f"{scope} everywhere" for scope in SCOPES)],
-)
-def test_losses_and_statistics_without_a_backward_are_those_of_the_tokens_of_this_rank(
-    scope: str, layouts: list[tuple[MeshRules, Dispatch]]
-) -> None:
+def test_losses_and_statistics_without_a_backward_are_those_of_the_tokens_of_this_rank() -> None:
     """With the scope "step" the loss equals the loss of the scope "batch": an evaluation belongs to no step."""
     x, mask = batch()
     options: dict[str, Any] = {**BALANCE, "router_z_loss_weight": 0.2, "score_function": "sigmoid"}
 
-    def check(layout: MeshRules, dispatch: Dispatch) -> None:
+    def check(scope: str, layout: MeshRules, dispatch: Dispatch) -> None:
         mesh = Mesh(layout.sizes)
         part = token_sharding(mesh, layout.rules).slices(x.shape[:2])
         of_one = make(**options, load_balance_scope="batch" if scope == "step" else scope)(x[part], mask[part])
@@ -225,7 +178,7 @@ def test_losses_and_statistics_without_a_backward_are_those_of_the_tokens_of_thi
         for found, expected in zip((output.aux_loss, *output.stats), (of_one.aux_loss, *of_one.stats), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
 
-    run_cases(check, 2, layouts)
+    run_cases(check, 2, [(SCOPES[number % 3], *layout) for number, layout in enumerate(LAYOUTS)])
 
 
 def test_the_slots_that_the_ranks_drop_add_up() -> None:
@@ -244,16 +197,15 @@ def test_the_slots_that_the_ranks_drop_add_up() -> None:
         dist.all_reduce(total)
         assert of_all > 0 and total == of_all
 
-    run_cases(check, 2, [DATA, *((MeshRules("ep-as-dp", {"expert": 2}), each) for each in ("ring_of_experts",))])
+    run_cases(check, 2, LAYOUTS[:2])
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")  # a warning of torch, under no_grad
-@pytest.mark.parametrize("scope", SCOPES)
-def test_a_reentrant_checkpoint_trains_although_its_forward_has_no_gradients(scope: str) -> None:
+def test_a_reentrant_checkpoint_trains_although_its_forward_has_no_gradients() -> None:
     """The returned loss is the loss of all ranks; under no_grad a forward is an evaluation as well."""
     x, _ = batch()
 
-    def check() -> None:
+    def check(scope: str) -> None:
         mesh, rules = Mesh({"data": 2}), DATA[0].rules
         part = x[token_sharding(mesh, rules).slices(x.shape[:2])]
         layer = parallelize(make(**BALANCE, load_balance_scope=scope), mesh, rules)
@@ -271,4 +223,4 @@ def test_a_reentrant_checkpoint_trains_although_its_forward_has_no_gradients(sco
         with torch.no_grad():
             assert not counted(mesh, checkpointed)
 
-    run_ranks(check, 2)
+    run_cases(check, 2, [(scope,) for scope in SCOPES])

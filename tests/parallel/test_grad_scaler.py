@@ -1,7 +1,6 @@
-"""Scales, skipped steps and weights on meshes, against one process whose gradients overflow in the same steps."""
+"""Optimizers with parameters of all kinds skip the steps of one process; test_parallelize.py has models on meshes."""
 
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,115 +12,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import SGD, Adam, Optimizer
 
-from maxmoe.models import Decoder
-from maxmoe.optim import Muon, parameter_groups
-from maxmoe.parallel import GradScaler, clip_grad_norm_, parallelize
+from maxmoe.parallel import GradScaler
 from maxmoe.parallel.grad_scaler import refuse_wrong_scalers
-from maxmoe.sharding import LogicalRules, Mesh
-from support.parallel_decoder import BLOCK, LocalSGD, MeshRules, batch, decoder, layouts, loss, token_spec
-from support.parts import assert_same, part_by_definition
+from support.parts import assert_same
 from support.run_ranks import run_cases, run_ranks
-from support.sampling import by_default
+from support.trained_decoders import overflow
 
 SCALE = 2.0**10
 OPTIONS = {"init_scale": SCALE, "growth_interval": 2}  # the scale grows after two steps
-
-
-class Training(NamedTuple):
-    """Scale and growth tracker after each step, and the weights after the last one."""
-
-    scales: list[tuple[float, int]]
-    weights: dict[str, Tensor]
-
-
-def trained(
-    model: nn.Module,
-    optimizers: Iterable[Optimizer],
-    backward: Callable[[Any], object],
-    scaler: Any,
-    overflows: Iterable[Callable[[], object]],
-) -> Training:
-    """One step for each of `overflows`, which write infinite gradients."""
-    scales = []
-    for overflow in overflows:
-        backward(scaler)
-        overflow()
-        for optimizer in optimizers:
-            scaler.step(optimizer)
-        scaler.update()
-        model.zero_grad()
-        scales.append((scaler.get_scale(), scaler.state_dict()["_growth_tracker"]))
-    return Training(scales, {name: whole(parameter) for name, parameter in model.named_parameters()})
-
-
-def whole(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
-
-
-def nothing() -> None:
-    pass
-
-
-def overflow(parameter: Tensor, rank: int | None = None) -> None:
-    """Make the gradient on one rank infinite, or on all ranks if `rank` is None."""
-    gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-    assert gradient is not None
-    if rank is None or dist.get_rank() == rank:
-        gradient.fill_(float("inf"))
-
-
-def check(found: Training, expected: Training) -> None:
-    assert found.scales == expected.scales
-    for name, weight in found.weights.items():
-        assert_same(weight, expected.weights[name], name)
-
-
-def decoder_in_one_process(num_overflows: int) -> Training:
-    model, (tokens, targets) = decoder(BLOCK), batch()
-    return trained(
-        model,
-        [LocalSGD(model)],
-        lambda scaler: scaler.scale(loss(model(tokens), targets)).backward(),
-        torch.amp.GradScaler("cpu", **OPTIONS),
-        [nothing, *[partial(overflow, model.output.weight)] * num_overflows, nothing, nothing],
-    )
-
-
-def check_layout(layout: MeshRules, expected: Training) -> None:
-    """A matrix of the experts is infinite on each rank in turn, then the embedding, which comes first, on the last."""
-    mesh, rules = Mesh(layout.sizes), LogicalRules.load(layout.rules)
-    spec = token_spec(mesh, rules)
-    tokens, targets = (part_by_definition(tensor, spec, mesh) for tensor in batch())
-    model = parallelize(decoder(BLOCK), mesh, rules)
-    first, *_ = model.parameters()
-    experts = next(each for name, each in model.named_parameters() if name.endswith("experts.up_proj"))
-    found = trained(
-        model,
-        [LocalSGD(model)],
-        lambda scaler: scaler.scale(loss(model(tokens), targets)).backward(),
-        GradScaler("cpu", **OPTIONS),
-        [
-            nothing,
-            *(partial(overflow, experts, rank) for rank in range(mesh.num_ranks)),
-            partial(overflow, first, mesh.num_ranks - 1),
-            nothing,
-            nothing,
-        ],
-    )
-    check(found, expected)
-
-
-@pytest.mark.parametrize("turn", by_default(range(2), [0]))
-@pytest.mark.parametrize("world_size", by_default([2, 4], [2]))
-def test_every_preset(world_size: int, turn: int) -> None:
-    """Every second one in each turn. An overflow on one rank skips the step on all."""
-    expected = decoder_in_one_process(world_size + 1)
-    smallest = SCALE / 2 ** (world_size + 1)
-    assert expected.scales[-3:] == [(smallest, 0), (smallest, 1), (2 * smallest, 0)]
-    run_cases(
-        partial(check_layout, expected=expected), world_size, [(layout,) for layout in layouts(world_size)[turn::2]]
-    )
 
 
 def rows() -> nn.Sequential:
@@ -129,18 +27,7 @@ def rows() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 5), nn.Linear(5, 4), nn.Linear(4, 2)).double()
 
 
-def rows_in_one_process(make: Callable[[nn.Module], Iterable[Optimizer]]) -> Training:
-    model, x = rows(), torch.ones(3, 4, dtype=torch.float64)
-    return trained(
-        model,
-        make(model),
-        lambda scaler: scaler.scale(model(x).sum()).backward(),
-        torch.amp.GradScaler("cpu", **OPTIONS),
-        [nothing, *[partial(overflow, model[2].weight)] * 2, nothing],
-    )
-
-
-def sharded_rows() -> nn.Module:
+def sharded_rows() -> nn.Sequential:
     """Parameters of FSDP2, replicated ones, shards of another mesh, and plain ones in one model."""
     model = rows()
     mesh, other = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (1, 2))
@@ -151,52 +38,71 @@ def sharded_rows() -> nn.Module:
     return model
 
 
-def backward_of_rows(model: nn.Module, scaler: Any) -> None:
+def whole(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def backward(model: nn.Module, scaler: Any) -> None:
     """The gradients are copied from one process, without a backward through several meshes."""
     alone, x = rows(), torch.ones(3, 4, dtype=torch.float64)
     for parameter, value in zip(alone.parameters(), model.parameters(), strict=True):
         parameter.data.copy_(whole(value))
     scaler.scale(alone(x).sum()).backward()
     for parameter, value in zip(model.parameters(), alone.parameters(), strict=True):
-        gradient = value.grad
-        assert gradient is not None
+        gradient: Any = value.grad
         is_distributed = isinstance(parameter, DTensor)
         parameter.grad = (
             distribute_tensor(gradient, parameter.device_mesh, parameter.placements) if is_distributed else gradient
         )
 
 
-def one(model: nn.Module) -> list[Optimizer]:
+class Training(NamedTuple):
+    """Scale and growth tracker after each step, and the weights after the last one."""
+
+    scales: list[tuple[float, int]]
+    weights: list[Tensor]
+
+
+def trained(model: nn.Sequential, make: Callable[[nn.Sequential], list[Optimizer]], scaler: Any) -> Training:
+    """Four steps: the gradients of the second one overflow on the last rank, of the third one on both."""
+    optimizers, scales = make(model), []
+    for overflowing in ((), (1,), (None,), ()):
+        backward(model, scaler)
+        for rank in overflowing:
+            overflow(model[2].weight, rank)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        scales.append((scaler.get_scale(), scaler.state_dict()["_growth_tracker"]))
+    return Training(scales, [whole(parameter) for parameter in model.parameters()])
+
+
+def one(model: nn.Sequential) -> list[Optimizer]:
     return [SGD(model.parameters(), lr=0.1, momentum=0.9)]
 
 
-def several(model: nn.Module) -> list[Optimizer]:
+def several(model: nn.Sequential) -> list[Optimizer]:
     """Only the one whose gradients overflow skips its step."""
-    return [Adam(layer.parameters(), lr=0.1) for layer in model.children()]
+    return [Adam(layer.parameters(), lr=0.1) for layer in model]
 
 
-def fused(model: nn.Module) -> list[Optimizer]:
+def fused(model: nn.Sequential) -> list[Optimizer]:
     """Fused kernels skip the step themselves; they take plain tensors or DTensors, not both."""
-    return [Adam(layers.parameters(), lr=0.1, fused=True) for layers in (nn.ModuleList(model[:3]), model[3])]
+    return [Adam(layers.parameters(), lr=0.1, fused=True) for layers in (model[:3], model[3])]
 
 
-@pytest.mark.parametrize("make", [one, several, fused])
-def test_optimizers_with_parameters_of_all_kinds(make: Callable[[nn.Module], list[Optimizer]]) -> None:
-    """FSDP2, replicated DTensors, another mesh and plain parameters; the last rank alone overflows, then both."""
-    expected = rows_in_one_process(make)
+def test_optimizers_with_parameters_of_all_kinds() -> None:
+    makers = (one, several, fused)
+    expected = [trained(rows(), make, torch.amp.GradScaler("cpu", **OPTIONS)) for make in makers]
 
-    def check_rows() -> None:
-        model = sharded_rows()
-        found = trained(
-            model,
-            make(model),
-            lambda scaler: backward_of_rows(model, scaler),
-            GradScaler("cpu", **OPTIONS),
-            [nothing, partial(overflow, model[2].weight, 1), partial(overflow, model[2].weight), nothing],
-        )
-        check(found, expected)
+    def check(number: int) -> None:
+        found = trained(sharded_rows(), makers[number], GradScaler("cpu", **OPTIONS))
+        assert found.scales == expected[number].scales
+        for weight, of_one_process in zip(found.weights, expected[number].weights, strict=True):
+            assert_same(weight, of_one_process)
 
-    run_ranks(check_rows, 2)
+    run_cases(check, 2, [(0,), (1,), (2,)])
 
 
 def test_torch_scaler_raises_where_ranks_would_differ() -> None:
@@ -204,7 +110,7 @@ def test_torch_scaler_raises_where_ranks_would_differ() -> None:
 
     def part_of_rows(*layers: int) -> nn.Module:
         model = sharded_rows()
-        backward_of_rows(model, GradScaler("cpu", **OPTIONS))
+        backward(model, GradScaler("cpu", **OPTIONS))
         return nn.ModuleList(model[layer] for layer in layers)
 
     def step(model: nn.Module) -> None:
@@ -226,33 +132,6 @@ def test_torch_scaler_raises_where_ranks_would_differ() -> None:
                 step(model)
 
     run_ranks(check_models, 2)
-
-
-def test_clipping_and_muon_after_unscaling() -> None:
-    """The gradients of the second step overflow, before they are unscaled and clipped."""
-
-    def train(model: Decoder, part: Callable[[Tensor], Tensor], rank: int | None) -> Training:
-        optimizer, scaler = Muon(parameter_groups(model), ns_dtype=torch.float64), GradScaler("cpu", **OPTIONS)
-        tokens, targets = map(part, batch())
-        overflows = iter([nothing, partial(overflow, model.output.weight, rank), nothing])
-
-        def backward(scaler: Any) -> None:
-            scaler.scale(loss(model(tokens), targets)).backward()
-            next(overflows)()
-            scaler.unscale_(optimizer)
-            clip_grad_norm_(model.parameters(), 0.1)
-
-        return trained(model, [optimizer], backward, scaler, [nothing] * 3)
-
-    expected = train(decoder(), lambda tokens: tokens, rank=None)
-    assert [scale for scale, _ in expected.scales] == [SCALE, SCALE / 2, SCALE / 2]
-
-    def check_mesh() -> None:
-        mesh, rules = Mesh({"expert": 2}), LogicalRules.load("ep-as-dp")
-        part = partial(part_by_definition, spec=token_spec(mesh, rules), mesh=mesh)
-        check(train(parallelize(decoder(), mesh, rules), part, rank=1), expected)
-
-    run_ranks(check_mesh, 2)
 
 
 def test_without_gradients_in_one_process() -> None:

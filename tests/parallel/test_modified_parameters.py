@@ -10,11 +10,9 @@ from torch import Tensor, nn
 from maxmoe.optim import Muon, parameter_groups
 from maxmoe.parallel import parallelize, token_sharding
 from maxmoe.sharding import Mesh
-from support.named import named
 from support.parallel_decoder import BLOCK, MeshRules, batch, decoder, loss
 from support.parts import assert_same
-from support.run_ranks import run_ranks
-from support.sampling import by_default, cases_by_default
+from support.run_ranks import run_cases
 
 MESHES = [
     MeshRules("pure-fsdp", {"fsdp": 2}),
@@ -24,7 +22,6 @@ MESHES = [
     MeshRules("default", {"data": 2}),
     MeshRules("default", {"tensor": 2}),
     MeshRules("default", {"context": 2}),
-    MeshRules("ep-as-dp", {"fsdp": 2, "expert": 2}),
 ]
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
@@ -48,23 +45,16 @@ def on_mesh(model: nn.Module, layout: MeshRules) -> tuple[Tensor, Tensor]:
     return tokens[part], targets[part]
 
 
-# Muon modifies the shards of FSDP2, not the DTensors.
-BY_DEFAULT = [(MESHES[0], "Muon"), (MESHES[2], "AdamW"), (MESHES[5], "SGD")]
+def test_a_step_before_the_backward_is_an_error_on_every_rank() -> None:
+    """Muon modifies the shards of FSDP2, not the DTensors."""
 
-
-@pytest.mark.parametrize(
-    ("layout", "optimizer"),
-    cases_by_default(itertools.product(MESHES, OPTIMIZERS), BY_DEFAULT),
-    ids=str,
-)
-def test_a_step_before_the_backward_is_an_error_on_every_rank(layout: MeshRules, optimizer: str) -> None:
-    def check() -> None:
+    def check(layout: MeshRules, optimizer: str) -> None:
         model = decoder(BLOCK)
         tokens, targets = on_mesh(model, layout)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             step_between(model, OPTIMIZERS[optimizer](model), tokens, targets)
 
-    run_ranks(check, layout.world_size)
+    run_cases(check, 2, zip(MESHES, itertools.cycle(["Muon", "SGD", "AdamW"])))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -74,8 +64,7 @@ def test_one_process_says_the_same(name: str) -> None:
         step_between(model, OPTIMIZERS[name](model), *batch())
 
 
-@pytest.mark.parametrize("num_ranks", by_default([2, 4], [2]))
-def test_parameters_that_the_backward_does_not_need_may_be_modified(num_ranks: int) -> None:
+def test_parameters_that_the_backward_does_not_need_may_be_modified() -> None:
     """The gradient of an embedding does not depend on its values, so that one process computes it, too."""
 
     def train_embedding(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -90,11 +79,8 @@ def test_parameters_that_the_backward_does_not_need_may_be_modified(num_ranks: i
 
     expected = train_embedding(embedding_model(), *batch())
 
-    def check() -> None:
-        for layout in MESHES:
-            if layout.world_size == num_ranks:
-                with named(layout):
-                    model = embedding_model()
-                    assert_same(train_embedding(model, *on_mesh(model, layout)).full_tensor(), expected)
+    def check(layout: MeshRules) -> None:
+        model = embedding_model()
+        assert_same(train_embedding(model, *on_mesh(model, layout)).full_tensor(), expected)
 
-    run_ranks(check, num_ranks)
+    run_cases(check, 2, [(layout,) for layout in MESHES])

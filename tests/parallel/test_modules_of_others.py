@@ -1,132 +1,348 @@
-"""Parallelized modules of other libraries, whose names are declared outside of them."""
+"""Modules of torch, of other libraries and of users on ranks against one process.
 
-import itertools
+With shared parameters and modules, in-place operations, outputs of any kind, and names declared outside of them.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
-from maxmoe import MoE, MoEConfig
+from maxmoe import MoE, MoEConfig, MoEFeedForward
 from maxmoe.models.blocks import FeedForward
 from maxmoe.nn import MoEOutput
+from maxmoe.ops import Projection, gmm
 from maxmoe.parallel import Declaration, parallelize
-from maxmoe.sharding import LogicalRules, Mesh, P
-from support.parallel_decoder import MeshRules, token_spec
-from support.parts import assert_same, part_by_definition
-from support.run_ranks import fake_rank, run_cases
+from maxmoe.parallel.plan.fsdp_units import blocks, fsdp_units
+from maxmoe.quantization import QuantizedWeight, quantize
+from maxmoe.sharding import LogicalRules, Mesh
+from support.parallel_decoder import LocalSGD, MeshRules
+from support.run_ranks import fake_rank
+from support.steps_on_ranks import Case, Part, Results, Training, check_cases, each_topic, made
+
+MOE = MoEConfig(hidden_size=8, intermediate_size=8, num_experts=4, top_k=2)
+UNIT_NAMES = {"up.weight": ("mlp", "embed"), "up.bias": ("mlp",), "down.weight": ("embed", "mlp")}
+
+
+def train_width(width: int) -> Training:
+    def train(model: Any, part: Part) -> Results:
+        """Evaluation, and two steps whose gradients add up."""
+        x = part(torch.randn(8, 4, width, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
+        with torch.no_grad():
+            evaluated = model.eval()(x)
+        descent = LocalSGD(model.train(), 1e-3)
+        for _ in range(2):
+            model(x).square().sum().backward()
+            descent.step()
+        return Results({"evaluated": evaluated})
+
+    return train
+
+
+train = train_width(8)
+
+
+# Models of users
+
+
+class Model(nn.Module):
+    """A linear layer, a unit that returns hidden states in some form, and the rest of the model."""
+
+    def __init__(self, unit: nn.Module, rest: Callable[[Any, Tensor], Tensor] = lambda output, _: output) -> None:
+        super().__init__()
+        self.first, self.unit, self._rest = nn.Linear(8, 8), unit, rest
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self._rest(self.unit(x), x).sin()  # FSDP2 warns of views that the root module returns
+
+
+class Unit(nn.Module):
+    """Gathers the parameters of two linear layers; `returns` makes the output of the hidden states."""
+
+    def __init__(self, returns: Callable[["Unit", Tensor], Any] = lambda _, x: x) -> None:
+        super().__init__()
+        self.up, self.down, self._returns = nn.Linear(8, 16), nn.Linear(16, 8), returns
+        self.declaration = Declaration(fsdp_unit=True, logical_names=UNIT_NAMES)
+
+    def forward(self, x: Tensor) -> Any:
+        return self._returns(self, self.down(self.up(x).sin()))
+
+
+@dataclass
+class Output:
+    hidden_states: Tensor
+    name: str = "output"
+
+
+class Holder:
+    def __init__(self, hidden_states: Tensor) -> None:
+        self.hidden_states = hidden_states
+
+
+class Recursive(Unit):
+    def forward(self, x: Tensor, depth: int = 2) -> Any:
+        x = super().forward(x)
+        return self(x, depth - 1) if depth else x
+
+
+class Blocks(nn.Module):
+    def __init__(self, share: Callable[[nn.Module, nn.Module], None] = lambda *_: None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(MoEFeedForward(MOE) for _ in range(2))
+        share(self.blocks[0], self.blocks[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def in_place(output: Tensor, x: Tensor) -> Tensor:
+    output += x
+    return output
+
+
+def stored() -> Model:
+    unit = Unit(lambda unit, x: setattr(unit, "stored", x))
+    return Model(unit, lambda _output, _x: unit.stored)
+
+
+def with_shared_linear() -> Model:
+    unit = Unit()
+    model = Model(nn.Sequential(unit, nn.Linear(8, 16), nn.Linear(16, 8)))
+    unit.up, unit.down = model.unit[1], model.unit[2]
+    return model
+
+
+def share(name: str) -> Callable[[nn.Module, nn.Module], None]:
+    """Give a module or parameter of one block to another block."""
+    path, _, last = name.rpartition(".")
+    return lambda first, second: setattr(second.get_submodule(path), last, getattr(first.get_submodule(path), last))
+
+
+class TwiceTheWeight(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T @ self.weight
+
+
+def with_router_weight_outside() -> Model:
+    model = Model(Blocks())
+    model.first = TwiceTheWeight(8, 4, bias=False)
+    model.unit.blocks[0].router.weight = model.first.weight
+    return model
+
+
+class ScaledMoE(MoE):
+    """A layer with an additional parameter beside the experts, which is not one of the experts."""
+
+    def __init__(self) -> None:
+        super().__init__(MOE)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 8))
+
+    def forward(self, x: Tensor, token_mask: Tensor | None = None) -> MoEOutput:
+        return super().forward(x * self.scale, token_mask).hidden_states * self.scale  # type: ignore[return-value]
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "a view is modified in place": lambda: Model(Unit(lambda _, x: x.flatten().view(x.shape)), in_place),
+    "an activation in place": lambda: nn.Sequential(
+        nn.Linear(8, 16), nn.ReLU(inplace=True), nn.Linear(16, 8), nn.Tanh()
+    ),
+    "returns a dataclass": lambda: Model(Unit(lambda _, x: Output(x)), lambda output, _: output.hidden_states),
+    "returns an object": lambda: Model(Unit(lambda _, x: Holder(x)), lambda output, _: output.hidden_states),
+    "returns a tensor and an object": lambda: Model(
+        Unit(lambda _, x: (x.sum(), Holder(x))), lambda output, _: output[1].hidden_states
+    ),
+    "returns a generator": lambda: Model(Unit(lambda _, x: (y for y in [x])), lambda output, _: next(output)),
+    "leaves an attribute": stored,
+    "a unit calls itself": lambda: Model(Recursive()),
+    "modules of a unit and of the model": with_shared_linear,
+    "a weight of two blocks": lambda: Model(Blocks(share("experts.up_proj"))),
+    "experts of two blocks": lambda: Model(Blocks(share("experts"))),
+    "a router of two blocks": lambda: Model(Blocks(share("router"))),
+    "a weight of a block and of the model": with_router_weight_outside,
+}
+
+
+# Modules of torch, of which only the lists are declared
+
+
+class Calling(nn.Module):
+    """Calls a module of torch."""
+
+    def __init__(
+        self, inner: nn.Module, call: Callable[[nn.Module, Tensor], Tensor] = lambda inner, x: inner(x)
+    ) -> None:
+        super().__init__()
+        self.inner, self._call = inner, call
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._call(self.inner, x)
+
+
+class Lists(nn.Module):
+    """Reads parameters that are in lists and dicts, and calls modules in them."""
+
+    declaration = Declaration(
+        logical_names={
+            "matrices.0": ("embed", None),
+            "matrices.1": (None, "embed"),
+            "vectors.bias": ("embed",),
+            "blocks.0.0": ("embed", None),
+            "blocks.1.block.0.weight": (None, "embed"),
+            "blocks.2.0.weight": ("embed", None),
+        }
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrices = nn.ParameterList([nn.Parameter(torch.randn(8, 8)) for _ in range(2)])
+        self.vectors = nn.ParameterDict({"bias": nn.Parameter(torch.randn(8))})
+        held = nn.ParameterList([nn.Parameter(torch.randn(8, 8))])
+        # FSDP2 warns of views that a block returns, such as of nn.Linear.
+        one, other = (nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+        self.blocks = nn.ModuleList([held, nn.ModuleDict({"block": one}), other])
+
+    def forward(self, x: Tensor) -> Tensor:
+        blocks: Any = self.blocks
+        x = x @ self.matrices[0] @ self.matrices[1] + self.vectors["bias"]
+        return blocks[2](blocks[1]["block"](x @ blocks[0][0]))
+
+
+def attention(**options: Any) -> Calling:
+    inner = nn.MultiheadAttention(8, 2, batch_first=True, **options)
+    return Calling(inner, lambda module, x: module(x, x, x)[0])
+
+
+def encoder() -> Calling:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    return Calling(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), lambda module, x: module(x))
+
+
+OF_TORCH: dict[str, Callable[[], nn.Module]] = {
+    "attention": attention,
+    "attention without in_proj": lambda: attention(kdim=8, vdim=8, bias=False),
+    "encoder": encoder,
+    "transformer": lambda: Calling(
+        nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True), lambda module, x: module(x, x)
+    ),
+    "lists": Lists,
+    "lstm": lambda: Calling(nn.LSTM(8, 8, 2, batch_first=True), lambda module, x: module(x)[0]),
+    "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)),
+}
+
+
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return make().double()
+
+
+def two_ranks(models: dict[str, Callable[[], nn.Module]]) -> Iterator[Case]:
+    """By default each model on one of the meshes."""
+    meshes = [("default", {"expert": 2}), ("pure-fsdp", {"fsdp": 2}), ("ep-as-dp", {"expert": 2})]
+    for number, (name, make) in enumerate(models.items()):
+        for of_mesh, layout in enumerate(meshes):
+            yield Case(name, MeshRules(*layout), made(seeded, make), train, slow=(number + of_mesh) % 3 != 1)
+
+
+# Modules of other libraries, whose names are declared outside of them
 
 NAMES = {"first.weight": ("mlp", "embed"), "second.weight": ("embed", "mlp")}
 
 
 class TwoLayers(nn.Module):
-    """A module of another library, whose names are declared outside of it; its bias has no names."""
+    def __init__(self, **dims: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False)
+        self.declaration = Declaration(logical_names=NAMES, tensor_parallel_dims=dims)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.second(self.first(x).relu())
+
+
+class Stacks(nn.Module):
+    """Quantized experts, [out, in], all of which compute each token."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(4, 8, bias=False)
-        self.second = nn.Linear(8, 4)
-        self.declaration = Declaration(logical_names=NAMES)
+        weights = torch.randn(4, 96, 64, dtype=torch.float64)
+        self.up_proj = QuantizedWeight(quantize(weights.mT, "int4", group_size=32).mT)
+        self.bias = nn.Parameter(torch.ones(4, 96, dtype=torch.float64))
 
-    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
-        return self.second(self.first(x).relu()) * scale
-
-
-def test_modules_of_others() -> None:
-    torch.manual_seed(0)
-    model, x = TwoLayers().double(), torch.randn(8, 4, dtype=torch.float64)
-    model.second.bias = None
-    model(x, scale=3.0).square().sum().backward()
-
-    def check(layout: MeshRules, inner: dict[str, int]) -> None:
-        mesh, table = Mesh(layout.sizes), LogicalRules.load(layout.rules)
-        ours = TwoLayers().double()
-        ours.second.bias = None
-        ours.load_state_dict(model.state_dict())
-        if inner:
-            ours.declaration = Declaration(logical_names=NAMES, tensor_parallel_dims=inner)
-        parallelize(ours, mesh, table, allow_unused=True)
-        spec = token_spec(mesh, table)
-        part = part_by_definition(x, spec, mesh).requires_grad_()
-        ours(part, scale=3.0).square().sum().backward()
-        for name, parameter in ours.named_parameters():
-            assert_same(parameter.grad.full_tensor(), model.get_parameter(name).grad, name)
-
-    layouts = [
-        MeshRules("ep-tp", {"tensor": 2, "expert": 2}),
-        MeshRules("default", {"fsdp": 2, "tensor": 2}),
-        MeshRules("pure-fsdp", {"fsdp": 2, "expert": 2}),
-    ]
-    run_cases(check, 4, itertools.product(layouts, ({}, {"mlp": 8})))
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)
+        products = gmm(rows.repeat(4, 1), Projection(self.up_proj.mT, self.bias), torch.full((4,), len(rows)))
+        return products.unflatten(0, (4, *x.shape[:-1])).sum(0)
 
 
-class ScaledMoE(MoE):
-    """A layer with an additional parameter beside the experts."""
-
-    def __init__(self, config: MoEConfig) -> None:
-        super().__init__(config, dtype=torch.float64)
-        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, config.hidden_size, dtype=torch.float64))
-
-    def forward(self, x: Tensor, token_mask: Tensor | None = None) -> MoEOutput:
-        output = super().forward(x * self.scale, token_mask)
-        return output._replace(hidden_states=output.hidden_states * self.scale)
+def shared_stacks() -> nn.Module:
+    """Two modules that share a quantized stack."""
+    model = nn.Sequential(Stacks(), nn.Linear(96, 64), Stacks())
+    model[2].up_proj = model[0].up_proj
+    model.declaration = Declaration(  # type: ignore[assignment]
+        logical_names={f"{layer}.up_proj": ("exp", "mlp_moe", "embed_moe") for layer in (0, 2)}
+    )
+    return model
 
 
-def test_a_parameter_of_a_layer_is_not_one_of_its_experts() -> None:
-    torch.manual_seed(0)
-    config = MoEConfig(hidden_size=4, intermediate_size=4, num_experts=4, top_k=2)
-    model, x = ScaledMoE(config), torch.randn(8, 3, 4, dtype=torch.float64)
-    model(x).hidden_states.square().sum().backward()
-
-    def check(rules: str) -> None:
-        mesh, table = Mesh({"fsdp": 2, "expert": 2}), LogicalRules.load(rules)
-        ours = ScaledMoE(config)
-        ours.load_state_dict(model.state_dict())
-        parallelize(ours, mesh, table, allow_unused=True)
-        part = part_by_definition(x, token_spec(mesh, table), mesh)
-        ours(part).hidden_states.square().sum().backward()
-        for name, parameter in ours.named_parameters():
-            assert_same(parameter.grad.full_tensor(), model.get_parameter(name).grad, name)
-
-    run_cases(check, 4, [("ep-as-dp",), ("ep-tp",)])
-
-
-TABLES: dict[str, list[Any]] = {
-    "both": [("mlp", "expert"), ("activation_mlp", "expert")],
-    "activations only": [("mlp", None), ("activation_mlp", "expert")],
-    "weights only, on the axis of the tokens": [("mlp", "fsdp"), ("activation_mlp", None)],
-    "weights on more axes": [("mlp", ("expert", "fsdp")), ("activation_mlp", ("expert",))],
+TABLES: dict[str, dict[str, Any]] = {
+    "weights and activations": {"mlp": "expert", "activation_mlp": "expert"},
+    "activations only": {"mlp": None, "activation_mlp": "expert"},
+    "weights only, on the axis of the tokens": {"mlp": "fsdp", "activation_mlp": None},
+    "weights on more axes": {"mlp": ("expert", "fsdp"), "activation_mlp": ("expert",)},
 }
 
 
-def test_parts_are_computed_where_weights_and_activations_lie_on_an_axis() -> None:
-    """On other axes weights are gathered; the result always equals one process's."""
-    torch.manual_seed(0)
-    model, x = nn.Sequential(FeedForward(4, 8)).double(), torch.randn(4, 3, 4, dtype=torch.float64)
-    model(x).square().sum().backward()
+def four_ranks() -> Iterator[Case]:
+    both = {"fsdp": 2, "expert": 2}
+    for layout in (
+        MeshRules("ep-tp", {"tensor": 2, "expert": 2}),
+        MeshRules("default", {"fsdp": 2, "tensor": 2}),
+        MeshRules("pure-fsdp", both),
+    ):
+        yield Case("gathers declared weights", layout, made(seeded, TwoLayers), train)
+        yield Case("computes parts", layout, made(seeded, made(TwoLayers, mlp=16)), train)
+    for preset in ("ep-as-dp", "ep-tp"):
+        yield Case("a parameter of a layer beside experts", MeshRules(preset, both), made(seeded, ScaledMoE), train)
+    feed_forward = made(seeded, lambda: nn.Sequential(FeedForward(8, 16)))
+    for name, table in TABLES.items():
+        rules = LogicalRules(
+            [("activation_batch", "fsdp"), ("activation_length", None), ("embed", None), *table.items()]
+        )
+        yield Case(f"rules for {name}", MeshRules("default", both), feed_forward, train, rules=rules)
+    yield Case(
+        "a quantized stack of two modules", MeshRules("ep-as-dp", both), made(seeded, shared_stacks), train_width(64)
+    )
 
-    def check(_name: str, table: list[Any]) -> None:
-        rules = LogicalRules([("activation_batch", "fsdp"), ("activation_length", None), ("embed", None), *table])
-        mesh, ours = Mesh({"fsdp": 2, "expert": 2}), nn.Sequential(FeedForward(4, 8)).double()
-        ours.load_state_dict(model.state_dict())
-        parallelize(ours, mesh, rules, allow_unused=True)
-        ours(part_by_definition(x, P("fsdp", None, None), mesh)).square().sum().backward()
-        for name, parameter in ours.named_parameters():
-            assert_same(parameter.grad.full_tensor(), model.get_parameter(name).grad, name)
 
-    run_cases(check, 4, TABLES.items())
+@pytest.mark.filterwarnings("ignore:.* of the parameters are whole on every rank along fsdp")  # small models
+@each_topic(users=two_ranks(MODELS), torch=two_ranks(OF_TORCH), others=four_ranks())
+def test_ranks_compute_what_one_process_does(cases: list[Case]) -> None:
+    check_cases(cases)
+
+
+def test_parameters_in_lists_belong_to_the_root_module() -> None:
+    lists: Any = Lists()
+    assert set(fsdp_units(lists)[lists]) == {"matrices.0", "matrices.1", "vectors.bias", "blocks.0.0"}
+    assert list(blocks(lists)) == [lists.blocks[1]["block"], lists.blocks[2]]
+    with fake_rank(0, 2):
+        parallelize(lists, Mesh({"fsdp": 2}), "pure-fsdp", allow_unused=True)
+        managed = [path for path, module in lists.named_modules() if isinstance(module, FSDPModule)]
+        assert managed == ["", "blocks.1.block", "blocks.2"]
 
 
 def test_parts_of_a_module_must_add_up_to_a_tensor() -> None:
     class Pair(TwoLayers):
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        def forward(self, x: Tensor) -> Any:
             return x, x
 
     with fake_rank(0, 2):
-        model = Pair()
-        model.declaration = Declaration(logical_names=NAMES, tensor_parallel_dims={"mlp": 8})
-        model.second.bias = None
-        parallelize(model, Mesh({"expert": 2}), "ep-tp")
+        model = parallelize(Pair(mlp=16), Mesh({"expert": 2}), "ep-tp")
         message = "Pair declares tensor_parallel_dims and must return a tensor, got <class 'tuple'>"
         with pytest.raises(TypeError, match=f"^{message}$"):
-            model(torch.randn(2, 4))
+            model(torch.randn(2, 8))

@@ -1,21 +1,17 @@
 """Two threads that call a model on a mesh at the same time both get an error."""
 
-import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from torch import Tensor, nn
 
 from maxmoe import pipeline
-from maxmoe.models import Decoder
 from maxmoe.parallel import parallelize
 from maxmoe.sharding import LogicalRules, Mesh
 from support.parallel_decoder import CONFIG, MeshRules, batch, decoder, loss, step_of_one_process, token_spec
 from support.parts import assert_same, part_by_definition
-from support.run_ranks import run_ranks
-from support.sampling import cases_by_default
+from support.run_ranks import run_cases, run_ranks
 
 MESSAGE = "^models on a mesh must be called by one thread at a time, got calls of two"
 LAYOUTS = [MeshRules("pure-fsdp", {"fsdp": 2}), MeshRules("ep-as-dp", {"expert": 2})]
@@ -43,10 +39,10 @@ def refused(call: Callable[[], object]) -> None:
         call()
 
 
-def training(layout: MeshRules, wrap: Callable[[Decoder], nn.Module] = lambda model: model) -> Any:
+def training(layout: MeshRules) -> Any:
     """A parallelized model, and a function that computes its gradients as one process does."""
     mesh, rules = Mesh(layout.sizes), LogicalRules.load(layout.rules)
-    model = parallelize(wrap(decoder()), mesh, rules)
+    model = parallelize(decoder(), mesh, rules)
     tokens, targets = (part_by_definition(whole, token_spec(mesh, rules), mesh) for whole in batch())
     expected = step_of_one_process(CONFIG).gradients
 
@@ -69,18 +65,12 @@ OTHERS: dict[str, Callable[[Any], object]] = {
     "forward": lambda model: model(batch()[0][:1]),
     "generation": lambda model: model.generate(batch()[0][:1], 2),
 }
-BY_DEFAULT = list(zip(OTHERS, LAYOUTS, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("other", "layout"),
-    cases_by_default(itertools.product(OTHERS, LAYOUTS), BY_DEFAULT),
-    ids=str,
-)
-def test_calls_of_two_threads(other: str, layout: MeshRules) -> None:
+def test_calls_of_two_threads() -> None:
     """One call begins during the forward or the backward of the other. Afterwards one thread can continue."""
 
-    def check() -> None:
+    def check(other: str, layout: MeshRules) -> None:
         model, step = training(layout)
 
         def call_of_another() -> None:
@@ -97,24 +87,7 @@ def test_calls_of_two_threads(other: str, layout: MeshRules) -> None:
         in_another_thread(step)
         step()
 
-    run_ranks(check, layout.world_size)
-
-
-def test_a_model_in_a_wrapper_generates_in_two_threads() -> None:
-    def check() -> None:
-        model, _ = training(LAYOUTS[0], lambda model: nn.Sequential(model))
-        inner: Any = model[0]
-
-        def generate() -> Tensor:
-            generated: Tensor = inner.generate(batch()[0][:1], 2)
-            return generated
-
-        hook = inner.blocks[0].register_forward_hook(once(lambda: refused(lambda: in_another_thread(generate))))
-        refused(generate)
-        hook.remove()
-        assert generate().shape == (1, 10)
-
-    run_ranks(check, 2)
+    run_cases(check, 2, zip(OTHERS, LAYOUTS, strict=True))
 
 
 def test_a_pipeline() -> None:

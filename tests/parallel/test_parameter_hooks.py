@@ -1,8 +1,8 @@
 """Storages of gathered parameters that are freed between forward and backward."""
 
 from typing import Any
+from unittest.mock import patch
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -47,7 +47,7 @@ def test_values_for_memory_that_nobody_has_kept_are_dropped() -> None:
     assert len(gathered) == 2 and torch.equal(kept, torch.zeros(3))
 
 
-def test_memory_that_one_rank_holds_for_longer_decides_no_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_one_rank_holds_for_longer_decides_no_collective() -> None:
     """The thread of a collective holds its output for a time that differs between ranks."""
     held: list[Tensor] = []
 
@@ -58,10 +58,10 @@ def test_memory_that_one_rank_holds_for_longer_decides_no_collective(monkeypatch
 
     def check(name: str, layout: MeshRules | None) -> None:
         model, inputs, targets = steps_under_load.lines(2) if layout is None else steps_under_load.preset(layout)
-        for _ in range(2):
-            steps_under_load.step(model, inputs, targets).backward()
+        with patch.object(named_collectives, "all_gather_single", all_gather_and_hold):
+            for _ in range(2):
+                steps_under_load.step(model, inputs, targets).backward()
 
-    monkeypatch.setattr(named_collectives, "all_gather_single", all_gather_and_hold)
     run_cases(check, 2, steps_under_load.cases(2).items(), timeout=20.0)
 
 

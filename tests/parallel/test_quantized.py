@@ -1,190 +1,30 @@
-"""Quantized experts on a mesh: each step equals one process's with the dequantized weights."""
+"""Quantized experts on a mesh: modules, saving and errors; test_parallelize.py compares their training."""
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from maxmoe import quantize_experts
-from maxmoe.adapters import packed_as_by_peft
 from maxmoe.costs import estimate
-from maxmoe.models import DecoderConfig
-from maxmoe.ops import Projection, gmm
-from maxmoe.parallel import Declaration, parallelize, reset_parameters
-from maxmoe.parallel.plan.dispatch_plan import Dispatch
-from maxmoe.quantization import QuantizedStack, QuantizedWeight, dequantize_experts, quantize
-from maxmoe.sharding import LogicalRules, Mesh
-from support.moved_experts import moving_experts
-from support.parallel_decoder import BLOCK, CONFIG, MOE, MeshRules, batch, decoder, layouts, loss, token_spec
-from support.parts import assert_same, part_by_definition
+from maxmoe.parallel import parallelize, reset_parameters
+from maxmoe.quantization import QuantizedStack, QuantizedWeight, dequantize_experts
+from maxmoe.sharding import Mesh
+from support import trained_decoders
+from support.parallel_decoder import BLOCK, CONFIG, MOE, decoder
 from support.run_ranks import fake_rank, run_ranks
-from support.sampling import by_default
 
-# Two blocks of "mxfp4" and "int4" in each dim of a matrix, so that tensor parallelism cuts between them.
 WIDE = replace(BLOCK, hidden_size=64, moe=replace(MOE, hidden_size=64, intermediate_size=64))
-FORMATS = ["mxfp4", "int4", "nf4", "int8", "fp8_row", "fp8_block"]
-TARGETS = ["experts.gate_proj", "experts.up_proj", "experts.down_proj"]
 
 
-def quantized(format: str, config: DecoderConfig = WIDE) -> nn.Module:
-    """A decoder with frozen quantized experts, the same at every call; everything else is trained."""
-    model = decoder(config)
-    for path, parameter in model.named_parameters():
-        parameter.requires_grad_(not path.endswith(tuple(TARGETS)))
-    quantize_experts(model, format, group_size=32 if format == "int4" else None)
-    generator = torch.Generator().manual_seed(2)
-    for weight in model.modules():
-        if isinstance(weight, QuantizedWeight) and format == "int4":
-            zeros = torch.randint(16, weight.scales.shape, generator=generator, dtype=torch.uint8)
-            weight.zeros = nn.Parameter(zeros, requires_grad=False)
-    return model
-
-
-def adapted(format: str, config: DecoderConfig = WIDE) -> Any:
-    """Adapters beside quantized experts, and a trained embedding, so that the gradient passes through all modules."""
-    model: Any = quantized(format, config)
-    torch.manual_seed(3)
-    options: Any = {"target_modules": [], "target_parameters": TARGETS, "init_lora_weights": False}
-    model = get_peft_model(model, LoraConfig(r=3, lora_alpha=5, **options)).to(torch.float64)
-    model.base_model.model.embedding.weight.requires_grad_(True)
-    return model
-
-
-Expected = tuple[Tensor, dict[str, Tensor]]
-
-
-def of_one_process(format: str, config: DecoderConfig = WIDE, has_adapters: bool = True) -> Expected:
-    """Output and gradients with the dequantized weights."""
-    model = (adapted if has_adapters else quantized)(format, config)
-    dequantize_experts(model)
-    tokens, targets = batch()
-    output = model(tokens)
-    loss(output, targets).backward()
-    return output.logits.detach(), {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-
-
-def check_step(
-    expected: Expected,
-    layout: MeshRules,
-    format: str,
-    dispatch: Dispatch = "auto",
-    config: DecoderConfig = WIDE,
-    num_chunks: int = 1,
-    has_adapters: bool = True,
-) -> None:
-    logits, gradients = expected
-    mesh, rules = Mesh(layout.sizes), LogicalRules.load(layout.rules)
-    model = (adapted if has_adapters else quantized)(format, config)
-    model = parallelize(model, mesh, rules, dispatch=dispatch, num_chunks=num_chunks)
-    spec = token_spec(mesh, rules)
-    tokens, targets = (part_by_definition(whole, spec, mesh) for whole in batch())
-    output = model(tokens)
-    assert_same(output.logits, part_by_definition(logits, spec, mesh), "logits")
-    loss(output, targets).backward()
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    assert trained.keys() == gradients.keys()
-    for name, parameter in trained.items():
-        assert isinstance(parameter.grad, DTensor)
-        whole = parameter.grad.full_tensor()
-        whole = packed_as_by_peft(name, whole) if "lora_" in name else whole
-        assert_same(whole, gradients[name], name, scale=float(gradients[name].abs().max()))
-
-
-@pytest.mark.filterwarnings("ignore:no rule for the logical name")
-@pytest.mark.parametrize("world_size", by_default([2, 4], [2]))
-def test_a_step_equals_that_of_one_process(world_size: int) -> None:
-    """Every preset, with another format each; with adapters beside the experts, and without."""
-    cases = [
-        (layout, FORMATS[number % len(FORMATS)], number % 3 > 0) for number, layout in enumerate(layouts(world_size))
-    ]
-    expected = [of_one_process(format, has_adapters=has_adapters) for _, format, has_adapters in cases]
-
-    def check() -> None:
-        for of_one, (layout, format, has_adapters) in zip(expected, cases, strict=True):
-            check_step(of_one, layout, format, has_adapters=has_adapters)
-
-    run_ranks(check, world_size)
-
-
-RECOMPUTED = replace(WIDE, recompute=("experts", "dispatch"))
-NOT_GATED = replace(WIDE, recompute=("blocks",), moe=replace(WIDE.moe, gated=False, expert_bias=False))
-
-
-@pytest.mark.filterwarnings("ignore:no rule for the logical name")
-@pytest.mark.parametrize("turn", by_default(range(2), [0]))
-def test_strategies(turn: int) -> None:
-    """Strategies that send tokens or weights or gather weights, chunks, recomputation; with zero points."""
-    layouts = MeshRules("ep-as-dp", {"fsdp": 2, "expert": 2}), MeshRules("ep-tp", {"data": 2, "expert": 2})
-    cases: list[tuple[Dispatch, str, DecoderConfig]] = [
-        ("ring_of_experts", "int4", RECOMPUTED),
-        ("ragged_all_to_all", "mxfp4", NOT_GATED),
-        ("least_loaded", "int4", RECOMPUTED),
-        ("gather_weights", "fp8_row", WIDE),
-    ]
-    expected = [of_one_process(format, config) for _, format, config in cases]
-
-    def check() -> None:
-        for number, (dispatch, format, config) in enumerate(cases):
-            layout = layouts[(number + turn) % 2]  # experts move on the first one alone, in the first turn
-            with moving_experts(dispatch == "least_loaded" and layout.rules == "ep-as-dp"):
-                check_step(expected[number], layout, format, dispatch, config, num_chunks=2)
-
-    run_ranks(check, 4)
-
-
-class Stacks(nn.Module):
-    """Experts of another library, [out, in], whose names are declared outside of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        weights = torch.randn(4, 96, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-        self.up_proj = QuantizedWeight(quantize(weights.mT, "int4", group_size=32).mT)
-        self.bias = nn.Parameter(torch.ones(4, 96, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return gmm(x, Projection(self.up_proj.mT, self.bias), torch.full((4,), len(x) // 4))
-
-
-def model_of_stacks() -> nn.Module:
-    """Two modules that share a stack."""
-    model = nn.Sequential(Stacks(), nn.Linear(96, 64).double(), Stacks())
-    model[2].up_proj = model[0].up_proj
-    model.declaration = Declaration(  # type: ignore[assignment]
-        logical_names={f"{layer}.up_proj": ("exp", "mlp_moe", "embed_moe") for layer in (0, 2)}
-    )
-    return model
-
-
-@pytest.mark.filterwarnings("ignore:.* of the parameters are whole on every rank along fsdp")
-def test_modules_of_others() -> None:
-    torch.manual_seed(0)
-    model, x = model_of_stacks(), torch.randn(8, 64, dtype=torch.float64)
-    model(x).square().sum().backward()
-
-    def check() -> None:
-        ours = model_of_stacks()
-        ours[1].load_state_dict(model[1].state_dict())
-        parallelize(ours, Mesh({"fsdp": 2, "expert": 2}), "ep-as-dp", allow_unused=True)
-        assert ours[0].up_proj is ours[2].up_proj
-        assert ours[0].up_proj.codes.to_local().shape == (2, 96, 16)
-        assert ours[2].up_proj.scales.to_local().shape == (2, 96, 1)
-        ours(x).square().sum().div(4).backward()  # all ranks have the same rows, and the gradients are summed
-        for name, parameter in ours.named_parameters():
-            if parameter.requires_grad:
-                assert_same(parameter.grad.full_tensor(), model.get_parameter(name).grad, name)
-
-    run_ranks(check, 4)
-
-
-# Shardings and changes that codes and scales do not support
+def quantized(format: str) -> nn.Module:
+    return trained_decoders.quantized(format, WIDE)
 
 
 def test_the_module_after_parallelize() -> None:

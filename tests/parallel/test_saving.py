@@ -1,17 +1,89 @@
-"""Errors for layers that cannot be pickled name the alternative, and copies of a parallelized layer run."""
+"""Checkpoints of one mesh loaded on others, copies of layers, and what cannot be pickled."""
 
 import copy
 import io
 import re
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from maxmoe import ZeroComputation
 from maxmoe.parallel import parallelize
-from maxmoe.sharding import Mesh
-from support.parallel_decoder import decoder
+from maxmoe.parallel.plan.dispatch_plan import Dispatch
+from maxmoe.sharding import LogicalRules, Mesh
+from support.parallel_decoder import CONFIG, MOE, MeshRules, batch, decoder, loss, token_spec, values
+from support.parts import assert_same, part_by_definition
 from support.run_ranks import run_ranks
+
+LAYER = replace(
+    MOE, expert_bias=False, shared_expert_gate=False, zero_computation=ZeroComputation(constant=2), latent_size=4
+)
+SMALL = replace(CONFIG, num_layers=1, num_dense_layers=0, moe=LAYER)
+STRATEGIES: list[tuple[MeshRules, Dispatch]] = [
+    (MeshRules("ep-as-dp", {"expert": 2}), "ring_of_experts"),
+    (MeshRules("shard-exp-on-fsdp", {"fsdp": 2, "expert": 2}), "ragged_all_to_all"),
+    (MeshRules("default", {"tensor": 2}), "auto"),
+]
+
+
+def test_training_goes_on_on_another_mesh_with_another_strategy(tmp_path: Path) -> None:
+    """Each strategy takes one step from the checkpoint of the previous one; together the steps of one process."""
+    whole, num_steps = decoder(SMALL), len(STRATEGIES)
+    adamw, (tokens, targets) = torch.optim.AdamW(whole.parameters(), lr=0.01), batch()
+    for _ in range(num_steps):
+        adamw.zero_grad()
+        loss(whole(tokens), targets).backward()
+        adamw.step()
+
+    def check(number: int) -> None:
+        layout, dispatch = STRATEGIES[number]
+        mesh, rules = Mesh(layout.sizes), LogicalRules.load(layout.rules)
+        model, spec = parallelize(decoder(SMALL), mesh, rules, dispatch=dispatch), token_spec(mesh, rules)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        if number:
+            model_state, optimizer_state = get_state_dict(model, optimizer)
+            state = {"model": model_state, "optimizer": optimizer_state}
+            dcp.load(state, checkpoint_id=tmp_path / str(number - 1))
+            set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        part, part_targets = (part_by_definition(tensor, spec, mesh) for tensor in (tokens, targets))
+        loss(model(part), part_targets).backward()
+        optimizer.step()
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=tmp_path / str(number))
+        if number == num_steps - 1:
+            for name, parameter in whole.named_parameters():
+                assert_same(model.get_parameter(name).full_tensor(), parameter, name, tolerance=1e-10)
+
+    for number, (layout, _) in enumerate(STRATEGIES):
+        run_ranks(check, layout.world_size, number)
+
+
+def test_safetensors_of_several_ranks(tmp_path: Path) -> None:
+    """The lines of docs/how_to/checkpoints.md: saved by two ranks under FSDP, loaded with other experts on each."""
+    expected = values(decoder(SMALL))
+
+    def save() -> None:
+        model = parallelize(decoder(SMALL), Mesh({"fsdp": 2}), "pure-fsdp")
+        dcp.save(model.state_dict(), storage_writer=dcp.HuggingFaceStorageWriter(str(tmp_path), save_distributed=True))
+
+    def load() -> None:
+        model = parallelize(decoder(SMALL), Mesh({"expert": 2}), "ep-as-dp")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.to_local().fill_(-1.0)
+        weights = model.state_dict()
+        dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)))
+        model.load_state_dict(weights)
+        for name, parameter in model.named_parameters():
+            assert parameter.full_tensor().equal(expected[name]), name
+
+    run_ranks(save, 2)
+    run_ranks(load, 2)
 
 
 def test_torch_save_of_a_parallelized_model_says_what_to_use() -> None:

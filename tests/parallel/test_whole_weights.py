@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from maxmoe import MoE, presets, quantize_experts
 from maxmoe.parallel import parallelize
 from maxmoe.sharding import Mesh
-from support.run_ranks import run_ranks
+from support.run_ranks import run_cases, run_ranks
 from support.small_models import block_of
 
 pytest.importorskip("transformers")
@@ -45,9 +45,10 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_sharded_layers_are_refused(way: str, tmp_path: Path) -> None:
-    def check(folder: Path) -> None:
+def test_sharded_layers_are_refused(tmp_path: Path) -> None:
+    def check(way: str) -> None:
+        folder = tmp_path / way / str(torch.distributed.get_rank())
+        folder.mkdir(parents=True)
         block: Any = block_of("mixtral")
         config = config_of_block(block)
         path, layers = folder / "file", {"model.layers.0": MoE(config)}
@@ -65,27 +66,21 @@ def test_sharded_layers_are_refused(way: str, tmp_path: Path) -> None:
         refused("to_transformers", lambda: whole.to_transformers(block), whole, block)
         refused("from_transformers", lambda: MoE.from_transformers(block), block)
 
-    run_ranks(lambda: check_in_own_folder(check, tmp_path), 2)
-
-
-def check_in_own_folder(check: Callable[[Path], None], folder: Path) -> None:
-    own = folder / str(torch.distributed.get_rank())
-    own.mkdir()
-    check(own)
+    run_cases(check, 2, [(way,) for way in WAYS])
 
 
 def test_quantized_layers_are_refused_and_written_by_one_process(tmp_path: Path) -> None:
     """The function that the message names writes the file of a layer that was never sharded."""
 
-    def quantized(device: str = "cpu") -> MoE:
-        config = presets.gpt_oss(hidden_size=64, intermediate_size=64, num_experts=4)
-        layer = MoE(config, device=device).requires_grad_(False)
+    def quantized() -> MoE:
+        layer = MoE(presets.gpt_oss(hidden_size=64, intermediate_size=64, num_experts=4)).requires_grad_(False)
         quantize_experts(layer, "mxfp4")
         return layer
 
-    def check(folder: Path) -> None:
+    def check() -> None:
         torch.manual_seed(0)
-        layer = quantized()
+        layer, folder = quantized(), tmp_path / str(torch.distributed.get_rank())
+        folder.mkdir()
         write_checkpoint(folder / "file", {"model.layers.0": layer}, "gpt_oss")
         parallelize(layer, Mesh({"expert": 2}), "ep-as-dp")
         call = {"model.layers.0": layer}
@@ -96,4 +91,4 @@ def test_quantized_layers_are_refused_and_written_by_one_process(tmp_path: Path)
         write_checkpoint(folder / "whole", {"model.layers.0": whole}, "gpt_oss")
         assert (folder / "whole").read_bytes() == (folder / "file").read_bytes()
 
-    run_ranks(lambda: check_in_own_folder(check, tmp_path), 2)
+    run_ranks(check, 2)

@@ -1,27 +1,21 @@
 """`parallelize` gets a wrapper around a model: the model generates without the wrapper, which is trained."""
 
-import itertools
 import operator
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from maxmoe.adapters import packed_as_by_peft
 from maxmoe.models import Decoder
 from maxmoe.models.decoder import DecoderOutput
 from maxmoe.parallel import Declaration, parallelize
-from maxmoe.sharding import LogicalRules, Mesh
-from support.parallel_decoder import BLOCK, MeshRules, batch, decoder, loss, token_spec
-from support.parts import assert_same, part_by_definition
+from maxmoe.sharding import Mesh
+from support.parallel_decoder import BLOCK, MeshRules, batch, decoder, loss
 from support.run_ranks import run_ranks
-from support.sampling import cases_by_default
+from support.steps_on_ranks import Case, Part, Results, check_cases, made
+from support.trained_decoders import add_adapters
 
 
 class Wrapper(nn.Module):
@@ -54,88 +48,39 @@ class WithHead(Wrapper):
         return output._replace(logits=self.head(output.logits) * self.scale)
 
 
-def adapted(model: Decoder) -> Any:
-    torch.manual_seed(3)
-    targets = ["experts.gate_proj", "experts.up_proj", "experts.down_proj"]
-    options: Any = {"target_modules": [], "target_parameters": targets, "init_lora_weights": False}
-    return get_peft_model(model, LoraConfig(r=3, lora_alpha=5, **options)).to(torch.float64)
+def wrapped(wrap: Callable[[Decoder], nn.Module]) -> nn.Module:
+    return wrap(decoder(BLOCK))
 
 
-WRAPPERS: dict[str, Callable[[Decoder], Any]] = {
-    "no wrapper": lambda model: model,
-    "wrapper": Wrapper,
-    "parameters of its own": WithHead,
-    "adapters": adapted,
-}
-LAYOUTS = [MeshRules("pure-fsdp", {"fsdp": 2}), MeshRules("ep-as-dp", {"fsdp": 2, "expert": 2})]
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
-def inner(model: nn.Module) -> Decoder:
-    return next(module for module in model.modules() if isinstance(module, Decoder))
-
-
-def generated(model: nn.Module) -> Tensor:
-    return inner(model).generate(torch.arange(3).unsqueeze(0), 4, temperature=0)
-
-
-@contextmanager
-def interrupted(block: nn.Module) -> Iterator[None]:
-    """The user interrupts the next forward of a block."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    hook = block.register_forward_hook(interrupt)
-    try:
-        yield
-    finally:
+def generation(model: nn.Module, part: Part) -> Results:
+    """Generation before and between steps of training, also after an interruption."""
+    inner = next(module for module in model.modules() if isinstance(module, Decoder))
+    tokens, targets = map(part, batch())
+    for _ in range(2):
+        stored = list(model.parameters())
+        hook = inner.blocks[0].register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            inner.generate(tokens[:1], 4)
         hook.remove()
+        generated = inner.generate(torch.arange(3).unsqueeze(0), 4, temperature=0)
+        assert all(map(operator.is_, model.parameters(), stored))
+        loss(model(tokens), targets).backward()
+    return Results(of_all={"generated": generated})
 
 
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    return found
-
-
-BY_DEFAULT = [("parameters of its own", LAYOUTS[0]), ("adapters", LAYOUTS[1])]
-
-
-@pytest.mark.filterwarnings("ignore:no rule for the logical name")
-@pytest.mark.parametrize(
-    ("wrapper", "layout"),
-    cases_by_default(itertools.product(WRAPPERS, LAYOUTS), BY_DEFAULT),
-    ids=str,
-)
-def test_the_model_in_a_wrapper_generates(wrapper: str, layout: MeshRules) -> None:
-    """Before and between steps of training, whose gradients equal one process's, also after an interruption."""
-    wrap = WRAPPERS[wrapper]
-    whole = wrap(decoder(BLOCK))
-    tokens, targets = batch()
-    loss(whole(tokens), targets).backward()
-    expected, tokens_alone = gradients(whole), generated(whole)
-
-    def check() -> None:
-        mesh, rules = Mesh(layout.sizes), LogicalRules.load(layout.rules)
-        model = parallelize(wrap(decoder(BLOCK)), mesh, rules)
-        parts = [part_by_definition(tensor, token_spec(mesh, rules), mesh) for tensor in batch()]
-        for _ in range(2):
-            stored = list(model.parameters())
-            with pytest.raises(KeyboardInterrupt), interrupted(inner(model).blocks[0]):
-                generated(model)
-            assert all(map(operator.is_, model.parameters(), stored))
-            assert torch.equal(generated(model), tokens_alone)
-            assert all(map(operator.is_, model.parameters(), stored))
-            loss(model(parts[0]), parts[1]).backward()
-            found = gradients(model)
-            assert found.keys() == expected.keys()
-            for name, gradient in found.items():
-                whole = gradient.full_tensor()
-                whole = packed_as_by_peft(name, whole) if "lora_" in name else whole
-                assert_same(whole, expected[name], name, scale=float(expected[name].abs().max()))
-        assert any(isinstance(module, FSDPModule) for module in model.modules())
-
-    run_ranks(check, layout.world_size)
+def test_the_model_in_a_wrapper_generates() -> None:
+    fsdp = {"fsdp": 2}
+    with_head, adapted = made(wrapped, WithHead), made(wrapped, add_adapters)
+    check_cases(
+        [
+            Case("parameters of its own", MeshRules("pure-fsdp", fsdp), with_head, generation),
+            Case("adapters", MeshRules("ep-as-dp", fsdp), adapted, generation),
+        ]
+    )
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")

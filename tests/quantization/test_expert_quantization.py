@@ -24,6 +24,7 @@ pytest.importorskip("transformers")
 
 import maxmoe.integrations.transformers  # registers "maxmoe"
 from support import programs, small_models
+from support.sampling import by_default
 
 each_format = pytest.mark.parametrize("format", FORMATS)
 CONFIG = MoEConfig(hidden_size=48, intermediate_size=40, num_experts=4, top_k=2, num_shared_experts=1)
@@ -65,9 +66,10 @@ def test_moe_layer(format: str, options: dict[str, Any]) -> None:
     assert all(parameter.is_contiguous() for parameter in after.values())
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in small_models.STANDARD_MODELS if name not in small_models.CONVERTED_ONLY]
-)
+MODELS = [name for name in small_models.STANDARD_MODELS if name not in small_models.CONVERTED_ONLY]
+
+
+@pytest.mark.parametrize("name", by_default(MODELS, ["mixtral", "gpt_oss", "llama4", "qwen2_moe"]))
 def test_models_of_transformers(name: str) -> None:
     """Matrices [out, in] and [in, out]: blocks lie along the inputs in both."""
     model = small_models.model_of(name).requires_grad_(False)
@@ -103,8 +105,9 @@ def adapted(model: nn.Module) -> nn.Module:
     return get_peft_model(model, LoraConfig(r=3, target_parameters=list(expert_weights(model)), **options))
 
 
-@pytest.mark.parametrize("is_adapted_first", [False, True])
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "llama4", "qwen2_moe"])
+@pytest.mark.parametrize(
+    ("name", "is_adapted_first"), [("mixtral", False), ("gpt_oss", True), ("llama4", False), ("qwen2_moe", True)]
+)
 def test_adapters_of_peft(name: str, is_adapted_first: bool) -> None:
     """Adapters added before or after: their gradients equal those beside dequantized weights, to the bit."""
     whole = small_models.model_of(name).requires_grad_(False)
@@ -131,24 +134,14 @@ def test_adapters_of_peft(name: str, is_adapted_first: bool) -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-def test_adapters_beside_a_layer() -> None:
-    model: Any = nn.Sequential(layer())
-    quantize_experts(model, "nf4")
-    model = adapted(model)
-    x = torch.randn(11, 48)
-    model(x).hidden_states.square().sum().backward()
-    assert all(parameter.grad.any() for name, parameter in model.named_parameters() if "lora" in name)
-
-
-@pytest.mark.parametrize("options", [{}, {"use_buffers": True}])
-def test_averages_of_a_model_with_adapters(options: dict[str, Any]) -> None:
+def test_averages_of_a_model_with_adapters() -> None:
     """The factors are averaged; torch would average and round the codes, which must stay the model's."""
     config = MoEConfig(hidden_size=64, intermediate_size=32, num_experts=4, top_k=2)
     layer = MoE(config, dtype=torch.float32).requires_grad_(False)
     quantize_experts(layer, "int4")
     lora = LoraConfig(r=2, target_modules=[], target_parameters=["experts.up_proj"], init_lora_weights=False)
     model = get_peft_model(nn.Sequential(layer), lora)
-    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), **options)
+    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
     factors = {name: each for name, each in model.named_parameters() if each.requires_grad}
     expected: dict[str, Tensor] = {}
     for step in range(3):
@@ -235,21 +228,6 @@ def test_peak_memory_is_the_model_and_one_quantized_stack() -> None:
     more = int(programs.printed(programs.python(PEAK))) * 1024
     stack = 24 * 1024 * 1024 * 2
     assert more < 0.27 * stack + 2 * stack / 24 + 48 * 2**20, f"{more / 2**20:.0f} MiB"
-
-
-PEFT_IMPORTED_LATER = """
-import maxmoe, torch
-model = torch.nn.Sequential(maxmoe.MoE(maxmoe.MoEConfig(hidden_size=64, intermediate_size=64, num_experts=2, top_k=1)))
-maxmoe.quantize_experts(model.requires_grad_(False), "mxfp4")
-from peft import LoraConfig, get_peft_model
-model = get_peft_model(model, LoraConfig(r=2, target_modules=[], target_parameters=["experts.up_proj"]))
-print(sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad))
-"""
-
-
-@pytest.mark.slow
-def test_peft_finds_the_weights_if_it_is_imported_later() -> None:
-    assert int(programs.printed(programs.python(PEFT_IMPORTED_LATER))) == 2 * 2 * (64 + 64)
 
 
 def test_merged_adapters_are_refused() -> None:

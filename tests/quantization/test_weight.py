@@ -21,7 +21,7 @@ from maxmoe.quantization import (
     weights,
 )
 from support.quantized_calls import stack_of
-from support.run_ranks import run_ranks
+from support.run_ranks import run_cases
 
 each_format = pytest.mark.parametrize("format", FORMATS)
 
@@ -136,12 +136,12 @@ def test_one_weight_in_the_place_of_another() -> None:
     assert [name for name, _ in module.named_parameters()] == ["up_proj"]
 
 
-@each_format
-def test_ddp_and_fsdp2(format: str) -> None:
+def test_ddp_and_fsdp2() -> None:
     """DDP and FSDP2 send codes and scales as bytes."""
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
 
     class Experts(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self, format: str) -> None:
             super().__init__()
             self.up_proj = QuantizedWeight(stack_of(format, 2, 64, 256, dtype=torch.float32))
             self.bias = nn.Parameter(torch.zeros(2, 256))
@@ -149,10 +149,8 @@ def test_ddp_and_fsdp2(format: str) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return gmm(x, Projection(self.up_proj, self.bias), torch.tensor([1, 2]))
 
-    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
-
-    def check() -> None:
-        expected, module = Experts()(x), Experts()
+    def check(format: str) -> None:
+        expected, module = Experts(format)(x), Experts(format)
         module.up_proj.codes.mul_(1 - dist.get_rank())
         module = DistributedDataParallel(module).module  # gives all ranks the weights of the first
         assert torch.equal(module(x), expected)
@@ -162,4 +160,4 @@ def test_ddp_and_fsdp2(format: str) -> None:
         module(x).sum().backward()
         assert module.bias.grad.full_tensor().any()
 
-    run_ranks(check, 2)
+    run_cases(check, 2, [(format,) for format in FORMATS])

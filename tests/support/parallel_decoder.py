@@ -123,10 +123,8 @@ VARIANTS = {
 class Step:
     """Results of a step of one process."""
 
-    before: dict[str, Tensor]
     output: DecoderOutput
     gradients: dict[str, Tensor]
-    after: dict[str, Tensor]
 
 
 def decoder(config: DecoderConfig = CONFIG) -> Decoder:
@@ -173,6 +171,8 @@ class LocalSGD(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
                 shard, gradient = (
                     tensor.to_local() if isinstance(tensor, DTensor) else tensor
                     for tensor in (parameter, parameter.grad)
@@ -187,8 +187,7 @@ def values(model: torch.nn.Module) -> dict[str, Tensor]:
 @functools.cache
 def step_of_one_process(config: DecoderConfig) -> Step:
     model, (tokens, targets) = decoder(config), batch()
-    before, output = values(model), model(tokens)
+    output = model(tokens)
     loss(output, targets).backward()
     gradients: dict[str, Any] = {name: parameter.grad for name, parameter in model.named_parameters()}
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    return Step(before, output, gradients, values(model))
+    return Step(output, gradients)

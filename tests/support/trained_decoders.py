@@ -1,0 +1,210 @@
+"""Decoders with adapters and quantized experts, and ways to train them in one process and on ranks alike."""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+import maxmoe
+from maxmoe import MoEStats, StatsAccumulator, quantize_experts
+from maxmoe.models import DecoderConfig
+from maxmoe.models.decoder import DecoderOutput
+from maxmoe.nn import RoutingRecord
+from maxmoe.parallel import GradScaler, clip_grad_norm_
+from maxmoe.quantization import QuantizedWeight
+from support.parallel_decoder import BLOCK, MOE, LocalSGD, batch, decoder, loss
+from support.steps_on_ranks import Part, Results
+
+SURGERY = Path(__file__).parents[2] / "docs/how_to/surgery.md"
+TARGETS = ["experts.gate_proj", "experts.up_proj", "experts.down_proj"]
+
+
+# Models
+
+
+def add_adapters(model: Any, adapters: tuple[str, ...] = ("default",)) -> PeftModel:
+    """Add adapters that are not zero beside the experts, the same at every call."""
+    torch.manual_seed(3)
+    options: Any = {"target_modules": [], "target_parameters": TARGETS, "init_lora_weights": False}
+    model = get_peft_model(model, LoraConfig(r=3, lora_alpha=5, **options), adapter_name=adapters[0])
+    for adapter in adapters[1:]:
+        model.add_adapter(adapter, LoraConfig(r=2, lora_alpha=1, **options))
+    model.base_model.set_adapter(list(adapters))
+    return model.to(torch.float64)
+
+
+def adapted(config: DecoderConfig = BLOCK, adapters: tuple[str, ...] = ("default",)) -> PeftModel:
+    return add_adapters(decoder(config), adapters)
+
+
+def quantized(format: str, config: DecoderConfig) -> nn.Module:
+    """A decoder with frozen quantized experts; everything else is trained. "int4" has zero points."""
+    model = decoder(config)
+    for path, parameter in model.named_parameters():
+        parameter.requires_grad_(not path.endswith(tuple(TARGETS)))
+    quantize_experts(model, format, group_size=32 if format == "int4" else None)
+    generator = torch.Generator().manual_seed(2)
+    for weight in model.modules():
+        if isinstance(weight, QuantizedWeight) and format == "int4":
+            zeros = torch.randint(16, weight.scales.shape, generator=generator, dtype=torch.uint8)
+            weight.zeros = nn.Parameter(zeros, requires_grad=False)
+    return model
+
+
+def quantized_and_adapted(format: str, config: DecoderConfig) -> PeftModel:
+    """Also with a trained embedding, so that the gradient passes through all modules."""
+    model = add_adapters(quantized(format, config))
+    model.base_model.model.embedding.weight.requires_grad_(True)
+    return model
+
+
+def partly_frozen(config: DecoderConfig = BLOCK) -> nn.Module:
+    model = decoder(config)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("router" not in name and "embedding" not in name)
+    return model
+
+
+# Training
+
+
+def of(output: DecoderOutput, **of_tokens: Tensor) -> Results:
+    """Everything that a decoder returns."""
+    stats = by_name(enumerate(output.stats))
+    return Results({"logits": output.logits, **of_tokens}, {"aux_loss": output.aux_loss, **stats})
+
+
+def by_name(layers: Iterable[tuple[object, MoEStats]]) -> dict[str, Tensor]:
+    return {f"{name} of {layer}": tensor for layer, stats in layers for name, tensor in stats._asdict().items()}
+
+
+def step(model: Any, part: Part) -> Results:
+    """Forward without gradients, forward, backward, and descent."""
+    tokens, targets = map(part, batch())
+    with torch.no_grad():
+        evaluated = model(tokens).logits
+    descent = LocalSGD(model)  # its parameters are shards, also after the evaluation
+    output = model(tokens)
+    loss(output, targets).backward()
+    descent.step()
+    return of(output, evaluated=evaluated)
+
+
+def accumulated(model: Any, part: Part) -> Results:
+    """Two backwards with tokens and targets in two orders."""
+    tokens, targets = batch()
+    for inputs in (tokens.flip(1), tokens):
+        output = model(part(inputs))
+        loss(output, part(targets)).backward()
+    return of(output)
+
+
+def padded(model: Any, part: Part) -> Results:
+    """With a mask, a sequence of nothing but padding, and documents that begin anywhere."""
+    generator, (tokens, targets) = torch.Generator().manual_seed(2), batch()
+    mask = torch.rand(tokens.shape, generator=generator) < 0.7
+    mask[2] = False
+    documents = (torch.rand(tokens.shape, generator=generator) < 0.3).cumsum(1)
+    output = model(part(tokens), part(mask), part(documents))
+    losses = F.cross_entropy(output.logits.flatten(0, 1), part(targets).flatten(), reduction="none")
+    (losses[part(mask).flatten()].sum() / mask.sum() + output.aux_loss).backward()
+    return of(output)
+
+
+def replayed(model: Any, part: Part) -> Results:
+    """Each token goes to the experts after its own. The record of a rank has its tokens."""
+    tokens, targets = map(part, batch())
+    with torch.no_grad(), maxmoe.record_routing(model) as record:
+        model(tokens)
+    calls = {name: [(ids + 1) % MOE.num_experts for ids in each] for name, each in record.calls.items()}
+    with maxmoe.replay_routing(model, RoutingRecord(calls)):
+        output = model(tokens)
+    loss(output, targets).backward()
+    return of(output, **{f"experts of {name}": ids for name, (ids,) in record.calls.items()})
+
+
+def counted(model: Any, part: Part) -> Results:
+    """Two micro-batches of a step whose statistics move the correction biases."""
+    accumulator, (tokens, targets) = StatsAccumulator(model), batch()
+    losses = []
+    for inputs in (tokens.flip(1), tokens):
+        output = model(part(inputs))
+        loss(output, part(targets)).backward()
+        losses.append(output.aux_loss)
+    found = accumulator.update()
+    biases = {name: each for name, each in model.named_buffers() if name.endswith("correction_bias")}
+    return Results(
+        of_all={"losses": torch.stack(losses), "mean": found.aux_loss, **by_name(found.layers.items()), **biases}
+    )
+
+
+def with_frozen_expert(model: Any, part: Part) -> Results:
+    """The hook of docs/how_to/surgery.md keeps one expert."""
+    (block,) = re.findall(r"^def freeze.*?(?=^layer)", SURGERY.read_text(), re.DOTALL | re.MULTILINE)
+    page: dict[str, Any] = {"torch": torch, "DTensor": DTensor, "Replicate": Replicate}
+    exec(block, page)
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            page["freeze"](parameter, [1])
+    results = step(model, part)
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            whole = getattr(parameter.grad, "full_tensor", lambda parameter=parameter: parameter.grad)()
+            assert [bool(expert.any()) for expert in whole] == [number != 1 for number in range(len(whole))]
+    return results
+
+
+def clipped(model: Any, part: Part) -> Results:
+    tokens, targets = map(part, batch())
+    loss(model(tokens), targets).backward()
+    clip = clip_grad_norm_ if dist.is_initialized() else torch.nn.utils.clip_grad_norm_
+    return Results(of_all={"norm": clip(model.parameters(), 0.3)})
+
+
+def overflow(parameter: Tensor, rank: int | None = None) -> None:
+    """Make the gradient infinite on one rank, or on all if `rank` is None, or there are no ranks."""
+    gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+    assert gradient is not None
+    if rank is None or not dist.is_initialized() or dist.get_rank() == rank % dist.get_world_size():
+        gradient.fill_(float("inf"))
+
+
+def scaled(model: Any, part: Part) -> Results:
+    """Six clipped steps, in three of which a gradient overflows: of experts on two ranks, then of the embedding."""
+    options = {"init_scale": 2.0**10, "growth_interval": 2}
+    clip = clip_grad_norm_ if dist.is_initialized() else torch.nn.utils.clip_grad_norm_
+    scaler: Any = (GradScaler if dist.is_initialized() else torch.amp.GradScaler)("cpu", **options)
+    tokens, targets = map(part, batch())
+    optimizer, scales = LocalSGD(model), []
+    embedding, *_ = model.parameters()
+    experts = next(each for name, each in model.named_parameters() if name.endswith("experts.up_proj"))
+    for overflowing in (None, (experts, 0), (experts, -1), (embedding, -1), None, None):
+        model.zero_grad()
+        scaler.scale(loss(model(tokens), targets)).backward()
+        if overflowing is not None:
+            overflow(*overflowing)
+        scaler.unscale_(optimizer)
+        clip(model.parameters(), 0.3)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append((scaler.get_scale(), scaler.state_dict()["_growth_tracker"]))
+    assert scales[-3:] == [(2.0**7, 0), (2.0**7, 1), (2.0**8, 0)]
+    return Results(of_all={"scales": torch.tensor(scales)})
+
+
+def with_adamw(model: Any, part: Part) -> Results:
+    """Two steps."""
+    tokens, targets = map(part, batch())
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss(model(tokens), targets).backward()
+        optimizer.step()
+    return Results()
