@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 def test_the_comparison_of_ranks() -> None:
-    files = [f"tests/testing/test_{name}.py" for name in ("compare_ranks", "comparison", "batches")]
+    files = [f"tests/testing/test_{name}.py" for name in ("training_runs", "batches")]
     # Processes with equal gradients and with a mistake, batches.
     tests = "starts_processes or batches_of_any_form"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", tests, *files]

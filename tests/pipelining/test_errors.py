@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
+from maxmoe import StatsAccumulator
 from maxmoe.models import Decoder
 from maxmoe.parallel import Declaration, PipelineParts, parallelize
 from maxmoe.pipelining import Pipeline, pipeline
-from maxmoe.pipelining.schedules import SCHEDULES, check_schedule
 from maxmoe.sharding import Mesh
-from support.failing_ranks import FAILURES, TIMEOUT, check_rank_2_is_named, complain, outcomes, patience_with
+from support.failing_ranks import FAILURES, TIMEOUT, check_rank_2_is_named, outcomes, patience_with
 from support.run_ranks import check_at_once, run_ranks
 from support.sampling import by_default
 from support.staged_decoder import batch, config, decoder, loss, staged
+from support.staged_models import BY_IDS, Model, Scaled, X, squares
 
 MIXTRAL = config("mixtral")
 SMALL = config("mixtral", num_layers=2)
@@ -47,23 +47,15 @@ class Undeclared(nn.Module):
             self.declaration = Declaration(pipeline_parts=parts)
 
 
-class Linears(nn.Module):
-    """Four blocks: two ranks can have two stages each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
-        self.declaration = Declaration(pipeline_parts=PipelineParts((), "blocks", ()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 def shared_blocks() -> Decoder:
     model = decoder(MIXTRAL)
     model.blocks[3].attention.q_proj.weight = model.blocks[0].attention.q_proj.weight
+    return model
+
+
+def accumulating() -> Decoder:
+    model = decoder(MIXTRAL)
+    StatsAccumulator(model)
     return model
 
 
@@ -96,6 +88,19 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: make(shared_blocks()),
         r"blocks.0.attention.q_proj.weight and blocks.3.attention.q_proj.weight must be one parameter on one stage",
     ),
+    "computes outside of its parts": (
+        lambda: make(Scaled(), loss=squares).step(X, X),
+        "must not compute with the hidden states outside of its pipeline_parts",
+    ),
+    "adds what blocks return": (
+        lambda: make(Model(lambda _model, _index, block, x: x + block(x)), loss=squares).step(X, X),
+        "must not compute with the hidden states outside of its pipeline_parts",
+    ),
+    "routers of ids": (
+        lambda: make(decoder(BY_IDS)).step(*batch()),
+        "token_ids must be given in a pipeline whose routers take ids of tok",
+    ),
+    "statistics before stages": (lambda: make(accumulating()), "model must have no StatsAccumulator yet"),
     "unknown schedule": (
         lambda: make(schedule="1f1"),
         "schedule must be one of 'gpipe', '1f1b', .*, got '1f1'; the nearest are '1f1b'",
@@ -166,51 +171,12 @@ def test_bad_input() -> None:
         message_of(lambda: make(loss=None), TypeError)
         with torch.no_grad():
             message_of(lambda: make().step(*batch()), RuntimeError)
-
-    run_ranks(check, 2)
-
-
-def test_a_step_that_failed_leaves_nothing_behind() -> None:
-    """After an interrupted step the schedule keeps its state, and the layers keep their sums."""
-
-    def check() -> None:
-        run = staged(MIXTRAL, Mesh({"stage": 1}), "default", "gpipe")
-        expected = run.step(*batch())
-        handle = run.model.blocks[3].register_forward_hook(lambda *_: complain())
-        with pytest.raises(ValueError, match="no such token"):
-            run.step(*batch())
-        handle.remove()
-        found = run.step(*batch())
-        assert found.loss.equal(expected.loss) and found.aux_loss.equal(expected.aux_loss)
-
-    run_ranks(check, 1)
-
-
-@pytest.mark.parametrize("name", by_default(SCHEDULES, ["interleaved_1f1b"]))
-def test_checked_schedules_are_those_that_torch_makes(name: str) -> None:
-    """torch accepts every schedule that `check_schedule` accepts. Other tests run them, here numbers are compared.
-
-    The blocks are small, because their results are not tested here.
-    """
-    accepted = []
-    for count in range(1, 9):
-        try:
-            check_schedule(name, 2, None, count)
-        except ValueError:
-            continue
-        accepted.append(count)
-    assert accepted == {
-        "1f1b": [2, 3, 4, 5, 6, 7, 8],
-        "dual_pipe_v": [4, 5, 6, 7, 8],
-        "interleaved_1f1b": [1, 2, 3, 4, 6, 8],
-        "interleaved_zero_bubble": [1, 2, 3, 4, 6, 8],
-    }.get(name, [1, 2, 3, 4, 5, 6, 7, 8])
-
-    def check() -> None:
-        for count in accepted:
-            run = make(Linears(), schedule=name, num_micro_batches=count, loss=F.mse_loss)
-            x = torch.ones(count, 4)
-            run.step(x, x)
+        run, scaler = make(), torch.amp.GradScaler("cpu")
+        scaler.scale(torch.ones(()))
+        run.step(*batch())
+        # Even if the gradients of this stage have one placement: another stage may overflow.
+        message = message_of(lambda: scaler.step(torch.optim.SGD(run.parameters())), RuntimeError)
+        assert message.endswith("use maxmoe.parallel.GradScaler")
 
     run_ranks(check, 2)
 

@@ -1,277 +1,210 @@
-"""Inputs, results and state of a step of a pipeline, compared with one process."""
+"""Steps of a pipeline beside one process that accumulates gradients over the same micro-batches: a table of rows."""
 
-from dataclasses import replace
+import functools
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-from maxmoe import MoEConfig, MoEFeedForward
-from maxmoe.models import Decoder, DecoderConfig
+from maxmoe.models import Decoder
 from maxmoe.models.decoder import Block
-from maxmoe.parallel import Declaration, PipelineParts, token_sharding
-from maxmoe.pipelining import pipeline
 from maxmoe.sharding import Mesh
 from support.parts import assert_same
-from support.run_ranks import run_ranks
-from support.sampling import by_default
+from support.run_ranks import run_cases, run_ranks
 from support.staged_decoder import (
     DEEPSEEK,
-    LENGTH,
-    MOE,
     NUM_MICRO_BATCHES,
     SPLIT,
     TWO_BLOCKS,
+    Step,
     batch,
     check_gradients,
+    check_output,
     check_step,
-    config,
     decoder,
-    micro_batches,
     part_of_micro_batches,
     staged,
     step_of,
     step_of_one_process,
 )
+from support.staged_models import OWN, SUBJECTS
 
 
-def sums(*summands: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: torch.stack([summand[name] for summand in summands]).sum(0) for name in summands[0]}
+@dataclass(frozen=True)
+class Row:
+    """A step; with several, gradients add up.
+
+    Args:
+        subject: name of the model.
+        axes: mesh axes beside `stage`, with two ranks each.
+        options: arguments of `maxmoe.pipeline`.
+    """
+
+    subject: str
+    schedule: str
+    axes: tuple[str, ...]
+    num_stages: int
+    rules: str
+    num_steps: int
+    options: dict[str, Any]
+
+    @property
+    def one_process(self) -> tuple[str, int, float]:
+        """What the step of one process depends on: model, number of micro-batches, scale of the auxiliary loss."""
+        return self.subject, self.options["num_micro_batches"], self.options.get("aux_loss_scale", 1.0)
 
 
-def test_micro_batches_of_different_sizes() -> None:
-    """Ten rows make micro-batches of 3, 3, 2 and 2; with three rows, and one, micro-batches are empty, but run."""
-    steps = {
-        num_rows: step_of(decoder(TWO_BLOCKS), micro_batches(*batch(num_rows), count=min(num_rows, 4)))
-        for num_rows in (10, 3, 1)
-    }
-
-    def check() -> None:
-        run = staged(TWO_BLOCKS, Mesh({"stage": 2}), "default", "1f1b", num_micro_batches=4)
-        gradients = []
-        for num_rows, expected in steps.items():
-            found = run.step(*batch(num_rows))
-            assert_same(found.loss, expected.loss)
-            assert_same(found.aux_loss, expected.aux_loss)
-            gradients.append(expected.gradients)
-            check_gradients(run, sums(*gradients))
-            if num_rows == 3:
-                run.evaluate(*batch())
-
-    run_ranks(check, 2)
-
-
-# By default each rank has all stages, for claims that do not depend on messages between stages.
-each_number_of_ranks = pytest.mark.parametrize(
-    ("num_ranks", "blocks"), [(1, TWO_BLOCKS), pytest.param(2, DEEPSEEK, marks=pytest.mark.slow)], ids=["1", "2"]
-)
-
-
-@each_number_of_ranks
-def test_gradients_of_fsdp_are_kept_when_the_shape_changes(num_ranks: int, blocks: DecoderConfig) -> None:
-    """torch drops the gradients of FSDP2 in the first step of a schedule, and a new shape needs a new schedule."""
-    whole = batch()
-    first = step_of_one_process(blocks)
-    second = step_of(decoder(blocks), micro_batches(*(part[:4] for part in whole), count=2))
-
-    def check() -> None:
-        for schedule in ("1f1b", SPLIT):  # two pipelines on equal meshes
-            mesh = Mesh({"stage": num_ranks, "fsdp": 2})
-            run = staged(blocks, mesh, "default", schedule)
-            run.step(*(part_of_micro_batches(part, mesh, "default") for part in whole))
-            run.step(*(part_of_micro_batches(part[:4], mesh, "default") for part in whole))
-            check_gradients(run, sums(first.gradients, second.gradients))
-
-    run_ranks(check, 2 * num_ranks)
-
-
-# Layers of all stages select by ids of tokens and of documents.
-BY_IDS = config("hash", moe=(MOE["hash"], MOE["pools"], MOE["hash"]))
-
-
-@pytest.mark.parametrize("schedule", by_default(["gpipe", SPLIT], [SPLIT]))
-@pytest.mark.parametrize("blocks", [DEEPSEEK, BY_IDS], ids=["deepseek_v3", "by ids"])
-def test_padding_documents_and_a_rank_without_tokens(blocks: DecoderConfig, schedule: str) -> None:
-    tokens, targets = batch()
-    mask = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(2)) < 0.7
-    mask[4:] = False  # the sequences of the second rank
-    targets = targets.masked_fill(~mask, -100)
-    documents = torch.arange(LENGTH).ge(3).long().repeat(len(tokens), 1)
-    rows = [[0, 1, 4, 5], [2, 3, 6, 7]]  # of each micro-batch, on both ranks
-    expected = step_of(
-        decoder(blocks),
-        [(tokens[here], targets[here]) for here in rows],
-        token_mask=[mask[here] for here in rows],
-        document_ids=[documents[here] for here in rows],
+def row(
+    subject: str,
+    schedule: str,
+    *axes: str,
+    num_stages: int = 2,
+    rules: str = "default",
+    num_steps: int = 1,
+    **options: Any,
+) -> Row:
+    return Row(
+        subject, schedule, axes, num_stages, rules, num_steps, {"num_micro_batches": NUM_MICRO_BATCHES, **options}
     )
 
-    def check() -> None:
-        mesh = Mesh({"stage": 2, "expert": 2})
-        run = staged(blocks, mesh, "default", schedule, dispatch="ragged_all_to_all")
-        here = token_sharding(mesh).slices(tokens.shape)
-        options = {"token_mask": mask[here], "document_ids": documents[here]}
-        if blocks == BY_IDS:
-            with pytest.raises(ValueError, match="token_ids must be given in a pipeline whose routers take ids of tok"):
-                run.step(tokens[here], targets[here], **options)
-            options["token_ids"] = tokens[here]
-        found = run.step(tokens[here], targets[here], **options)
-        check_step(found, run, expected)
 
-    run_ranks(check, 4)
+four = functools.partial(row, num_micro_batches=4)
+RING, RAGGED, GATHERED = "ring_of_experts", "ragged_all_to_all", "gather_weights"
+BLOCKS, PARTS = ("blocks",), ("experts", "dispatch")  # which are recomputed
+TABLE: dict[str, dict[str, Row]] = {
+    "one rank has all stages": {
+        "tied embeddings": row("tied embeddings", "gpipe", num_stages=1),
+        "torch would run the backward of the shared norm twice": four(
+            "a norm of two blocks", SPLIT, num_stages=1, stages_per_rank=2, blocks_per_stage=[2, 2]
+        ),
+    },
+    "data-parallel ranks, all stages on each": {
+        # torch once skipped this reduction (PyTorch issue 144530).
+        "a split backward is summed over data": row("two blocks", SPLIT, "data", num_stages=1),
+        "a split backward is summed over fsdp": row("two blocks", SPLIT, "fsdp", num_stages=1),
+    },
+    "models": {
+        # With the last two blocks, which share the norm, on one stage.
+        **{f"{name}, two stages on each rank": row(name, "zbv") for name in OWN if name != "a norm of two blocks"},
+        "blocks are numbered in two rounds": row("numbers its blocks", "interleaved_1f1b"),
+        "uneven stages": row("indexes its blocks", "1f1b", blocks_per_stage=[1, 3]),
+        "a norm of two blocks of a stage": row("a norm of two blocks", "gpipe", blocks_per_stage=[2, 2]),
+        "auxiliary losses of the layers themselves": four("classifier", "1f1b", aux_loss_scale=0.25),
+        "a block is added to the hidden states": four("classifier", "gpipe", blocks_per_stage=[1, 3]),
+        "transformers number their layers": row("gpt_oss of transformers", "interleaved_1f1b"),
+        "adapters of quantized experts": row("adapters of nf4 experts", "1f1b"),
+    },
+    "schedules and strategies": {
+        "gpipe, ring": four("mixtral", "gpipe", "expert", dispatch=RING),
+        "1f1b, ragged": four(
+            "deepseek_v3", "1f1b", "expert", dispatch=RAGGED, recompute=BLOCKS, num_steps=2, aux_loss_scale=0.5
+        ),
+        "looped_bfs, tensor parallel": four("gpt_oss", "looped_bfs", "expert", rules="ep-tp", recompute=PARTS),
+        "interleaved_1f1b, gathered": four("mixtral", "interleaved_1f1b", "expert", dispatch=GATHERED),
+    },
+    "tokens and weights": {
+        "adapters under fsdp": row("adapters", SPLIT, "fsdp", rules="ep-as-dp"),
+        "a rank without tokens": row("padding and documents", "gpipe", "expert", dispatch=RAGGED),
+        "every stage has the ids of tokens": row("routers of ids", SPLIT, "expert", dispatch=RAGGED),
+    },
+}
+SLOW: dict[str, dict[str, Row]] = {
+    "split backwards with strategies": {
+        "ragged": four("gpt_oss", SPLIT, "expert", dispatch=RAGGED, recompute=PARTS, num_steps=2),
+        "ring": four("deepseek_v3", "zbv", "expert", dispatch=RING),
+        "gathered": four("deepseek_v3", "zbv", "expert", dispatch=GATHERED, recompute=PARTS),
+        "tensor parallel": four("mixtral", "dual_pipe_v", "expert", rules="ep-tp", recompute=BLOCKS),
+        "transformers and experts": row("mixtral of transformers", "gpipe", "expert"),
+        "adapters of quantized experts": row("adapters of nf4 experts", "1f1b", "fsdp"),
+    },
+    "schedules with fsdp": {
+        "gpipe": four("deepseek_v3", "gpipe", "fsdp", recompute=BLOCKS),
+        "1f1b": four("gpt_oss", "1f1b", "fsdp", num_steps=2),
+        "looped_bfs": four("mixtral", "looped_bfs", "fsdp", recompute=BLOCKS),
+        "interleaved_1f1b": four("deepseek_v3", "interleaved_1f1b", "fsdp", recompute=PARTS, num_steps=2),
+        "zbv": four("mixtral", "zbv", "fsdp", recompute=PARTS),
+        "dual_pipe_v": four("deepseek_v3", "dual_pipe_v", "fsdp", num_steps=2),
+        "adapters and experts": row("adapters", "1f1b", "expert", rules="ep-as-dp"),
+    },
+    "eight ranks": {
+        "chunks": row("deepseek_v3", "interleaved_1f1b", "fsdp", "expert", rules="shard-exp-on-fsdp", num_chunks=2),
+    },
+}
+ROWS = TABLE | SLOW
 
 
-@each_number_of_ranks
-def test_axes_of_data_are_summed_with_a_split_backward(num_ranks: int, blocks: DecoderConfig) -> None:
-    """torch once skipped the reduction over data-parallel ranks (PyTorch issue 144530)."""
-    expected = step_of_one_process(blocks)
-
-    def check() -> None:
-        mesh = Mesh({"stage": num_ranks, "data": 2})
-        run = staged(blocks, mesh, "default", SPLIT)
-        tokens, targets = (part_of_micro_batches(whole, mesh, "default") for whole in batch())
-        check_step(run.step(tokens, targets), run, expected)
-
-    run_ranks(check, 2 * num_ranks)
-
-
-@pytest.mark.slow
-def test_eight_ranks_with_fsdp_and_experts() -> None:
-    expected = step_of_one_process(DEEPSEEK)
-
-    def check() -> None:
-        mesh = Mesh({"stage": 2, "fsdp": 2, "expert": 2})
-        run = staged(DEEPSEEK, mesh, "shard-exp-on-fsdp", "interleaved_1f1b", num_chunks=2)
-        tokens, targets = (part_of_micro_batches(whole, mesh, "shard-exp-on-fsdp") for whole in batch())
-        check_step(run.step(tokens, targets), run, expected)
-
-    run_ranks(check, 8)
+def check(expected: dict[Any, Step], group: str, name: str) -> None:
+    row = ROWS[group][name]
+    subject = SUBJECTS[row.subject]
+    mesh = Mesh({"stage": row.num_stages, **dict.fromkeys(row.axes, 2)})
+    run = staged(subject.build(), mesh, row.rules, row.schedule, loss=subject.loss, **row.options)
+    whole = subject.inputs, subject.targets, subject.options
+    inputs, targets, options = part_of_micro_batches(whole, mesh, row.rules, row.options["num_micro_batches"])
+    for _ in range(row.num_steps):
+        found = run.step(inputs, targets, **options)
+    check_output(run.evaluate(inputs, targets, **options), expected[row.one_process])
+    check_step(found, run, expected[row.one_process], times=row.num_steps)
 
 
-def test_each_block_runs_once_for_each_micro_batch() -> None:
+@pytest.mark.filterwarnings("ignore:no rule for the logical name", "ignore:the rules shard")
+@pytest.mark.parametrize("group", [*TABLE, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_a_step_equals_one_process(group: str) -> None:
+    rows = ROWS[group]
+    needed = {row.one_process for row in rows.values()}
+    expected = {key: SUBJECTS[key[0]].step(*key[1:]) for key in needed}
+    (world_size,) = {row.num_stages * 2 ** len(row.axes) for row in rows.values()}
+    run_cases(functools.partial(check, expected), world_size, [(group, name) for name in rows])
+
+
+def test_batches_of_different_sizes() -> None:
+    """Ten rows make micro-batches of 3, 3, 2 and 2; with three rows, and one, micro-batches are empty, but run.
+
+    torch drops the gradients of FSDP2 in the first step of a schedule, and a new shape needs a new schedule.
+    """
+    sizes = {10, 3, 1, 16, 8}
+    steps = {size: step_of(decoder(TWO_BLOCKS), *batch(size), count=min(size, 4)) for size in sizes}
+
+    def check(axes: dict[str, int], schedule: str, sizes: tuple[int, ...]) -> None:
+        mesh, gradients = Mesh(axes), []
+        run = staged(TWO_BLOCKS, mesh, "default", schedule, num_micro_batches=4)
+        for size in sizes:
+            found = run.step(*part_of_micro_batches(batch(size), mesh, count=4))
+            assert_same(found.loss, steps[size].loss)
+            assert_same(found.aux_loss, steps[size].aux_loss)
+            gradients.append(steps[size].gradients)
+            check_gradients(run, {name: sum(each[name] for each in gradients) for name in gradients[0]})
+            run.evaluate(*batch())
+
+    fsdp = {"stage": 1, "fsdp": 2}
+    run_cases(check, 2, [({"stage": 2}, "1f1b", (10, 3, 1)), (fsdp, "1f1b", (16, 8)), (fsdp, SPLIT, (16, 8))])
+
+
+def test_each_block_runs_once_for_each_micro_batch_in_the_mode_of_the_model() -> None:
     """torch's stages run the module on uninitialized memory to find shapes, unless they are given."""
-    calls: list[bool] = []
 
-    def count(_block: nn.Module, _inputs: object, output: tuple[Tensor, ...]) -> None:
-        calls.append(bool(output[0].isfinite().all()))
+    def check(schedule: str) -> None:
+        run = staged(DEEPSEEK, Mesh({"stage": 2}), "default", schedule)
+        blocks = [block for block in run.model.blocks if isinstance(block, Block)]
+        finite, modes = [], []
 
-    def check() -> None:
-        for schedule in ("gpipe", "zbv"):
-            run = staged(DEEPSEEK, Mesh({"stage": 2}), "default", schedule)
-            blocks = [block for block in run.model.blocks if isinstance(block, Block)]
-            for block in blocks:
-                block.register_forward_hook(count)
-            run.step(*batch())
-            assert len(calls) == NUM_MICRO_BATCHES * len(blocks) and all(calls)
-            calls.clear()
+        def note(module: nn.Module, _inputs: object, output: tuple[Tensor, ...]) -> None:
+            finite.append(bool(output[0].isfinite().all()))
+            modes.append(module.training)
 
-    run_ranks(check, 2)
+        for module in (*blocks, *(stage.model for stage in run._run._stages)):
+            module.register_forward_hook(note if module in blocks else lambda *call: modes.append(call[0].training))
+        for call, is_training in ((run.step, True), (run.evaluate, False), (run.step, True)):
+            run.model.train(is_training)
+            call(*batch())
+            assert len(finite) == NUM_MICRO_BATCHES * len(blocks) and all(finite)
+            assert modes and set(modes) == {is_training} == {run.model.training}
+            finite.clear()
+            modes.clear()
 
-
-def test_tied_embeddings_on_one_stage() -> None:
-    tied = replace(TWO_BLOCKS, tie_embeddings=True)
-    expected = step_of_one_process(tied)
-
-    def check() -> None:
-        run = staged(tied, Mesh({"stage": 1}), "default", "gpipe")
-        check_step(run.step(*batch()), run, expected)
-
-    run_ranks(check, 1)
-
-
-class Classifier(nn.Module):
-    """A user's model: layers that return tensors, in a list inside of another module; two of them share a parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        moe = MoEConfig(hidden_size=8, intermediate_size=6, num_experts=4, top_k=2, load_balance_loss_weight=0.1)
-        self.encoder = nn.ModuleDict({"inputs": nn.Linear(3, 8), "layers": nn.ModuleList()})
-        for _ in range(4):
-            self.encoder["layers"].append(nn.Sequential(nn.LayerNorm(8), MoEFeedForward(moe)))
-        self.encoder["layers"][3][0].weight = self.encoder["layers"][2][0].weight
-        self.head = nn.Linear(8, 2)
-        parts = PipelineParts(("encoder.inputs",), "encoder.layers", ("head",), removes_blocks=True)
-        self.declaration = Declaration(pipeline_parts=parts)
-        self.double()
-
-    def forward(self, x: Tensor, *, scale: float) -> dict[str, Tensor]:
-        x = self.encoder["inputs"](x)
-        for layer in self.encoder["layers"]:
-            x = x + scale * layer(x)
-        return {"scores": self.head(x)}
-
-
-def test_a_model_of_ones_own() -> None:
-    """The layers add their auxiliary loss themselves; targets are in a dict, and one option is not a tensor."""
-    x, labels = torch.randn(8, 5, 3, dtype=torch.float64), torch.randint(0, 2, (8, 5))
-
-    def classifier() -> Classifier:
-        torch.manual_seed(0)
-        return Classifier()
-
-    def loss(output: dict[str, Tensor], targets: dict[str, Tensor]) -> Tensor:
-        return F.cross_entropy(output["scores"].flatten(0, 1), targets["labels"].flatten(), reduction="sum")
-
-    model = classifier()
-    for layer in model.encoder["layers"]:
-        layer[1].aux_loss_scale = 0.25
-    for inputs, targets in micro_batches(x, labels, count=4):
-        loss(model(inputs, scale=0.5), {"labels": targets}).backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-
-    def check() -> None:
-        for schedule, sizes in (("1f1b", [2, 2]), ("gpipe", [1, 3])):
-            run = pipeline(
-                classifier(),
-                Mesh({"stage": 2}),
-                loss=loss,
-                schedule=schedule,
-                num_micro_batches=4,
-                blocks_per_stage=sizes,
-                aux_loss_scale=0.25,
-            )
-            found = run.step(x, {"labels": labels}, scale=0.5)
-            check_gradients(run, gradients)
-            assert found.loss.equal(run.evaluate(x, {"labels": labels}, scale=0.5).loss)
-
-    run_ranks(check, 2)
-
-
-def test_an_evaluation_reports_the_whole_batch() -> None:
-    """A layer, unlike a pipeline, communicates without gradients for its hidden states only."""
-    expected = step_of_one_process(TWO_BLOCKS)
-
-    def check() -> None:
-        mesh = Mesh({"stage": 2, "data": 2})
-        run = staged(TWO_BLOCKS, mesh, "default", "1f1b")
-        found = run.evaluate(*(part_of_micro_batches(part, mesh, "default") for part in batch()))
-        assert_same(found.loss, expected.loss)
-        assert_same(found.aux_loss, expected.aux_loss)
-        for stats, counts in zip(found.stats.values(), expected.tokens_per_expert, strict=True):
-            assert stats.tokens_per_expert.equal(counts)
-
-    run_ranks(check, 4)
-
-
-def test_modes_reach_every_module() -> None:
-    def check() -> None:
-        run = staged(DEEPSEEK, Mesh({"stage": 2}), "default", "looped_bfs")
-        modes: list[bool] = []
-        run.model.blocks[run._run._stages[0].index].register_forward_hook(
-            lambda block, _inputs, _output: modes.append(block.training)
-        )
-        for stage in run._run._stages:
-            stage.model.register_forward_hook(lambda model, _inputs, _output: modes.append(model.training))
-        run.model.eval()
-        run.evaluate(*batch())
-        assert modes and not any(modes) and not run.model.training
-        run.model.train()
-        modes.clear()
-        run.step(*batch())
-        assert modes and all(modes)
-
-    run_ranks(check, 2)
+    run_cases(check, 2, [("gpipe",), ("zbv",)])
 
 
 def test_autocast_and_parameters_in_bfloat16() -> None:
@@ -281,8 +214,7 @@ def test_autocast_and_parameters_in_bfloat16() -> None:
     def check() -> None:
         found = []
         for dtype in (torch.float32, torch.bfloat16):
-            model = decoder(TWO_BLOCKS).to(dtype)
-            run = staged(TWO_BLOCKS, Mesh({"stage": 2}), "default", "1f1b", model=model)
+            run = staged(decoder(TWO_BLOCKS).to(dtype), Mesh({"stage": 2}))
             with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
                 found.append(run.step(*batch()).loss.item())
             assert all(parameter.grad.dtype == dtype for parameter in run.parameters())
@@ -292,23 +224,16 @@ def test_autocast_and_parameters_in_bfloat16() -> None:
     run_ranks(check, 2)
 
 
-@pytest.mark.parametrize("sizes", by_default([{"stage": 2}, {"stage": 2, "fsdp": 2}], [{"stage": 2}]), ids=str)
-def test_a_model_without_memory_is_filled_after_it_is_cut(sizes: dict[str, int]) -> None:
-    expected = step_of_one_process(TWO_BLOCKS)
-    values = decoder(TWO_BLOCKS).state_dict()
+@pytest.mark.parametrize("axes", [{}, pytest.param({"fsdp": 2}, marks=pytest.mark.slow)], ids=str)
+def test_a_model_without_memory_is_filled_after_it_is_cut(axes: dict[str, int]) -> None:
+    expected, values = step_of_one_process(TWO_BLOCKS), decoder(TWO_BLOCKS).state_dict()
 
     def check() -> None:
-        mesh = Mesh(sizes)
-        empty = Decoder(TWO_BLOCKS, device="meta", dtype=torch.float64)
-        run = staged(TWO_BLOCKS, mesh, "default", "1f1b", model=empty)
+        mesh = Mesh({"stage": 2, **axes})
+        run = staged(Decoder(TWO_BLOCKS, device="meta", dtype=torch.float64), mesh)
         run.model.to_empty(device="cpu")
-        here = run.model.state_dict()
-        set_model_state_dict(
-            run.model,
-            {name: values[name] for name in here},
-            options=StateDictOptions(full_state_dict=True),
-        )
-        tokens, targets = (part_of_micro_batches(whole, mesh, "default") for whole in batch())
-        check_step(run.step(tokens, targets), run, expected)
+        here = {name: values[name] for name in run.model.state_dict()}
+        set_model_state_dict(run.model, here, options=StateDictOptions(full_state_dict=True))
+        check_step(run.step(*part_of_micro_batches(batch(), mesh)), run, expected)
 
-    run_ranks(check, Mesh.planned(sizes).num_ranks)
+    run_ranks(check, Mesh.planned({"stage": 2, **axes}).num_ranks)

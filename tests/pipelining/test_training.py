@@ -1,20 +1,22 @@
-"""Optimizers, clipping, frozen stages and statistics of a pipeline, compared with one process."""
+"""Optimizers, clipping, scalers, frozen stages and statistics of a pipeline, compared with one process."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from maxmoe import StatsAccumulator, ZeroComputation
+from maxmoe import StatsAccumulator, ZeroComputation, record_routing, set_aux_loss_scale
 from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.optim import Muon, parameter_groups
-from maxmoe.parallel import clip_grad_norm_
+from maxmoe.parallel import GradScaler, clip_grad_norm_
 from maxmoe.sharding import Mesh
 from support.parts import assert_same
 from support.run_ranks import run_cases, run_ranks
-from support.sampling import by_default
 from support.staged_decoder import (
     DEEPSEEK,
     MOE,
@@ -24,55 +26,60 @@ from support.staged_decoder import (
     check_gradients,
     config,
     decoder,
-    micro_batches,
+    loss,
     part_of_micro_batches,
     staged,
     step_of,
+    whole,
 )
-
-
-def optimizers() -> dict[str, Callable[[nn.Module], torch.optim.Optimizer]]:
-    return {
-        "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
-        "muon": lambda model: Muon(parameter_groups(model), lr=1e-2, ns_dtype=torch.float64),
-    }
-
 
 LATENT = replace(
-    DEEPSEEK.moe, num_groups=1, top_k_groups=1, latent_size=6, zero_computation=ZeroComputation(copy=3, constant=2)
+    TWO_BLOCKS,
+    moe=replace(
+        DEEPSEEK.moe, num_groups=1, top_k_groups=1, latent_size=6, zero_computation=ZeroComputation(copy=3, constant=2)
+    ),
 )
-CONFIGS = {"deepseek_v3": TWO_BLOCKS, "latent, copy and constant experts": replace(TWO_BLOCKS, moe=LATENT)}
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-@pytest.mark.parametrize("name", optimizers())
-def test_training_steps_with_clipping_and_correction_biases(name: str, config: DecoderConfig) -> None:
-    tokens, targets = batch()
+def muon(model: nn.Module) -> torch.optim.Optimizer:
+    return Muon(parameter_groups(model), lr=1e-2, ns_dtype=torch.float64)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("make_optimizer", "config"),
+    [
+        pytest.param(adamw, LATENT, id="adamw, latent, copy and constant experts"),
+        pytest.param(muon, TWO_BLOCKS, id="muon, deepseek_v3", marks=pytest.mark.slow),
+    ],
+)
+def test_training_steps_with_clipping_and_correction_biases(make_optimizer: Any, config: DecoderConfig) -> None:
     norms, model = [], decoder(config)
-    optimizer = optimizers()[name](model)
+    optimizer = make_optimizer(model)
     for _ in range(2):
         optimizer.zero_grad()
-        step = step_of(model, micro_batches(tokens, targets))
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+        step = step_of(model, *batch())
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).detach())
         optimizer.step()
-        model.update_correction_bias(step.tokens_per_expert)
+        model.update_correction_bias([counts for counts, _ in step.layers])
     assert min(norms) > 1
     expected = {key: value.detach() for key, value in model.state_dict().items()}
 
     def check() -> None:
         mesh = Mesh({"stage": 2, "expert": 2})
-        run = staged(config, mesh, "default", "1f1b")
-        optimizer = optimizers()[name](run.model)
+        run = staged(config, mesh)
+        optimizer = make_optimizer(run.model)
         for norm in norms:
             optimizer.zero_grad()
-            found = run.step(*(part_of_micro_batches(whole, mesh, "default") for whole in (tokens, targets)))
-            assert_same(run.clip_grad_norm_(1.0), norm.detach(), "norm")
+            found = run.step(*part_of_micro_batches(batch(), mesh))
+            assert_same(run.clip_grad_norm_(1.0), norm, "norm")
             optimizer.step()
             run.update_correction_bias(found.stats)
         for key, value in run.model.state_dict().items():
-            whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-            assert_same(whole, expected[key], key, tolerance=1e-10)
+            assert_same(whole(value), expected[key], key, tolerance=1e-10)
 
     run_ranks(check, 4)
 
@@ -85,7 +92,7 @@ def test_clipping_when_a_stage_has_no_gradients_or_only_zeros() -> None:
         of_first = torch.zeros((), dtype=torch.float64)
         if mesh.rank == 0:
             of_first = torch.nn.utils.get_total_norm([parameter.grad.to_local() for parameter in run.parameters()])
-        torch.distributed.all_reduce(of_first)
+        dist.all_reduce(of_first)
         for empty in (torch.zeros_like, lambda _: None):
             for parameter in run.parameters() if mesh.rank == 1 else ():
                 parameter.grad = empty(parameter)
@@ -96,24 +103,20 @@ def test_clipping_when_a_stage_has_no_gradients_or_only_zeros() -> None:
 
 def test_clipping_with_a_stage_without_trained_parameters() -> None:
     """The function refuses parameters of a stage, as another stage may have none; the method works on every stage."""
-    model = decoder(TWO_BLOCKS)
-    freeze(model, 0)
-    step_of(model, micro_batches(*batch()))
+    model = frozen(TWO_BLOCKS, 0)
+    step_of(model, *batch())
     expected_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     expected = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
 
     def check() -> None:
-        model = decoder(TWO_BLOCKS)
-        freeze(model, 0)
         mesh = Mesh({"stage": 2, "fsdp": 2})
-        run = staged(TWO_BLOCKS, mesh, "default", "1f1b", model=model)
-        run.step(*(part_of_micro_batches(whole, mesh, "default") for whole in batch()))
+        run = staged(frozen(TWO_BLOCKS, 0), mesh)
+        run.step(*part_of_micro_batches(batch(), mesh))
         trained = [parameter for parameter in run.parameters() if parameter.requires_grad]
         assert bool(trained) == (mesh.coordinates()["stage"] == 1)
-        with pytest.raises(ValueError, match=r"^parameters must not belong .*: call clip_grad_norm_ of the pipeline$"):
-            clip_grad_norm_(run.parameters(), 0.1)
-        with pytest.raises(ValueError, match=r"^parameters must not b.* call clip_grad_norm_ of the pipeline$"):
-            clip_grad_norm_(trained, 0.1)
+        for parameters in (list(run.parameters()), trained):
+            with pytest.raises(ValueError, match=r"^parameters must not b.* call clip_grad_norm_ of the pipeline$"):
+                clip_grad_norm_(parameters, 0.1)
         assert_same(run.clip_grad_norm_(0.1), expected_norm)
         check_gradients(run, expected)
         if mesh.rank == 3:
@@ -124,41 +127,86 @@ def test_clipping_with_a_stage_without_trained_parameters() -> None:
     run_ranks(check, 4)
 
 
-def freeze(model: Decoder, stage: int) -> None:
-    """Freeze the first half of the blocks with the embedding, or the rest."""
+def frozen(config: DecoderConfig, stage: int | None) -> Decoder:
+    """A decoder with the first half of the blocks frozen, with the embedding, or with the rest."""
+    model = decoder(config)
     first = [f"blocks.{number}." for number in range(len(model.blocks) // 2)]
     for name, parameter in model.named_parameters():
         is_first = name.startswith(("embedding", *first))
-        parameter.requires_grad_(is_first == (stage == 1))
+        parameter.requires_grad_(stage is None or is_first == (stage == 1))
+    return model
 
 
 def test_frozen_stages() -> None:
     """The first stage is frozen, so that its hidden states require no gradient; then the last one."""
-    gradients = []
-    for stage in range(2):
-        model = decoder(DEEPSEEK)
-        freeze(model, stage)
-        gradients.append(step_of(model, micro_batches(*batch())).gradients)
+    gradients = [step_of(frozen(DEEPSEEK, stage), *batch()).gradients for stage in range(2)]
+
+    def check(stage: int, schedule: str) -> None:
+        blocks = [2, 2] if schedule == "1f1b" else None
+        run = staged(frozen(DEEPSEEK, stage), Mesh({"stage": 2}), "default", schedule, blocks_per_stage=blocks)
+        run.step(*batch())
+        check_gradients(run, gradients[stage])
+
+    run_cases(check, 2, [(0, "1f1b"), (1, "1f1b"), (0, SPLIT), (1, SPLIT)])
+
+
+def trained(model: nn.Module, scaler: Any, backward: Callable[[], object], ranks: list[int | None]) -> Any:
+    """Return scales and weights after a step for each of `ranks`: the rank with infinite gradients, or -1 for all."""
+    optimizer, scales = torch.optim.SGD(model.parameters(), lr=0.01), []
+    for rank in ranks:
+        backward()
+        for parameter in model.parameters():
+            if rank in (-1, dist.get_rank() if dist.is_initialized() else -1) and parameter.grad is not None:
+                gradient = parameter.grad
+                (gradient.to_local() if isinstance(gradient, DTensor) else gradient).fill_(float("nan"))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append((scaler.get_scale(), scaler.state_dict()["_growth_tracker"]))
+    return scales, {name: value.detach() for name, value in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("axes", "stage"), [({"stage": 2}, 0), ({"stage": 2, "expert": 2}, None)], ids=["a stage is frozen", "experts"]
+)
+def test_all_ranks_skip_the_same_steps(axes: dict[str, int], stage: int | None) -> None:
+    """Gradients are NaN on each rank in turn; a frozen stage has none, and takes part."""
+    config, size = replace(TWO_BLOCKS, moe=MOE["mixtral"]), Mesh.planned(axes).num_ranks
+    ranks = range(size)[0 if stage is None else size // 2 :]
+    model, scaler = frozen(config, stage), torch.amp.GradScaler("cpu", init_scale=64.0)
+
+    def backward() -> None:
+        scaled = {"aux_loss_scale": scaler.get_scale(), "loss": lambda *of: scaler.scale(loss(*of))}
+        scaler.scale(torch.ones(()))
+        step_of(model, *batch(), **scaled)
+
+    expected_scales, expected = trained(model, scaler, backward, [None, *[-1 for _ in ranks], None])
 
     def check() -> None:
-        for stage, schedule in ((0, "1f1b"), (1, "1f1b"), (0, SPLIT), (1, SPLIT)):
-            model = decoder(DEEPSEEK)
-            freeze(model, stage)
-            blocks = [2, 2] if schedule == "1f1b" else None
-            run = staged(DEEPSEEK, Mesh({"stage": 2}), "default", schedule, model=model, blocks_per_stage=blocks)
-            run.step(*batch())
-            check_gradients(run, gradients[stage])
+        mesh, scaler = Mesh(axes), GradScaler("cpu", init_scale=64.0)
+        run = staged(frozen(config, stage), mesh, "ep-as-dp", loss=lambda *of: scaler.scale(loss(*of)))
+        part = part_of_micro_batches(batch(), mesh.within_stage(), "ep-as-dp")
+        losses = []
 
-    run_ranks(check, 2)
+        def backward() -> None:
+            set_aux_loss_scale(run.model, scaler.get_scale())
+            losses.append(run.step(*part).loss / scaler.get_scale())
+
+        scales, weights = trained(run.model, scaler, backward, [None, *ranks, None])
+        assert scales == expected_scales
+        assert losses[1] == losses[-1] < losses[0]
+        for name, weight in weights.items():
+            assert_same(whole(weight), expected[name], name)
+
+    run_ranks(check, size)
 
 
-@pytest.mark.parametrize("schedules", by_default([("1f1b", SPLIT), ("zbv",)], [("1f1b", SPLIT)]), ids=str)
-def test_balance_over_the_step(schedules: tuple[str, ...]) -> None:
+def test_balance_over_the_step() -> None:
     """Each micro-batch is counted once, in the order of the backwards, also where a backward runs in two parts."""
     sizes = replace(DEEPSEEK, moe=replace(DEEPSEEK.moe, load_balance_loss_weight=0.3, load_balance_scope="step"))
     model = decoder(sizes)
     StatsAccumulator(model)
-    gradients = step_of(model, micro_batches(*batch(), count=4)).gradients
+    gradients = step_of(model, *batch(), count=4).gradients
 
     def check(schedule: str) -> None:
         run = staged(sizes, Mesh({"stage": 2}), "default", schedule, num_micro_batches=4)
@@ -166,7 +214,7 @@ def test_balance_over_the_step(schedules: tuple[str, ...]) -> None:
         run.step(*batch())
         check_gradients(run, gradients)
 
-    run_cases(check, 2, [(schedule,) for schedule in schedules])
+    run_cases(check, 2, [("1f1b",), (SPLIT,)])
 
 
 QUANTILE = config(
@@ -175,22 +223,27 @@ QUANTILE = config(
 )
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("sizes", [DEEPSEEK, QUANTILE], ids=["sign", "quantile"])
-@pytest.mark.parametrize("schedule", ["1f1b", SPLIT, "zbv"])
-def test_stats_accumulator_has_the_layers_of_all_stages(schedule: str, sizes: DecoderConfig) -> None:
-    model = decoder(sizes)
-    accumulator = StatsAccumulator(model)
-    for _ in range(2):
-        step_of(model, micro_batches(*batch()))
-    expected, biases = accumulator.update(), {k: v for k, v in model.state_dict().items() if "correction" in k}
+def test_stats_accumulator_has_the_layers_of_all_stages() -> None:
+    """In two blocks, the first stage has no layer."""
+    wanted = {}
+    for sizes in (DEEPSEEK, QUANTILE, TWO_BLOCKS):
+        model = decoder(sizes)
+        accumulator = StatsAccumulator(model)
+        for _ in range(2):
+            step_of(model, *batch())
+        update = accumulator.update()
+        wanted[sizes] = update, {name: bias for name, bias in model.state_dict().items() if "correction" in name}
 
-    def check() -> None:
+    def check(schedule: str, sizes: DecoderConfig) -> None:
+        expected, biases = wanted[sizes]
         run = staged(sizes, Mesh({"stage": 2}), "default", schedule)
         accumulator = StatsAccumulator(run.model)
         for _ in range(2):
-            run.step(*batch())
+            with record_routing(run.model) as record:
+                run.step(*batch())
             run.evaluate(*batch())  # not counted
+        num_layers = sum(name in biases for name in run.model.state_dict())
+        assert len(record.calls) == num_layers and len(record) == (2 if num_layers else 0)
         found = accumulator.update()
         assert_same(found.aux_loss, expected.aux_loss)
         assert list(found.layers) == list(expected.layers)
@@ -202,4 +255,4 @@ def test_stats_accumulator_has_the_layers_of_all_stages(schedule: str, sizes: De
                 assert bias.equal(biases[name])
         assert not accumulator.update().aux_loss
 
-    run_ranks(check, 2)
+    run_cases(check, 2, [("zbv", DEEPSEEK), (SPLIT, QUANTILE), ("1f1b", TWO_BLOCKS)])

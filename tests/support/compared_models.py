@@ -139,6 +139,20 @@ def reduce_gradients(model: nn.Module, group: Any = None, names: str = "", op: A
             dist.all_reduce(parameter.grad, op=op, group=group)
 
 
+def reduced(*names: str) -> Any:
+    """A step that sums the gradients of some parameters over all ranks, and of experts over their replicas."""
+
+    def step(model: nn.Module, batch: Any) -> Terms:
+        terms = backward(share_of_loss(model, batch))
+        for name in names:
+            reduce_gradients(model, names=name)
+        if getattr(model, "replicas", None):
+            reduce_gradients(model, model.replicas, "experts")
+        return terms
+
+    return step
+
+
 def clip_to_max_norm(parameters: Any) -> None:
     clip_grad_norm_(parameters, MAX_NORM)
 
@@ -187,7 +201,7 @@ def expert_and_data_parallel(model: nn.Module) -> nn.Module:
 
 
 class Case(NamedTuple):
-    """Arguments of `compare_ranks`, and the first wrong gradient that it must report; "" if all are equal."""
+    """Arguments of `compare_ranks`."""
 
     parallelize: Callable[[Any], Any]
     num_ranks: int = 4
@@ -195,7 +209,17 @@ class Case(NamedTuple):
     loss: Callable[[Any, Any], Any] = loss
     make_batch: Callable[[int, int], Any] = make_batch
     build: Callable[[], nn.Module] = build
-    first_wrong: str = ""
-    explanation: str = ""
     make_update: Callable[[Any], Update] | None = None
     steps: int = 1
+
+
+FIRST = "last.bias"  # the first gradient in the order of the backward
+
+
+class Mistake(NamedTuple):
+    """A case with a mistake, and what must be found."""
+
+    case: Case
+    explanation: str
+    first_wrong: str = FIRST
+    place: str = ""  # in several steps, such as "in step 2"

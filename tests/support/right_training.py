@@ -1,5 +1,6 @@
-"""Training on several ranks whose gradients equal one process's: with torch alone, and by hand."""
+"""Training on several ranks whose gradients equal one process's: with torch alone, by hand, and with maxmoe."""
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -9,50 +10,41 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
+import maxmoe
+from maxmoe.pipelining import Pipeline
+from maxmoe.sharding import Mesh
+from support import staged_decoder, stages_of_torch
 from support.compared_models import (
     REPLICATED,
     Case,
     Model,
     Terms,
+    Update,
     accumulate,
     alone,
     build,
+    clipped,
     ddp,
     expert_and_data_parallel,
-    expert_parallel,
     fsdp2,
     other_lengths,
+    reduced,
     same_batch,
     share_of_loss,
     whole_batch,
 )
-from support.parallel_by_hand import (
-    TensorParallelByHand,
-    build_dense,
-    build_list,
-    dense_loss,
-    keep_experts,
-    reduced,
-    share_of_dense_loss,
-)
+from support.parallel_by_hand import build_dense, dense_loss, tensor_parallel_by_hand
+
+with warnings.catch_warnings(category=DeprecationWarning, action="ignore"):  # a warning of torch.jit
+    from torch.distributed.optim import ZeroRedundancyOptimizer
 
 
 def hsdp(model: nn.Module) -> nn.Module:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     return fully_shard(model, mesh=mesh)
-
-
-def tensor_parallel(model: nn.Module) -> nn.Module:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tensor",))
-    return parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
 def tensor_parallel_and_fsdp2(model: nn.Module) -> nn.Module:
@@ -92,24 +84,9 @@ class Recomputed(Model):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
-def build_frozen() -> nn.Module:
-    torch.manual_seed(0)
-    model = Model()
-    model.first.requires_grad_(False)
-    return model
-
-
-def build_equal() -> nn.Module:
-    """Experts whose first matrices have equal values, so that only the gradients tell which ones a rank has."""
-    torch.manual_seed(0)
-    model = Model()
-    nn.init.ones_(model.experts.up)
-    return model
-
-
-def build_tied() -> nn.Module:
-    torch.manual_seed(0)
-    model = Model()
+def build_frozen_and_tied() -> nn.Module:
+    model: Any = build()
+    model.first.bias.requires_grad_(False)
     model.last.weight = model.first.weight
     return model
 
@@ -123,45 +100,72 @@ def no_sync(model: Any, batch: Any) -> Terms:
     return accumulate(model, batch, before)
 
 
-def fsdp2_micro_batches(model: Any, batch: Any) -> Terms:
-    return accumulate(model, batch, lambda model, is_last: model.set_requires_gradient_sync(is_last))
-
-
 def every_second(rank: int, num_ranks: int) -> tuple[Tensor, Tensor]:
     """The sequences of a rank, as a sampler of torch distributes them."""
     x, target = whole_batch()
     return x[rank::num_ranks], target[rank::num_ranks]
 
 
+def adamw(model: nn.Module) -> Update:
+    return clipped(torch.optim.AdamW(model.parameters(), lr=1e-2), model)
+
+
+def zero(model: nn.Module) -> Update:
+    """Each rank has the optimizer state of some parameters, and sends these parameters to the others."""
+    if not dist.is_initialized():
+        return adamw(model)
+    return clipped(ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2), model)
+
+
+def decoder_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Terms:
+    output = model(batch[0])
+    return {"tokens": staged_decoder.loss(output, batch[1]), "aux": output.aux_loss}
+
+
+def by_maxmoe(model: nn.Module) -> nn.Module:
+    return maxmoe.parallelize(model, Mesh({"fsdp": 2, "expert": 2}), "ep-as-dp")
+
+
+def stages_of_maxmoe(model: nn.Module) -> Pipeline:
+    return staged_decoder.staged(model, Mesh({"stage": 2}), aux_loss_scale=1 / staged_decoder.NUM_MICRO_BATCHES)
+
+
+def step_of_pipeline(pipeline: Pipeline, batch: tuple[Tensor, Tensor]) -> Terms:
+    output = pipeline.step(*batch)
+    return {"tokens": output.loss, "aux": output.aux_loss}
+
+
+def tokens_of_rank(rank: int, num_ranks: int) -> tuple[Tensor, ...]:
+    return tuple(tensor.chunk(num_ranks)[rank] for tensor in staged_decoder.batch())
+
+
+build_decoder = partial(staged_decoder.decoder, staged_decoder.TWO_BLOCKS)
+# One of each kind of parallelism, and of each way in which ranks have parts of batch and parameters.
 RIGHT = {
-    "DDP": Case(ddp),
     "DDP, sequences dealt in turn": Case(ddp, 2, make_batch=every_second),
-    "DDP of a model with other values on each rank": Case(ddp, build=Model),
     "DDP, micro-batches without reduction": Case(ddp, step=no_sync),
-    "DDP, frozen parameters": Case(ddp, 2, build=build_frozen),
-    "DDP, tied weights": Case(ddp, 2, build=build_tied),
-    "DDP, recomputation": Case(ddp, 2, build=partial(build, Recomputed)),
-    "FSDP2": Case(fsdp2),
-    "FSDP2, sizes that 3 ranks do not divide": Case(fsdp2, 3),
-    "FSDP2, micro-batches without reduction": Case(fsdp2, 2, step=fsdp2_micro_batches),
+    "DDP, frozen and tied parameters": Case(ddp, 2, build=build_frozen_and_tied),
     "FSDP2, recomputation": Case(fsdp2, 2, build=partial(build, Recomputed)),
     "FSDP2 with replicas": Case(hsdp),
-    "all-reduce by hand": Case(alone, step=reduced("")),
+    "sequence parallel": Case(sequence_parallel, 2, None, share_of_sequences, part_of_sequence, build_dense),
+    "tensor parallel by hand": Case(tensor_parallel_by_hand, 2, None, dense_loss, same_batch, build_dense),
+    "expert and data parallel by hand": Case(expert_and_data_parallel, loss=share_of_loss, step=reduced(*REPLICATED)),
+    "Schedule1F1B with DDP": stages_of_torch.ONE_STAGE,
+    "ScheduleDualPipeV": stages_of_torch.IN_A_V,
+    "stages of maxmoe": Case(
+        stages_of_maxmoe, 2, step_of_pipeline, decoder_loss, lambda *_: staged_decoder.batch(), build_decoder
+    ),
+    "three steps with DDP": Case(ddp, 2, make_update=adamw, steps=3),
+    "three steps with ZeRO": Case(ddp, 2, make_update=zero, steps=3),
+    "three steps with FSDP2": Case(fsdp2, 2, make_update=adamw, steps=3),
+}
+RIGHT_BUT_SLOW = {
+    "DDP of a model with other values on each rank": Case(ddp, build=Model),
+    "FSDP2, sizes that 3 ranks do not divide": Case(fsdp2, 3),
     "different numbers of tokens": Case(alone, step=reduced(""), loss=share_of_loss, make_batch=other_lengths),
-    "tensor parallel": Case(tensor_parallel, 2, loss=dense_loss, make_batch=same_batch, build=build_dense),
     "tensor parallel and FSDP2": Case(
         tensor_parallel_and_fsdp2, loss=dense_loss, make_batch=batch_of_replica, build=build_dense
     ),
-    "sequence parallel": Case(
-        sequence_parallel, 2, loss=share_of_sequences, make_batch=part_of_sequence, build=build_dense
-    ),
-    "tensor parallel by hand": Case(TensorParallelByHand, 2, loss=dense_loss, make_batch=same_batch, build=build_dense),
-    "expert parallel by hand": Case(expert_parallel, loss=share_of_loss, step=reduced(*REPLICATED)),
-    "expert and data parallel by hand": Case(expert_and_data_parallel, loss=share_of_loss, step=reduced(*REPLICATED)),
-    "expert parallel, equal values": Case(
-        expert_and_data_parallel, loss=share_of_loss, step=reduced(*REPLICATED), build=build_equal
-    ),
-    "modules of experts on different ranks": Case(
-        keep_experts, 2, loss=share_of_dense_loss, step=reduced("router"), build=build_list
-    ),
+    "ScheduleInterleaved1F1B with FSDP2": stages_of_torch.TWO_STAGES,
+    "experts and FSDP2 of maxmoe": Case(by_maxmoe, 4, None, decoder_loss, tokens_of_rank, build_decoder),
 }

@@ -1,17 +1,19 @@
-"""Decoders of five kinds in pipeline stages, and the step of one process that accumulates over micro-batches."""
+"""Models in pipeline stages, and the step of one process that accumulates over micro-batches."""
 
 import functools
-from collections.abc import Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed.pipelining  # once, in the process that forks, and not in every rank
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from maxmoe import MoEConfig, presets
+from maxmoe._torch import tree_map
+from maxmoe.adapters import packed_as_by_peft
 from maxmoe.families.deepseek_v4 import HashRouting
 from maxmoe.families.emo import DocumentPools
 from maxmoe.models import Decoder, DecoderConfig
@@ -80,98 +82,108 @@ def batch(num_rows: int = BATCH) -> tuple[Tensor, Tensor]:
     return tokens, targets
 
 
-def micro_batches(*tensors: Tensor, count: int = NUM_MICRO_BATCHES) -> list[tuple[Tensor, ...]]:
-    return list(zip(*(tensor.tensor_split(count) for tensor in tensors), strict=True))
-
-
 def loss(output: DecoderOutput, targets: Tensor) -> Tensor:
     return F.cross_entropy(output.logits.flatten(0, 1), targets.flatten(), reduction="sum")
 
 
 @dataclass(frozen=True)
 class Step:
-    """Results of one process for a batch in micro-batches."""
+    """Results of one process; a decoder's have an auxiliary loss, and counts and entropy of each layer."""
 
     loss: Tensor
-    aux_loss: Tensor
-    tokens_per_expert: list[Tensor]
-    router_entropy: list[Tensor]
     gradients: dict[str, Tensor]
+    aux_loss: Tensor | None = None
+    layers: tuple[tuple[Tensor, Tensor], ...] = ()
 
 
 def step_of(
-    model: Decoder, parts: list[tuple[Tensor, ...]], aux_loss_scale: float = 1.0, **options: list[Tensor]
+    model: nn.Module,
+    inputs: Tensor,
+    targets: Any,
+    *,
+    count: int = NUM_MICRO_BATCHES,
+    aux_loss_scale: float = 1.0,
+    loss: Any = loss,
+    **options: Any,
 ) -> Step:
-    """Accumulate gradients over the micro-batches, without dividing them."""
+    """Accumulate gradients over micro-batches, without dividing them."""
     outputs, losses = [], []
-    for index, (tokens, targets) in enumerate(parts):
-        output = model(tokens, **{name: values[index] for name, values in options.items()})
-        losses.append(loss(output, targets))
-        (losses[-1] + aux_loss_scale * output.aux_loss).backward()
-        outputs.append(output)
-    layers = list(zip(*(output.stats for output in outputs), strict=True))
-    return Step(
-        torch.stack(losses).sum().detach(),
-        torch.stack([output.aux_loss.detach().double() * aux_loss_scale for output in outputs]).sum(),
-        [torch.stack([stats.tokens_per_expert for stats in calls]).sum(0) for calls in layers],
-        [torch.stack([stats.router_entropy for stats in calls]).mean() for calls in layers],
-        {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None},
+    for number in range(count):
+        part, target, arguments = cut((inputs, targets, options), lambda x, n=number: x.tensor_split(count)[n])
+        outputs.append(model(part, **arguments))
+        losses.append(loss(outputs[-1], target))
+        (losses[-1] + (aux_loss_scale * outputs[-1].aux_loss if isinstance(model, Decoder) else 0)).backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    total = torch.stack(losses).sum().detach().double()
+    if not isinstance(model, Decoder):
+        return Step(total, gradients)
+    layers = (
+        (
+            torch.stack([stats.tokens_per_expert for stats in calls]).sum(0),
+            torch.stack([stats.router_entropy for stats in calls]).mean().double(),
+        )
+        for calls in zip(*(output.stats for output in outputs), strict=True)
     )
+    aux_loss = aux_loss_scale * torch.stack([output.aux_loss.detach().double() for output in outputs]).sum()
+    return Step(total, gradients, aux_loss, tuple(layers))
 
 
 @functools.cache
 def step_of_one_process(config: DecoderConfig, num_micro_batches: int = NUM_MICRO_BATCHES) -> Step:
-    return step_of(decoder(config), micro_batches(*batch(), count=num_micro_batches))
+    return step_of(decoder(config), *batch(), count=num_micro_batches)
 
 
-def part_of_micro_batches(whole: Tensor, mesh: Mesh, rules: str, count: int = NUM_MICRO_BATCHES) -> Tensor:
-    """Concatenate this rank's parts of the micro-batches: the batch that the rank passes to a step."""
+def cut(values: Any, part: Callable[[Tensor], Tensor]) -> Any:
+    """Take a part of each tensor."""
+    return tree_map(lambda value: part(value) if isinstance(value, Tensor) else value, values)
+
+
+def part_of_micro_batches(values: Any, mesh: Mesh, rules: str = "default", count: int = NUM_MICRO_BATCHES) -> Any:
+    """Concatenate this rank's parts of the micro-batches of each tensor: the batch that the rank passes to a step."""
     sharding = token_sharding(mesh, rules)
-    return torch.cat([part[sharding.slices(part.shape)] for part in whole.tensor_split(count)])
+
+    def part(whole: Tensor) -> Tensor:
+        parts = whole.tensor_split(count)
+        return torch.cat([each[(*sharding.slices(each.shape[:2]), ...)] for each in parts])
+
+    return cut(values, part)
 
 
 def staged(
-    config: DecoderConfig,
-    mesh: Mesh,
-    rules: str,
-    schedule: str,
-    *,
-    dispatch: Any = "auto",
-    recompute: Collection[str] | None = None,
-    model: Decoder | None = None,
-    **options: Any,
+    model: DecoderConfig | nn.Module, mesh: Mesh, rules: str = "default", schedule: str = "1f1b", **options: Any
 ) -> Pipeline:
-    return pipeline(
-        decoder(config) if model is None else model,
-        mesh,
-        rules,
-        loss=loss,
-        schedule=schedule,
-        num_micro_batches=options.pop("num_micro_batches", NUM_MICRO_BATCHES),
-        dispatch=dispatch,
-        recompute=recompute,
-        **options,
-    )
+    """Cut a model, or a new decoder with this config."""
+    model = decoder(model) if isinstance(model, DecoderConfig) else model
+    options = {"loss": loss, "num_micro_batches": NUM_MICRO_BATCHES, **options}
+    return pipeline(model, mesh, rules, schedule=schedule, **options)
 
 
 def check_step(found: PipelineOutput, run: Pipeline, expected: Step, times: int = 1) -> None:
     """Compare the results and gradients of a step with one process's; gradients are `times` as large."""
-    assert_same(found.loss, expected.loss.double(), "loss")
-    assert_same(found.aux_loss, expected.aux_loss, "aux_loss")
-    assert len(found.stats) == len(expected.tokens_per_expert)
-    for stats, counts, entropy in zip(
-        found.stats.values(), expected.tokens_per_expert, expected.router_entropy, strict=True
-    ):
-        assert stats.tokens_per_expert.equal(counts)
-        assert_same(stats.router_entropy, entropy.double(), "router_entropy")
+    check_output(found, expected)
     check_gradients(run, expected.gradients, times)
+
+
+def check_output(found: PipelineOutput, expected: Step) -> None:
+    assert_same(found.loss, expected.loss, "loss")
+    if expected.aux_loss is None:
+        return
+    assert_same(found.aux_loss, expected.aux_loss, "aux_loss")
+    for stats, (counts, entropy) in zip(found.stats.values(), expected.layers, strict=True):
+        assert stats.tokens_per_expert.equal(counts)
+        assert_same(stats.router_entropy, entropy, "router_entropy")
 
 
 def check_gradients(run: Pipeline, expected: dict[str, Tensor], times: int = 1) -> None:
     for name, parameter in run.named_parameters():
         if name not in expected:
-            assert parameter.grad is None or not parameter.grad.full_tensor().any(), name  # type: ignore[attr-defined]
+            assert parameter.grad is None or not whole(parameter.grad).any(), name
             continue
         assert parameter.grad is not None, name
-        gradient = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        gradient = whole(parameter.grad)
+        gradient = packed_as_by_peft(name, gradient) if "lora_" in name else gradient
         assert_same(gradient, times * expected[name], name)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,40 +1,45 @@
-"""Mistakes in training on several ranks, and the first wrong gradient and the explanation that belong to each."""
+"""Mistakes in training on several ranks, each with an explanation of its own; many are of public threads.
 
+docs/how_to/public_bugs.md names the threads.
+"""
+
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as fc
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from maxmoe import MoEConfig, MoEFeedForward
+from support import stages_of_torch
 from support.compared_models import (
+    BATCH,
     LENGTH,
     MICRO_BATCHES,
     REPLICATED,
+    WIDTH,
     Case,
+    Mistake,
     Model,
     Terms,
+    Update,
     accumulate,
     alone,
     backward,
+    build,
+    clipped,
     ddp,
     expert_and_data_parallel,
     expert_parallel,
     loss,
+    make_batch,
     other_lengths,
     reduce_gradients,
-    same_batch,
+    reduced,
     scaled,
     share_of_loss,
 )
-
-
-def summed(model: nn.Module, batch: Any) -> Terms:
-    """The loss is a mean over the rank's tokens: gradients must be averaged, not summed."""
-    terms = backward(loss(model, batch))
-    reduce_gradients(model)
-    return terms
 
 
 def own_gradient_counted_twice(model: nn.Module, batch: Any) -> Terms:
@@ -48,14 +53,6 @@ def own_gradient_counted_twice(model: nn.Module, batch: Any) -> Terms:
     return terms
 
 
-def router_not_reduced(model: nn.Module, batch: Any) -> Terms:
-    """Router weights drift apart (torchtitan#2416)."""
-    terms = backward(share_of_loss(model, batch))
-    for name in ("first", "last", "norm", "experts"):
-        reduce_gradients(model, names=name)
-    return terms
-
-
 def replicas_not_reduced(model: nn.Module, batch: Any) -> Terms:
     """Experts are reduced by their group alone, not over its replicas."""
     terms = backward(share_of_loss(model, batch))
@@ -63,22 +60,17 @@ def replicas_not_reduced(model: nn.Module, batch: Any) -> Terms:
     return terms
 
 
-def aux_loss_times_ranks(model: nn.Module, batch: Any) -> Terms:
-    """The auxiliary loss is multiplied by the number of ranks (transformers#48690)."""
+def times_ranks(model: nn.Module, batch: Any) -> Terms:
     return backward(scaled(loss(model, batch), aux=dist.get_world_size()))
 
 
-def aux_loss_times_micro_batches(model: nn.Module, batch: Any) -> Terms:
-    """Only the token loss is divided by the number of micro-batches (Automodel#3359)."""
+def times_micro_batches(model: nn.Module, batch: Any) -> Terms:
+    """Only the token loss is divided by the number of micro-batches."""
     return accumulate(model, batch, aux=1.0)
 
 
-def mean_not_divided_by_micro_batches(model: nn.Module, batch: Any) -> Terms:
-    return accumulate(model, batch, all=1.0)
-
-
 def gradients_wiped(model: nn.Module, batch: Any) -> Terms:
-    """Gradients of earlier micro-batches are lost, the loss is right (Automodel#3530)."""
+    """Gradients of earlier micro-batches are lost, the loss is right."""
 
     def wipe(model: nn.Module, is_last: bool) -> None:
         if is_last:
@@ -98,6 +90,24 @@ def sum_over_positions(model: nn.Module, batch: Any) -> Terms:
     return backward(scaled(loss(model, batch), all=LENGTH))
 
 
+def padded_batch(rank: int, num_ranks: int) -> Any:
+    """Micro-batches of two ranks whose sequences end after 1, 3 and 5 positions."""
+    x, target = make_batch(rank, num_ranks)
+    ends = torch.tensor([1, 3, LENGTH]).repeat_interleave(BATCH // (2 * MICRO_BATCHES)).repeat(2)
+    return x, target, (torch.arange(LENGTH) < ends[:, None]).chunk(num_ranks)[rank]
+
+
+def masked_loss(model: nn.Module, batch: Any) -> Terms:
+    x, target, mask = batch
+    errors = (model(x)[0] - target).square().mean(-1)
+    return {"tokens": (errors * mask).sum() / mask.sum()}
+
+
+def mean_of_means(model: nn.Module, batch: Any) -> Terms:
+    """Each micro-batch has the same weight, whatever its number of tokens."""
+    return accumulate(model, batch, loss=masked_loss)
+
+
 class DetachedWeights(Model):
     """Routing weights without a gradient: the router learns from the auxiliary loss alone."""
 
@@ -110,59 +120,23 @@ class DetachedWeights(Model):
         return self.last(x), logits.logsumexp(-1).square().mean()
 
 
-def build_detached() -> nn.Module:
-    torch.manual_seed(0)
-    return DetachedWeights()
-
-
 def frozen_experts(model: nn.Module) -> nn.Module:
-    """A wrapper freezes the experts without a warning (unsloth#6936)."""
     model.experts.requires_grad_(False)
     return ddp(model)
 
 
-def without_norm_gradient(model: nn.Module) -> nn.Module:
-    """The norm runs without a graph, so that its parameters get no gradient."""
-    forward = model.norm.forward
-    model.norm.forward = lambda x: forward(x).detach() + x - x.detach()
-    return alone(model)
+def overflow(model: nn.Module) -> nn.Module:
+    model.first.bias.register_hook(lambda gradient: gradient / 0)
+    return ddp(model)
 
 
-def average(model: nn.Module, batch: Any) -> Terms:
+def average(model: nn.Module, batch: Any, names: str = "") -> Terms:
     terms = backward(loss(model, batch))
-    reduce_gradients(model, op=dist.ReduceOp.AVG)
+    reduce_gradients(model, names=names, op=dist.ReduceOp.AVG)
     return terms
-
-
-def average_of_replicated(model: nn.Module, batch: Any) -> Terms:
-    """DDP averages replicated gradients, but the gradients of experts are not divided."""
-    terms = backward(loss(model, batch))
-    reduce_gradients(model, names=REPLICATED, op=dist.ReduceOp.AVG)
-    return terms
-
-
-class AllReduced(nn.Module):
-    """A linear layer in parts, whose outputs are summed by an all-reduce with an all-reduce in the backward."""
-
-    def __init__(self, layer: nn.Linear) -> None:
-        super().__init__()
-        rank, count = dist.get_rank(), dist.get_world_size()
-        self.weight = nn.Parameter(layer.weight.detach().chunk(count, 1)[rank].clone())
-        self.bias = layer.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        part = x.chunk(dist.get_world_size(), -1)[dist.get_rank()] @ self.weight.mT
-        return fc.all_reduce(part, "sum", dist.group.WORLD) + self.bias
-
-
-def tensor_parallel_twice(model: nn.Module) -> nn.Module:
-    """The output of the last layer is used on every rank: its backward must not be an all-reduce."""
-    model.last = AllReduced(model.last)
-    return model
 
 
 def clipped_by_each_rank(model: nn.Module, batch: Any) -> Terms:
-    """Ranks clip by different norms, as between groups of experts (Automodel#3816)."""
     terms = average(model, batch)
     for parameter in model.parameters():
         assert parameter.grad is not None
@@ -170,78 +144,147 @@ def clipped_by_each_rank(model: nn.Module, batch: Any) -> Terms:
     return terms
 
 
-REDUCED = "missing reduction (sum) over all ranks: each rank has only its own gradient"
+def build_feed_forward(scope: Any = "batch") -> nn.Module:
+    """A layer whose backward adds the gradient of its auxiliary loss."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 4, "num_experts": 4, "top_k": 2}
+    config = MoEConfig(**sizes, load_balance_loss_weight=0.1, load_balance_scope=scope)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), MoEFeedForward(config))
+
+
+def loss_of_tokens(model: nn.Module, batch: Any) -> Terms:
+    return {"loss": F.mse_loss(model(batch[0]), batch[1])}
+
+
+def forgotten_scale(model: nn.Module, batch: Any) -> Terms:
+    """Micro-batches without `set_aux_loss_scale`."""
+    return accumulate(model, batch, loss=loss_of_tokens)
+
+
+def sgd(model: nn.Module) -> Update:
+    """Each rank clips by the norm of its own parameters: right for replicas, wrong for experts."""
+    return clipped(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model)
+
+
+def of_names(model: nn.Module) -> Update:
+    """Weight decay of some parameters by names, to which DDP adds a prefix."""
+    decayed = [parameter for name, parameter in model.named_parameters() if name.startswith("experts")]
+    others = [parameter for name, parameter in model.named_parameters() if not name.startswith("experts")]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    return clipped(torch.optim.AdamW([group for group in groups if group["params"]], lr=1e-2), model)
+
+
+def own_part(model: nn.Module) -> Update:
+    """Each rank updates some of the parameters, without sending them to the others."""
+    if not dist.is_initialized():
+        return sgd(model)
+    return clipped(torch.optim.SGD([*model.parameters()][dist.get_rank() :: dist.get_world_size()], lr=0.1), model)
+
+
+def never_cleared(model: nn.Module) -> Update:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def update() -> None:
+        optimizer.step()
+        if not dist.is_initialized():
+            optimizer.zero_grad()
+
+    return update
+
+
+def of_replaced_parameters(model: nn.Module) -> Update:
+    """The optimizer holds copies of the parameters of the model."""
+    parameters = [*model.parameters()]
+    if dist.is_initialized():
+        parameters = [nn.Parameter(item.detach().clone()) for item in parameters]
+    return clipped(torch.optim.SGD(parameters, lr=0.1), model)
+
+
+RANKS = "number of ranks"
+ALONE = "missing reduction ({}) over {}: each rank has only its own {}"
 WRONG = {
-    "gradients summed instead of averaged": Case(alone, step=summed, explanation="4 times: number of ranks"),
-    "gradients averaged instead of summed": Case(
-        ddp, loss=share_of_loss, explanation="0.25 times: 1 / number of ranks"
-    ),
-    "no reduction": Case(alone, explanation=REDUCED.replace("sum", "mean")),
-    "own gradient counted twice": Case(
-        alone,
-        step=own_gradient_counted_twice,
-        explanation="gradient of the tokens of rank 0, 1, 2, 3: 2, 1, 1, 1 times on rank 0; "
+    "own gradient counted twice": Mistake(
+        Case(alone, step=own_gradient_counted_twice),
+        "gradient of the tokens of rank 0, 1, 2, 3: 2, 1, 1, 1 times on rank 0; "
         "1, 2, 1, 1 times on rank 1; 1, 1, 2, 1 times on rank 2; 1, 1, 1, 2 times on rank 3",
     ),
-    "router not reduced": Case(alone, step=router_not_reduced, first_wrong="router.bias", explanation=REDUCED),
-    "experts not reduced over replicas": Case(
-        expert_and_data_parallel,
-        loss=share_of_loss,
-        step=replicas_not_reduced,
-        first_wrong="experts.down",
-        explanation="missing reduction (sum) over mesh axis 'replicate': each rank has only its own gradient",
+    "experts not reduced over replicas": Mistake(
+        Case(expert_and_data_parallel, loss=share_of_loss, step=replicas_not_reduced),
+        ALONE.format("sum", "mesh axis 'replicate'", "gradient"),
+        "experts.down",
     ),
-    "experts summed, the rest averaged": Case(
-        expert_parallel,
-        step=average_of_replicated,
-        first_wrong="experts.down",
-        explanation="4 times: number of ranks",
+    "a zero bubble schedule of torch with DDP": Mistake(
+        stages_of_torch.NOT_REDUCED, ALONE.format("mean", "mesh axis 'data'", "gradient"), "3.0.bias"
     ),
-    "auxiliary loss times ranks": Case(
-        ddp,
-        step=aux_loss_times_ranks,
-        first_wrong="router.bias",
-        explanation="the term 'aux' is 4 times: number of ranks",
+    "experts summed, the rest averaged": Mistake(
+        Case(expert_parallel, step=partial(average, names=REPLICATED)), f"4 times: {RANKS}", "experts.down"
     ),
-    "auxiliary loss times micro-batches": Case(
-        ddp,
-        step=aux_loss_times_micro_batches,
-        first_wrong="router.bias",
-        explanation="the term 'aux' is 3 times: micro-batches",
+    "loss not divided by positions": Mistake(Case(ddp, step=sum_over_positions), "5 times: sequence length"),
+    "backward twice": Mistake(Case(ddp, step=backward_twice), "2 times: micro-batches or summed twice"),
+    "clipped by each rank": Mistake(
+        Case(alone, step=clipped_by_each_rank),
+        f"right on rank 0, 0.5 times on rank 1, 0.333333 times on rank 2, 0.25 times: 1 / {RANKS} on rank 3",
     ),
-    "loss not divided by micro-batches": Case(
-        ddp, step=mean_not_divided_by_micro_batches, explanation=f"{MICRO_BATCHES} times: micro-batches"
+    "not finite": Mistake(Case(overflow, 2), "not finite", "first.bias"),
+    # Terms of the loss
+    "auxiliary loss times micro-batches": Mistake(
+        Case(ddp, step=times_micro_batches), "the term 'aux' is 3 times: micro-batches", "router.bias"
     ),
-    "gradients of micro-batches lost": Case(
-        ddp, step=gradients_wiped, explanation="gradient of the tokens of micro-batch 1, 2 of each rank: missing"
+    "routing weights detached": Mistake(
+        Case(ddp, build=partial(build, DetachedWeights)), "the term 'tokens' is missing", "router.bias"
     ),
-    "loss not divided by positions": Case(ddp, step=sum_over_positions, explanation="5 times: sequence length"),
-    "backward twice": Case(ddp, step=backward_twice, explanation="2 times: micro-batches or summed twice"),
-    "routing weights detached": Case(
-        ddp, build=build_detached, first_wrong="router.bias", explanation="the term 'tokens' is missing"
+    "scale of an auxiliary loss over the batch forgotten": Mistake(
+        Case(ddp, loss=loss_of_tokens, build=build_feed_forward, step=forgotten_scale),
+        "mean of the gradients of each rank's batch alone, not the gradient of the whole batch; "
+        "the auxiliary gradient added in the backward is 3 times: micro-batches, see set_aux_loss_scale",
+        "1.router.weight",
     ),
-    "frozen experts": Case(
-        frozen_experts, first_wrong="experts.down", explanation="frozen on the ranks: requires_grad is False"
+    # Tokens
+    "gradients of micro-batches lost": Mistake(
+        Case(ddp, step=gradients_wiped), "gradient of the tokens of micro-batch 1, 2 of each rank: missing"
     ),
-    "norm without a graph": Case(
-        without_norm_gradient, step=average, first_wrong="norm.weight", explanation="detached on the ranks: no gradient"
+    "mean of means": Mistake(
+        Case(ddp, 2, mean_of_means, masked_loss, padded_batch),
+        "gradient of the tokens of micro-batch 1 of each rank: 3 times: micro-batches; "
+        "gradient of the tokens of micro-batch 3 of each rank: 0.6 times",
     ),
-    "all-reduce before replicated use": Case(
-        tensor_parallel_twice,
-        make_batch=same_batch,
-        first_wrong="last.weight",
-        explanation="4 times: number of ranks",
-    ),
-    "clipped by each rank": Case(
-        alone,
-        step=clipped_by_each_rank,
-        explanation="right on rank 0, 0.5 times on rank 1, 0.333333 times on rank 2, "
-        "0.25 times: 1 / number of ranks on rank 3",
-    ),
-    "ranks with different numbers of tokens": Case(
-        ddp,
-        make_batch=other_lengths,
-        explanation="gradient of the tokens of rank 0: 2 times: summed twice; "
+    "ranks with different numbers of tokens": Mistake(
+        Case(ddp, make_batch=other_lengths),
+        "gradient of the tokens of rank 0: 2 times: summed twice; "
         "gradient of the tokens of rank 1, 2, 3: 0.857143 times",
     ),
+    # Several steps
+    "norms of each rank's experts": Mistake(
+        Case(expert_parallel, 2, reduced(*REPLICATED), share_of_loss, make_update=sgd, steps=2),
+        "1.0084 times on rank 0, 1.0148 times on rank 1",
+        place="in the update after step 1",
+    ),
+    "decay by names": Mistake(
+        Case(ddp, 2, make_update=of_names, steps=2), "no single factor", "experts.down", "in the update after step 1"
+    ),
+    "parts that are not sent": Mistake(
+        Case(ddp, 2, make_update=own_part, steps=2),
+        ALONE.format("sum", "all ranks", "update"),
+        place="in the update after step 1",
+    ),
+    "replaced parameters": Mistake(
+        Case(ddp, make_update=of_replaced_parameters, steps=2), "no update", place="in the update after step 1"
+    ),
+    "gradients of the step before": Mistake(
+        Case(ddp, 2, make_update=never_cleared, steps=2),
+        "right, and the gradient of the step before",
+        place="in step 2",
+    ),
+}
+# Other rows or tests have these explanations.
+WRONG_BUT_SLOW = {
+    "router not reduced": Mistake(
+        Case(alone, step=reduced("first", "last", "norm", "experts")),
+        ALONE.format("sum", "all ranks", "gradient"),
+        "router.bias",
+    ),
+    "auxiliary loss times ranks": Mistake(
+        Case(ddp, step=times_ranks), f"the term 'aux' is 4 times: {RANKS}", "router.bias"
+    ),
+    "frozen experts": Mistake(Case(frozen_experts), "frozen on the ranks: requires_grad is False", "experts.down"),
 }

@@ -13,16 +13,61 @@ from maxmoe.models.decoder import Block
 from maxmoe.parallel import clip_grad_norm_
 from maxmoe.pipelining import Pipeline
 from maxmoe.sharding import Mesh
-from support.pairwise import pairwise
 from support.parts import assert_same
 from support.run_ranks import run_cases, run_ranks
-from support.sampling import by_default
-from support.staged_decoder import batch, config, part_of_micro_batches, staged, step_of_one_process
+from support.staged_decoder import DEEPSEEK, SPLIT, batch, config, part_of_micro_batches, staged, step_of_one_process
 
 SMALL = config("mixtral", num_layers=2)
 PLACE = "blocks.1.feed_forward.router"
-NUM_BLOCKS = 1  # per stage
 LARGE = 1e9  # a maximum norm above all norms
+
+
+class Failing(torch.autograd.Function):
+    """Raises an error with a cause in the backward."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> Tensor:
+        raise ValueError("no such token") from KeyError("token")
+
+
+def fail(*_: Any) -> None:
+    raise ArithmeticError("no such token") from KeyError("token")
+
+
+def test_an_error_keeps_its_cause_and_leaves_nothing_behind() -> None:
+    """The schedule would keep its state, and the layers their sums."""
+
+    def check(schedule: str) -> None:
+        run = staged(DEEPSEEK, Mesh({"stage": 1}), "default", schedule)
+        expected = run.step(*batch())
+        before = {name: parameter.grad.clone() for name, parameter in run.named_parameters()}
+        norm, router = run.model.blocks[2].attention_norm, run.model.blocks[2].feed_forward.router.weight.detach()
+        for _ in range(2):
+            handle = norm.register_forward_hook(fail)
+            with pytest.raises(ArithmeticError, match=r"^no such token$") as error:
+                run.step(*batch())
+            assert isinstance(error.value.__cause__, KeyError)
+            handle.remove()
+            assert all(parameter.grad.equal(before[name]) for name, parameter in run.named_parameters())
+        handle = norm.register_forward_hook(lambda _module, _inputs, output: Failing.apply(output))
+        with pytest.raises(ValueError, match=r"^no such token$") as error:
+            run.step(*batch())
+        assert isinstance(error.value.__cause__, KeyError)
+        handle.remove()
+        whole = router.clone()
+        router.fill_(float("nan"))
+        with pytest.raises(ValueError, match=r"blocks\.2\.feed_forward\.router: .* got NaN for token") as error:
+            run.step(*batch())
+        assert isinstance(error.value.__cause__, ValueError)
+        router.copy_(whole)
+        found = run.step(*batch())
+        assert found.loss.equal(expected.loss) and found.aux_loss.equal(expected.aux_loss)
+
+    run_cases(check, 1, [("gpipe",), ("zbv",)])
 
 
 def stop_forward(error: type[BaseException]) -> Callable[..., None]:
@@ -46,24 +91,14 @@ def interrupt(run: Pipeline, hook: Callable[..., None], error: type[BaseExceptio
     handle.remove()
 
 
-MESHES: list[tuple[str, dict[str, int]]] = [
-    ("pure-fsdp", {"stage": 1, "fsdp": 2}),
-    ("ep-as-dp", {"stage": 1, "expert": 2}),
-]
-SCHEDULES = ["gpipe", "interleaved_zero_bubble"]
-CHOICES: list[list[Any]] = [MESHES, SCHEDULES, [stop_forward, stop_backward], [ArithmeticError, KeyboardInterrupt]]
-CASES = [(*mesh, *others) for mesh, *others in pairwise(CHOICES)]
-
-
-@pytest.mark.parametrize("cases", by_default([CASES[:4], CASES[4:]], [CASES[:4]]), ids=len)
-def test_ranks_with_all_stages_go_on(cases: list[tuple[Any, ...]]) -> None:
+def test_ranks_with_all_stages_go_on() -> None:
     expected = step_of_one_process(SMALL)
     norm = torch.stack([gradient.square().sum() for gradient in expected.gradients.values()]).sum().sqrt()
 
-    def check(rules: str, sizes: dict[str, int], schedule: str, stop: Any, error: type[BaseException]) -> None:
-        mesh = Mesh(sizes)
+    def check(rules: str, axis: str, schedule: str, stop: Any, error: type[BaseException]) -> None:
+        mesh = Mesh({"stage": 1, axis: 2})
         run = staged(SMALL, mesh, rules, schedule)
-        parts = tuple(part_of_micro_batches(whole, mesh, rules) for whole in batch())
+        parts = part_of_micro_batches(batch(), mesh, rules)
         before = dict(run.named_parameters())
         interrupt(run, stop(error), error, parts)  # before FSDP2 has run once
         run.model.zero_grad()
@@ -78,6 +113,12 @@ def test_ranks_with_all_stages_go_on(cases: list[tuple[Any, ...]]) -> None:
         for name, parameter in run.named_parameters():
             assert_same(parameter.grad.full_tensor(), expected.gradients[name], name, tolerance=1e-11)
 
+    cases: list[tuple[Any, ...]] = [
+        ("pure-fsdp", "fsdp", "gpipe", stop_forward, ArithmeticError),
+        ("pure-fsdp", "fsdp", SPLIT, stop_backward, KeyboardInterrupt),
+        ("ep-as-dp", "expert", "gpipe", stop_backward, KeyboardInterrupt),
+        ("ep-as-dp", "expert", SPLIT, stop_forward, ArithmeticError),
+    ]
     run_cases(check, 2, cases)
 
 
@@ -90,15 +131,14 @@ def test_stages_that_have_sent_messages_say_what_to_do() -> None:
         def stop(*_arguments: Any) -> None:
             """Raise in the first micro-batch of the last stage, while a message with the second one is sent."""
             calls.append(1)
-            if len(calls) == 2 * NUM_BLOCKS + 1 - dist.get_rank() * 2 * NUM_BLOCKS:
+            if len(calls) == 3 - 2 * dist.get_rank():
                 raise ArithmeticError
 
-        handles = [block.register_forward_hook(stop) for block in run.model.blocks if isinstance(block, Block)]
-        assert len(handles) == NUM_BLOCKS
+        (block,) = (block for block in run.model.blocks if isinstance(block, Block))
+        handle = block.register_forward_hook(stop)
         with pytest.raises(ArithmeticError):
             run.step(*batch())
-        for handle in handles:
-            handle.remove()
+        handle.remove()
         for call in (run.step, run.evaluate):
             with pytest.raises(RuntimeError, match=r"interrupted the step before on rank [01], .*resume from a checkp"):
                 call(*batch())
