@@ -23,7 +23,7 @@ from support.operator_calls import assert_near
 from support.operator_checks import compile_whole
 from support.replaced_models import enable_checkpointing
 from support.sampling import by_default, cases_by_default
-from support.transformers_experts import WithoutFloat32
+from support.small_models import WithoutFloat32
 
 FAMILIES = ["mixtral", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss", "llama4_text"]
 # Experts without biases, experts with biases and a gate of their own, and a block that maxmoe patches.

@@ -14,7 +14,8 @@ from transformers.models.step3p7.modeling_step3p7 import Step3p7Experts, Step3p7
 from maxmoe.integrations.transformers import experts as implementation
 from maxmoe.integrations.transformers.gates import fused_gate
 from support.operator_calls import assert_near
-from support.transformers_experts import WithoutFloat32, assert_equals_eager, initialise, routed
+from support.small_models import WithoutFloat32
+from support.transformers_experts import assert_equals_eager, initialise, routed
 
 SIZES = {"num_local_experts": 5, "hidden_size": 7, "moe_intermediate_size": 3}
 

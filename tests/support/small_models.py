@@ -5,7 +5,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from support.small_configs import MODELS, MULTIMODAL, SAME_LAYERS, SIZES, TEXT_CONFIGS
 
@@ -17,6 +18,19 @@ REPLACED_ONLY = ("jetmoe", "switch_transformers")  # their blocks compute more t
 CONVERTED_MODELS = [name for name in MODELS if name not in REPLACED_ONLY]
 # Models whose experts can have another implementation, and whose saved files have no unused matrix.
 STANDARD_MODELS = [name for name in CONVERTED_MODELS if name not in ("longcat_flash", "dbrx")]
+
+
+class WithoutFloat32(TorchFunctionMode):
+    """Replaces float32 by float64 in the code of a family, so that its results are exact."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def wide(value: Any) -> Any:
+            return torch.float64 if value is torch.float32 else value
+
+        if function is Tensor.float:
+            function = Tensor.double
+        kwargs = {name: wide(value) for name, value in (kwargs or {}).items()}
+        return function(*map(wide, args), **kwargs)
 
 
 def config_class(preset: str) -> Any:
