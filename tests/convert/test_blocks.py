@@ -25,9 +25,8 @@ from maxmoe.parallel import token_sharding
 from maxmoe.sharding import Mesh
 from support import memory
 from support.messages import containing
-from support.named import named
 from support.operator_calls import assert_near
-from support.run_ranks import run_ranks
+from support.run_ranks import run_cases
 from support.small_models import (
     CONVERTED_MODELS,
     SAME_LAYERS,
@@ -58,27 +57,21 @@ BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in [*
     "zaya_with_a_state": ("zaya", {"layer": 1}),
 }
 # Families whose routers or experts differ from DeepSeek-V3's, with 8 experts, which are divisible by 4 ranks.
-ON_RANKS: dict[str, dict[str, Any]] = {
-    "kolibri1": {"num_experts": 8, "norm_topk_prob": True},
-    "axk1": {},
-    "axk2": {},
-    "cohere2_moe": {"expert_selection_fn": "sigmoid"},
-    "mistral_large4": {},
-    "beam": {},
-    "gemma4": {},
-    "inkling": {},
-    "muse_spark": {},
-    "step3p7": {},
-    "deepseek_v4": {"layer": 1},
-    "zaya": {"layer": 1},
+ON_RANKS: dict[str, tuple[dict[str, Any], str, Any]] = {
+    "kolibri1": ({"num_experts": 8, "norm_topk_prob": True}, "ep-as-dp", "ring_of_experts"),
+    "axk1": ({}, "ep-tp", "auto"),
+    "axk2": ({}, "ep-as-dp", "ragged_all_to_all"),
+    "cohere2_moe": ({"expert_selection_fn": "sigmoid"}, "ep-as-dp", "least_loaded"),
+    "mistral_large4": ({}, "ep-as-dp", "ring_of_experts"),
+    "beam": ({}, "ep-as-dp", "ragged_all_to_all"),
+    "gemma4": ({}, "ep-tp", "auto"),
+    "inkling": ({}, "ep-as-dp", "ragged_all_to_all"),
+    "muse_spark": ({}, "ep-tp", "auto"),
+    "step3p7": ({}, "ep-as-dp", "least_loaded"),
+    "deepseek_v4": ({"layer": 1}, "ep-as-dp", "ring_of_experts"),  # takes ids of the tokens
+    "zaya": ({"layer": 1}, "ep-as-dp", "ragged_all_to_all"),  # takes a state
 }
 import_models(*ON_RANKS)
-STRATEGIES = [
-    ("ep-as-dp", "ring_of_experts"),
-    ("ep-as-dp", "ragged_all_to_all"),
-    ("ep-as-dp", "least_loaded"),
-    ("ep-tp", "auto"),
-]
 B, S = 4, 25  # two rules for the groups of a router agree for most tokens
 
 
@@ -150,22 +143,17 @@ def test_layer_is_the_block(preset: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.* of the parameters are whole")
-@pytest.mark.parametrize(("num_ranks", "parity"), [(2, 0), pytest.param(4, 1, marks=pytest.mark.slow)])
-def test_layer_on_ranks_is_the_block(num_ranks: int, parity: int) -> None:
-    """Each family with every second of the strategies."""
-    steps = {preset: Step.of(preset, **options) for preset, options in ON_RANKS.items()}
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_layer_on_ranks_is_the_block(num_ranks: int) -> None:
+    steps = {preset: Step.of(preset, **options) for preset, (options, _, _) in ON_RANKS.items()}
     layers = {preset: MoE.from_transformers(step.block) for preset, step in steps.items()}
 
-    def check() -> None:
-        mesh = Mesh({"expert": num_ranks})
-        for number, (preset, step) in enumerate(steps.items()):
-            for rules, dispatch in STRATEGIES[(number + parity) % 2 :: 2]:
-                with named(preset, rules, dispatch):
-                    layer = copy.deepcopy(layers[preset])
-                    parallelize(layer, mesh, rules, dispatch=dispatch)
-                    step.check(layer, token_sharding(mesh, rules).slices(step.mask.shape))
+    def check(preset: str, rules: str, dispatch: Any) -> None:
+        layer, step, mesh = copy.deepcopy(layers[preset]), steps[preset], Mesh({"expert": num_ranks})
+        parallelize(layer, mesh, rules, dispatch=dispatch)
+        step.check(layer, token_sharding(mesh, rules).slices(step.mask.shape))
 
-    run_ranks(check, num_ranks)
+    run_cases(check, num_ranks, [(preset, *strategy) for preset, (_, *strategy) in ON_RANKS.items()])
 
 
 # Tensors

@@ -242,7 +242,7 @@ def test_experts_of_another_format(tmp_path: Path) -> None:
     assert not (tmp_path / "ours").exists()
 
 
-BIG = MoEConfig(hidden_size=1024, intermediate_size=512, num_experts=40, top_k=2)
+BIG = MoEConfig(hidden_size=1024, intermediate_size=512, num_experts=24, top_k=2)
 EXPERT = 3 * 1024 * 512  # bytes in 8 bits
 
 
