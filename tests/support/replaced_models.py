@@ -80,3 +80,10 @@ def assert_same(
             both = [each.movedim(-1, 0)[..., mask.bool()] for each in both]
         if max(each.abs().max() for each in both) > 1e-6:  # rounding, where the exact value is zero
             assert_near(*both, relative, name)
+
+
+def assert_equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Compare state dicts bit for bit; transformers reads some values in float32."""
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(got[name].to(value.dtype), value), name
