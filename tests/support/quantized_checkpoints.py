@@ -70,10 +70,7 @@ def fp8_block(rows: int, columns: int) -> Tensors:
     """DeepSeek-V3: one expert."""
     codes = _bytes(rows, columns)
     codes[codes % 128 == 127] = 0
-    return {
-        "": codes.view(torch.float8_e4m3fn),
-        "_scale_inv": torch.rand(-(-rows // 128), -(-columns // 128)) / 100,
-    }
+    return {"": codes.view(torch.float8_e4m3fn), "_scale_inv": torch.rand(-(-rows // 128), -(-columns // 128)) / 100}
 
 
 def int4(rows: int, columns: int, *, zeros: bool = False) -> Tensors:
