@@ -1,25 +1,43 @@
-"""MoE.from_transformers and MoE.to_transformers: the same numbers as the block, and the same bits back."""
+"""MoE.from_transformers and MoE.to_transformers: the values of a family's block, and the same bits back."""
 
 import copy
 import dataclasses
 import re
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-
-from maxmoe import MoE, presets
-from maxmoe.convert.blocks import config_of_block, family_of_block
-from support import memory, small_models
-from support.sampling import by_default
-from support.small_models import block_of
+from torch.distributed.tensor import DTensor
 
 pytest.importorskip("transformers")
+pytest.importorskip("safetensors")
 
-each_family = pytest.mark.parametrize("name", small_models.CONVERTED_MODELS)
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in small_models.CONVERTED_MODELS} | {
-    **{name: (name, {}) for name in small_models.SAME_LAYERS},
+from safetensors.torch import save
+
+from maxmoe import MoE, parallelize, presets, quantize_experts
+from maxmoe.convert.blocks import config_of_block
+from maxmoe.convert.checkpoint import write_checkpoint
+from maxmoe.nn import Router, Routing
+from maxmoe.parallel import token_sharding
+from maxmoe.sharding import Mesh
+from support import memory
+from support.messages import containing
+from support.operator_calls import assert_near
+from support.run_ranks import run_cases
+from support.small_models import (
+    CONVERTED_MODELS,
+    SAME_LAYERS,
+    WithoutFloat32,
+    block_of,
+    clear_unused_matrices,
+    import_models,
+)
+
+# A family, and changes of its config.
+BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in [*CONVERTED_MODELS, *SAME_LAYERS]} | {
     "dbrx_not_normalised": ("dbrx", {"ffn_config": {"moe_normalize_expert_weights": None}}),
     "qwen2_moe_normalised": ("qwen2_moe", {"norm_topk_prob": True}),
     "cohere2_moe_sigmoid": ("cohere2_moe", {"expert_selection_fn": "sigmoid"}),
@@ -35,146 +53,153 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in 
     "llama4_two_experts": ("llama4", {"num_experts_per_tok": 2}),
     "mixtral_gelu": ("mixtral", {"hidden_act": "gelu_pytorch_tanh"}),
     "gpt_oss_small_limit": ("gpt_oss", {"swiglu_limit": 0.5}),
+    "deepseek_v4_of_ids": ("deepseek_v4", {"layer": 1}),
+    "zaya_with_a_state": ("zaya", {"layer": 1}),
 }
+# Families whose routers or experts differ from DeepSeek-V3's, with 8 experts, which are divisible by 4 ranks.
+ON_RANKS: dict[str, tuple[dict[str, Any], str, Any]] = {
+    "kolibri1": ({"num_experts": 8, "norm_topk_prob": True}, "ep-as-dp", "ring_of_experts"),
+    "axk1": ({}, "ep-tp", "auto"),
+    "axk2": ({}, "ep-as-dp", "ragged_all_to_all"),
+    "cohere2_moe": ({"expert_selection_fn": "sigmoid"}, "ep-as-dp", "least_loaded"),
+    "mistral_large4": ({}, "ep-as-dp", "ring_of_experts"),
+    "beam": ({}, "ep-as-dp", "ragged_all_to_all"),
+    "gemma4": ({}, "ep-tp", "auto"),
+    "inkling": ({}, "ep-as-dp", "ragged_all_to_all"),
+    "muse_spark": ({}, "ep-tp", "auto"),
+    "step3p7": ({}, "ep-as-dp", "least_loaded"),
+    "deepseek_v4": ({"layer": 1}, "ep-as-dp", "ring_of_experts"),  # takes ids of the tokens
+    "zaya": ({"layer": 1}, "ep-as-dp", "ragged_all_to_all"),  # takes a state
+}
+import_models(*ON_RANKS)
+B, S = 4, 25  # two rules for the groups of a router agree for most tokens
 
 
-def run_block(block: nn.Module, x: Tensor) -> Tensor:
-    output = block(x)
-    return (output[0] if isinstance(output, tuple) else output).reshape(x.shape)
+@dataclass(frozen=True)
+class Step:
+    """Tokens ``(B, S, D)`` with a mask, and a block's results in float64; gradients by the names of our parameters."""
+
+    block: nn.Module
+    inputs: dict[str, Tensor]  # x, and the state of the router that the layer before has given
+    mask: Tensor
+    ids: Tensor | None
+    cotangents: list[Tensor]
+    outputs: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, preset: str, **options: Any) -> "Step":
+        torch.manual_seed(0)
+        block: Any = block_of(preset, **options).double()
+        if preset == "axk2":  # then both experts of the group that is left out are selected, with a score of zero
+            block.gate.e_score_correction_bias -= 2
+        mask = torch.ones(B, S).bool()
+        mask[0, :3], mask[2, 5:], mask[3] = False, False, False
+        sizes = {"x": 16, "router_state": 6} if preset == "zaya" and block.gate.use_eda else {"x": 16}
+        inputs = {
+            name: torch.randn(B, S, size, dtype=torch.float64, requires_grad=True) for name, size in sizes.items()
+        }
+        carrier, ids = copy.deepcopy(block), torch.randint(32, (B, S)) if preset == "deepseek_v4" else None
+        with WithoutFloat32():
+            output = carrier(*inputs.values(), **({} if ids is None else {"input_ids": ids}))
+            outputs = [*output] if preset == "zaya" else [output[0] if isinstance(output, tuple) else output]
+            outputs[0] = outputs[0].reshape(B, S, 16)
+            cotangents = [torch.randn_like(each) * mask.unsqueeze(2) for each in outputs]
+            torch.autograd.backward(outputs, cotangents)
+        for parameter in carrier.parameters():
+            parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        gradients = dict(MoE.from_transformers(carrier).named_parameters())
+        gradients |= {name: leaf.grad for name, leaf in inputs.items()}
+        by_name = zip(("hidden_states", "router_state"), outputs, strict=False)
+        outputs = {name: each.detach() * mask.unsqueeze(2) for name, each in by_name}
+        inputs = {name: leaf.detach() for name, leaf in inputs.items()}
+        ids = ids if getattr(block, "is_hash", False) else None
+        return cls(block, inputs, mask, ids, cotangents, outputs, gradients)
+
+    def check(self, layer: MoE, part: Any = ...) -> None:
+        """Take the step with a layer, on a mesh with this rank's part of the tokens, and compare all values."""
+        inputs = {name: value[part].clone().requires_grad_() for name, value in self.inputs.items()}
+        mask = self.mask[part]
+        padded = {name: leaf.masked_fill(~mask.unsqueeze(2), float("nan")) for name, leaf in inputs.items()}
+        ids = {} if self.ids is None else {"router_inputs": self.ids[part].masked_fill(~mask, -1)}
+        output = layer(token_mask=mask, **padded, **ids)
+        outputs = [getattr(output, name) for name in self.outputs]
+        torch.autograd.backward(outputs, [cotangent[part] for cotangent in self.cotangents])
+        for (name, expected), got in zip(self.outputs.items(), outputs, strict=True):
+            assert_near(got.detach() * mask.unsqueeze(2), expected[part], 1e-12, name)
+        assert not outputs[0][~mask].any()
+        gradients: dict[str, Any] = {name: parameter.grad for name, parameter in layer.named_parameters()}
+        gradients |= {name: leaf.grad for name, leaf in inputs.items()}
+        assert gradients.keys() == self.gradients.keys()
+        for name, expected in self.gradients.items():
+            got, whole = gradients[name], expected[part] if name in inputs else expected
+            assert_near(got.full_tensor() if isinstance(got, DTensor) else got, whole, 1e-12, name)
 
 
-def run_layer(layer: nn.Module, x: Tensor) -> Tensor:
-    hidden_states: Tensor = layer(x).hidden_states
-    return hidden_states
+@pytest.mark.parametrize(("preset", "options"), BLOCKS.values(), ids=BLOCKS)
+def test_layer_is_the_block(preset: str, options: dict[str, Any]) -> None:
+    step = Step.of(preset, **options)
+    step.check(MoE.from_transformers(step.block))
 
 
-def routing_of(block: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights and experts of the block's router, in ascending order of experts."""
-    if type(block).__name__ == "ZayaSparseMoeBlock":  # whose router hides the tokens that skip the layer
-        scores = block.gate(x)[0].softmax(-1)
-        experts = (scores + block.gate.balancing_biases).topk(1).indices
-        return scores.gather(1, experts), experts
-    outputs: list[Any] = []
-    router = block.gate if hasattr(block, "gate") else block.router
-    with router.register_forward_hook(lambda _router, _inputs, output: outputs.append(output)):
-        block(x)
-    if hasattr(block, "route_tokens_to_experts"):
-        weights, experts = block.route_tokens_to_experts(*outputs)
-    elif len(outputs[0]) > 2:
-        _, weights, experts, *_ = outputs[0]
-    else:  # Llama 4 gives the weights of all experts, 0 for those not chosen
-        weights, experts = outputs[0][0].topk(block.top_k)
-    if family_of_block(block).scales_sum:
-        weights = weights * config_of_block(block).routed_scaling_factor
-    order = experts.argsort(-1)
-    return weights.gather(1, order), experts.gather(1, order)
+@pytest.mark.filterwarnings("ignore:.* of the parameters are whole")
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_layer_on_ranks_is_the_block(num_ranks: int) -> None:
+    steps = {preset: Step.of(preset, **options) for preset, (options, _, _) in ON_RANKS.items()}
+    layers = {preset: MoE.from_transformers(step.block) for preset, step in steps.items()}
+
+    def check(preset: str, rules: str, dispatch: Any) -> None:
+        layer, step, mesh = copy.deepcopy(layers[preset]), steps[preset], Mesh({"expert": num_ranks})
+        parallelize(layer, mesh, rules, dispatch=dispatch)
+        step.check(layer, token_sharding(mesh, rules).slices(step.mask.shape))
+
+    run_cases(check, num_ranks, [(preset, *strategy) for preset, (_, *strategy) in ON_RANKS.items()])
 
 
-@pytest.mark.parametrize(("name", "options"), VARIANTS.values(), ids=VARIANTS)
-def test_layer_is_the_block(name: str, options: dict[str, Any]) -> None:
-    block = block_of(name, **options)
-    layer = MoE.from_transformers(copy.deepcopy(block))
-    x = torch.randn(4, 50, 16)  # two rules for the groups agree for most tokens
-
-    weights, experts = routing_of(block, x)
-    routing = layer.router(x.flatten(0, 1))
-    order = routing.experts.argsort(-1)
-    assert torch.equal(routing.experts.gather(1, order), experts)
-    torch.testing.assert_close(routing.weights.gather(1, order), weights, rtol=1e-5, atol=1e-6)
-
-    cotangent = torch.randn_like(x)
-    outputs, gradients = [], []
-    for module, run in ((layer, run_layer), (block, run_block)):
-        leaf = x.clone().requires_grad_()
-        outputs.append(run(module, leaf))
-        outputs[-1].backward(cotangent)
-        gradients.append(leaf.grad)
-    torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
+# Tensors
 
 
-@each_family
-def test_gradients_are_those_of_the_block(name: str) -> None:
-    """The gradients of our parameters, converted like weights, equal the gradients of the block."""
-    block = block_of(name)
-    layer = MoE.from_transformers(copy.deepcopy(block))
-    x, cotangent = torch.randn(2, 9, 16), torch.randn(2, 9, 16)
-    run_layer(layer, x).backward(cotangent)
-    run_block(block, x).backward(cotangent)
-    expected = {key: parameter.grad for key, parameter in block.named_parameters() if parameter.requires_grad}
-    carrier = copy.deepcopy(block)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            assert parameter.grad is not None
-            parameter.copy_(parameter.grad)
-    layer.to_transformers(carrier)
-    carried = dict(carrier.named_parameters())
-    for key, gradient in expected.items():
-        torch.testing.assert_close(carried[key].detach(), gradient, rtol=1e-4, atol=1e-4)
-
-
-@each_family
-@pytest.mark.parametrize("dtype", by_default([torch.float32, torch.bfloat16, torch.float64], [torch.bfloat16]))
-def test_round_trip_is_bitwise(name: str, dtype: torch.dtype) -> None:
-    block = block_of(name).to(dtype).eval()
+@pytest.mark.parametrize("name", CONVERTED_MODELS)
+def test_round_trip_is_bitwise(name: str) -> None:
+    block = block_of(name).bfloat16().eval()
     for tensor in block.state_dict().values():
-        tensor.copy_(torch.randn(tensor.shape, dtype=torch.float64))
-    small_models.clear_unused_matrices(block)
+        tensor.copy_(torch.randn(tensor.shape))
+    clear_unused_matrices(block)
     expected = copy.deepcopy(block.state_dict())
     layer = MoE.from_transformers(block)
     assert not layer.training
     assert all(tensor.is_meta for tensor in block.state_dict().values())
-    assert {parameter.dtype for parameter in layer.parameters()} == {dtype}
+    assert {parameter.dtype for parameter in layer.parameters()} == {torch.bfloat16}
     assert all(tensor.is_contiguous() for tensor in layer.state_dict().values())
+    save(layer.state_dict())  # refuses shared memory
     layer.to_transformers(block)
     assert all(tensor.is_meta for tensor in layer.state_dict().values())
     got = block.state_dict()
     assert got.keys() == expected.keys()
     for key, tensor in expected.items():
-        assert got[key].dtype == tensor.dtype and got[key].is_contiguous()
-        assert torch.equal(got[key], tensor), key
+        assert got[key].dtype == tensor.dtype and got[key].is_contiguous() and torch.equal(got[key], tensor), key
 
 
 def test_to_another_block() -> None:
-    """Conversion to a second block, on the meta device."""
-    block = block_of("deepseek_v3")
+    """On the meta device. The correction bias is wider than the rest."""
+    block = block_of("deepseek_v3").bfloat16()
+    block.gate.e_score_correction_bias = block.gate.e_score_correction_bias.float()
     expected = copy.deepcopy(block.state_dict())
     other = block_of("deepseek_v3").to("meta")
-    MoE.from_transformers(block).to_transformers(other)
-    assert all(torch.equal(tensor, expected[key]) for key, tensor in other.state_dict().items())
-
-
-def test_correction_bias_stays_wide() -> None:
-    block = block_of("deepseek_v3").bfloat16()
     layer = MoE.from_transformers(block)
     assert layer.router.score_correction_bias.dtype == torch.float32
+    layer.to_transformers(other)
+    assert all(torch.equal(tensor, expected[key]) for key, tensor in other.state_dict().items())
 
 
 def test_frozen_weights_stay_frozen() -> None:
     block = block_of("mixtral")
     block.experts.down_proj.requires_grad_(False)
     layer = MoE.from_transformers(block)
-    frozen = {name for name, parameter in layer.named_parameters() if not parameter.requires_grad}
-    assert frozen == {"experts.down_proj"}
     layer.to_transformers(block)
-    assert {name for name, parameter in layer.named_parameters() if not parameter.requires_grad} == frozen
-    assert [name for name, parameter in block.named_parameters() if not parameter.requires_grad] == [
-        "experts.down_proj"
-    ]
-
-
-@each_family
-def test_trains_and_saves(name: str, tmp_path: Any) -> None:
-    from safetensors.torch import save_file
-
-    layer = MoE.from_transformers(block_of(name))
-    save_file(layer.state_dict(), tmp_path / "layer.safetensors")  # refuses shared memory
-    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
-    before = copy.deepcopy(layer.state_dict())
-    run_layer(layer, torch.randn(4, 16, 16)).square().mean().backward()
-    optimizer.step()
-    still = [key for key, tensor in layer.named_parameters() if torch.equal(tensor, before[key])]
-    assert not still
+    for module in (layer, block):
+        frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
+        assert frozen == ["experts.down_proj"]
 
 
 def test_memory() -> None:
@@ -188,6 +213,9 @@ def test_memory() -> None:
         layer.to_transformers(block)
 
 
+# Refusals
+
+
 class OldBlock(nn.Module):
     """A list of experts and no config, as before transformers 5."""
 
@@ -197,36 +225,24 @@ class OldBlock(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(16, 10) for _ in range(6))
 
 
-def changed(name: str, **attributes: Any) -> nn.Module:
-    """A block whose config was changed after it was made."""
+def changed(name: str, **changes: Any) -> nn.Module:
+    """A block with other modules, or with another config than it was made of."""
     block = block_of(name)
-    for attribute, value in attributes.items():
-        setattr(block.experts.config, attribute, value)
+    for key, value in changes.items():
+        setattr(block if isinstance(value, nn.Module) else block.experts.config, key, value)
     return block
 
 
-def with_module(name: str, **modules: nn.Module) -> nn.Module:
-    block = block_of(name)
-    for key, module in modules.items():
-        setattr(block, key, module)
-    return block
+def assert_nothing_moved(*modules: nn.Module) -> None:
+    assert not any(tensor.is_meta for module in modules for tensor in module.state_dict().values())
 
 
 WRONG_BLOCKS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "old": (OldBlock, ("OldBlock", "5.20", "config")),
     "dense": (lambda: block_of("deepseek_v3").shared_experts, ("missing gate.weight", "up_proj.weight")),
-    "lora": (
-        lambda: with_module("mixtral", adapter=nn.Linear(2, 2)),
-        ("MixtralSparseMoeBlock", "adapter.weight", "missing nothing"),
-    ),
-    "gone": (
-        lambda: with_module("qwen2_moe", shared_expert=nn.Identity()),
-        ("Qwen2MoeSparseMoeBlock", "missing shared_expert.gate_proj.weight"),
-    ),
-    "width": (
-        lambda: changed("mixtral", intermediate_size=11),
-        ("experts.gate_up_proj", "(6, 22, 16)", "(6, 20, 16)"),
-    ),
+    "lora": (lambda: changed("mixtral", adapter=nn.Linear(2, 2)), ("MixtralSparseMoeBlock", "adapter.weight")),
+    "gone": (lambda: changed("qwen2_moe", shared_expert=nn.Identity()), ("missing shared_expert.gate_proj.weight",)),
+    "width": (lambda: changed("mixtral", intermediate_size=11), ("gate_up_proj", "(6, 22, 16)", "(6, 20, 16)")),
     "experts": (lambda: changed("qwen3_moe", num_experts=7), ("gate.weight", "(7, 16)", "(6, 16)")),
     "family": (lambda: changed("mixtral", model_type="bert"), ("model_type", "'bert'")),
     "other_family": (lambda: changed("mixtral", model_type="minimax_m2"), ("missing e_score_correction_bias",)),
@@ -236,9 +252,9 @@ WRONG_BLOCKS: dict[str, tuple[Any, tuple[str, ...]]] = {
 @pytest.mark.parametrize(("block", "words"), WRONG_BLOCKS.values(), ids=WRONG_BLOCKS)
 def test_wrong_blocks(block: Any, words: tuple[str, ...]) -> None:
     module = block()
-    with pytest.raises(ValueError, match="".join(f"(?=.*{re.escape(word)})" for word in words)):
+    with pytest.raises(ValueError, match=containing(*words)):
         MoE.from_transformers(module)
-    assert not any(tensor.is_meta for tensor in module.state_dict().values())
+    assert_nothing_moved(module)
 
 
 @pytest.mark.parametrize(
@@ -253,18 +269,65 @@ def test_wrong_blocks(block: Any, words: tuple[str, ...]) -> None:
 def test_wrong_layers(changes: dict[str, Any], words: tuple[str, ...]) -> None:
     block = block_of("mixtral")
     layer = MoE(dataclasses.replace(presets.from_transformers(block.experts.config), **changes))
-    with pytest.raises(ValueError, match="".join(f"(?=.*{re.escape(word)})" for word in words)):
+    with pytest.raises(ValueError, match=containing(*words)):
         layer.to_transformers(block)
-    assert not any(tensor.is_meta for tensor in [*layer.state_dict().values(), *block.state_dict().values()])
+    assert_nothing_moved(layer, block)
 
 
-def test_what_is_of_the_training_may_differ() -> None:
-    block = block_of("kimi_k2")
-    config = presets.from_transformers(block.experts.config)
-    MoE(dataclasses.replace(config, correction_bias_rule="quantile", correction_bias_update_rate=1.0)).to_transformers(
-        block
-    )
-    block = block_of("mixtral")
-    training = {"implementation": "dense", "load_balance_loss_weight": 3.0, "router_z_loss_weight": 1.0}
+@pytest.mark.parametrize(
+    ("name", "training"),
+    [
+        ("kimi_k2", {"correction_bias_rule": "quantile", "correction_bias_update_rate": 1.0}),
+        ("mixtral", {"implementation": "dense", "load_balance_loss_weight": 3.0, "router_z_loss_weight": 1.0}),
+    ],
+)
+def test_what_is_of_the_training_may_differ(name: str, training: dict[str, Any]) -> None:
+    block = block_of(name)
     MoE(dataclasses.replace(presets.from_transformers(block.experts.config), **training)).to_transformers(block)
-    run_block(block, torch.randn(1, 3, 16))
+    assert_nothing_moved(block)
+
+
+class Reversed(Router):
+    """A custom router with the weights of `Router`."""
+
+    def forward(self, x: Tensor, token_mask: Tensor | None = None, experts: Tensor | None = None) -> Routing:
+        return super().forward(-x, token_mask, experts)
+
+
+def gated_by_cosine(gate: Tensor | None, up: Tensor) -> Tensor:
+    return up.cos() if gate is None else gate.cos() * up
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda config: MoE(config, router=Reversed(config)), "needs the router of the config, maxmoe.nn.Router, got"),
+        (lambda config: MoE(config, activation=gated_by_cosine), "needs the activation of the config in experts, got"),
+    ],
+    ids=["router", "activation"],
+)
+def test_parts_of_ones_own_are_refused(make: Any, message: str, tmp_path: Path) -> None:
+    block = block_of("mixtral")
+    layer = make(presets.from_transformers(block.experts.config))
+    with pytest.raises(ValueError, match=f"to_transformers {re.escape(message)}"):
+        layer.to_transformers(block)
+    with pytest.raises(ValueError, match=f"model.layers.0: write_checkpoint {re.escape(message)}"):
+        write_checkpoint(tmp_path / "file", {"model.layers.0": layer}, "mixtral")
+    assert_nothing_moved(layer, block)
+    assert not (tmp_path / "file").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "format", "message"),
+    [
+        ("mixtral", "fp8_block", "experts.gate_up_proj: a slice of rows of weights quantized as fp8_block"),
+        ("longcat_flash", "int4", "experts.gate_up_proj has 4 matrices of zeros that the block does not use"),
+    ],
+)
+def test_quantized_experts_that_do_not_fit_a_block(name: str, format: str, message: str) -> None:
+    block = block_of(name)
+    layer = MoE(config_of_block(block)).requires_grad_(False)
+    quantize_experts(layer, format)
+    with pytest.raises(ValueError, match=message):
+        layer.to_transformers(block)
+    assert_nothing_moved(layer, block)

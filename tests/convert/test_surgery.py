@@ -1,18 +1,28 @@
 """prune_experts, merge_experts and duplicate_experts: unchanged outputs, and a layer that fits its config."""
 
 import copy
+import dataclasses
+import re
+from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import maxmoe
 from maxmoe import MoE, MoEFeedForward, ZeroComputation
 from maxmoe.convert.surgery import duplicate_experts, merge_experts, prune_experts
-from maxmoe.nn import Selection, load_balance_loss
+from maxmoe.families.deepseek_v4 import HashRouting
+from maxmoe.nn import ExpertRunner, LocalDispatcher, LocalExperts, Router, Selection, load_balance_loss
+from maxmoe.sharding import Mesh
 from support.moe_layers import DEEPSEEK, EVERYTHING, GPT_OSS, LLAMA4, assert_meets_specification, make, tokens
+from support.run_ranks import fake_rank
 
 SCORES = {
     "softmax": {},
@@ -26,7 +36,6 @@ SCORES = {
     "balance": {"load_balance_loss_weight": 0.1, "score_function": "sqrtsoftplus"},
 }
 BESIDE = {"zero_computation": ZeroComputation(zero=1, copy=2, constant=1)}
-each_score = pytest.mark.parametrize("options", SCORES.values(), ids=SCORES)
 
 
 def close(one: Tensor, other: Tensor) -> bool:
@@ -39,9 +48,9 @@ def without_tokens(layer: MoE, x: Tensor) -> list[int]:
     return idle
 
 
-@each_score
+@pytest.mark.parametrize("options", [*SCORES.values(), LLAMA4], ids=[*SCORES, "llama4"])
 def test_experts_without_tokens_can_be_pruned(options: dict[str, Any]) -> None:
-    layer = make(**{"num_experts": 18, "top_k": 2, **options, "num_groups": 1, "top_k_groups": 1})
+    layer = make(**{"top_k": 2, **options, "num_experts": 18, "num_groups": 1, "top_k_groups": 1})
     x = tokens(layer, 4)
     before, idle = layer(x).hidden_states, without_tokens(layer, x)
     names = [name for name, _ in layer.named_parameters()]
@@ -53,20 +62,10 @@ def test_experts_without_tokens_can_be_pruned(options: dict[str, Any]) -> None:
     assert_meets_specification(layer, x)
 
 
-def test_the_others_keep_their_order() -> None:
-    layer = make(**EVERYTHING)
-    before = {name: value.clone() for name, value in layer.state_dict().items()}
-    prune_experts(layer, torch.tensor([4, 0]))
-    for name, value in layer.state_dict().items():
-        rows = before[name] if name.startswith("shared_experts") else before[name][[1, 2, 3, 5]]
-        assert torch.equal(value, rows), name
-
-
-@each_score
-@pytest.mark.parametrize("copies", [2, 3])
-def test_copies_of_all_experts_with_as_many_times_top_k(copies: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", SCORES.values(), ids=SCORES)
+def test_copies_of_all_experts_with_as_many_times_top_k(options: dict[str, Any]) -> None:
     """Outputs and balance loss are the same; merging the copies restores the layer."""
-    layer = make(**options)
+    layer, copies = make(**options), 3
     x, whole = tokens(layer), copy.deepcopy(layer)
     duplicate_experts(layer, [*range(6)] * (copies - 1), top_k=3 * copies)
     assert (layer.config.num_experts, layer.config.top_k) == (6 * copies, 3 * copies)
@@ -79,13 +78,25 @@ def test_copies_of_all_experts_with_as_many_times_top_k(copies: int, options: di
         torch.testing.assert_close(value, whole.state_dict()[name], rtol=1e-15, atol=0)
 
 
-def test_copies_come_after_their_originals() -> None:
+ROWS: dict[str, tuple[Callable[[MoE], None], Callable[[Tensor], Tensor]]] = {
+    "prune": (lambda layer: prune_experts(layer, torch.tensor([4, 0])), lambda old: old[[1, 2, 3, 5]]),
+    "duplicate": (lambda layer: duplicate_experts(layer, [5, 2, 2]), lambda old: old[[0, 1, 2, 2, 2, 3, 4, 5, 5]]),
+    "merge": (
+        lambda layer: merge_experts(layer, [[4, 1], [5, 3]]),
+        lambda old: torch.stack([old[0], (old[1] + old[4]) / 2, old[2], (old[3] + old[5]) / 2]),
+    ),
+}
+
+
+@pytest.mark.parametrize(("operation", "expected"), ROWS.values(), ids=ROWS)
+def test_order_of_the_experts(operation: Callable[[MoE], None], expected: Callable[[Tensor], Tensor]) -> None:
+    """Copies come after their originals, and means take the place of the first of their experts."""
     layer = make(**EVERYTHING)
     before = {name: value.clone() for name, value in layer.state_dict().items()}
-    duplicate_experts(layer, [5, 2, 2])
+    operation(layer)
     for name, value in layer.state_dict().items():
-        rows = before[name] if name.startswith("shared_experts") else before[name][[0, 1, 2, 2, 2, 3, 4, 5, 5]]
-        assert torch.equal(value, rows), name
+        rows = before[name] if name.startswith("shared_experts") else expected(before[name])
+        torch.testing.assert_close(value, rows, rtol=1e-14, atol=0, msg=name)
     assert_meets_specification(layer, tokens(layer))
 
 
@@ -140,18 +151,6 @@ def test_experts_that_compute_nothing_stay(normalization: str) -> None:
         prune_experts(layer, [12])
 
 
-def test_merged_experts_are_means() -> None:
-    layer = make(**EVERYTHING)
-    before = {name: value.clone() for name, value in layer.state_dict().items()}
-    merge_experts(layer, [[4, 1], [5, 3]])
-    for name, value in layer.state_dict().items():
-        old = before[name]
-        if not name.startswith("shared_experts"):
-            old = torch.stack([old[0], (old[1] + old[4]) / 2, old[2], (old[3] + old[5]) / 2])
-        torch.testing.assert_close(value, old, rtol=1e-14, atol=0)
-    assert_meets_specification(layer, tokens(layer))
-
-
 def test_groups_of_the_router_keep_one_size() -> None:
     layer = make(**DEEPSEEK)  # three groups of two experts
     x = tokens(layer)
@@ -182,14 +181,17 @@ def test_a_model_has_layers_by_path() -> None:
         prune_experts(nn.Linear(2, 2), [1])
 
 
-def test_statistics_go_on() -> None:
-    layer = make()
+@pytest.mark.parametrize("scope", ["batch", "step"])
+def test_statistics_and_the_balance_over_a_step_go_on(scope: Any) -> None:
+    layer = make(load_balance_loss_weight=0.1, load_balance_scope=scope)
     accumulator = maxmoe.StatsAccumulator(layer)
-    x = tokens(layer)
-    for num_experts in (6, 4):
-        layer(x).hidden_states.sum().backward()
+    for num_experts in (6, 4, 4):
+        for _ in range(2):
+            hidden_states, aux_loss, _ = layer(tokens(layer))
+            (hidden_states.sum() + aux_loss).backward()
         assert accumulator.update().layers["moe"].tokens_per_expert.shape == (num_experts,)
         if num_experts == 6:
+            layer.zero_grad()
             prune_experts(layer, [1, 2])
 
 
@@ -232,20 +234,75 @@ def test_what_replaces_parts_of_a_layer_stays() -> None:
     assert torch.equal(layer(x).aux_loss, other(x).aux_loss)
 
 
-def test_the_balance_over_a_step_goes_on() -> None:
-    layer = make(load_balance_loss_weight=0.1, load_balance_scope="step")
-    accumulator = maxmoe.StatsAccumulator(layer)
-    prune_experts(layer, [0, 5])
-    for _ in range(2):
-        (hidden_states, aux_loss, _), x = layer(tokens(layer)), tokens(layer)
-        (hidden_states.sum() + aux_loss).backward()
-        (layer(x).hidden_states.sum() + layer(x).aux_loss).backward()
-        assert accumulator.update().layers["moe"].tokens_per_expert.shape == (4,)
+# Refusals
+
+ERRORS: list[tuple[Callable[[Any], None], str]] = [
+    (lambda model: prune_experts(model, [0], optimizer=[]), "optimizer must be a torch.optim.Optimizer, got list"),  # type: ignore[arg-type]
+    (lambda model: prune_experts(model, [0, 1, 2, 3]), "0: top_k (3) must not exceed num_experts (2)"),
+    (lambda model: prune_experts(model, [*range(6)]), "0: num_experts must be a positive int, got 0"),
+    (lambda model: prune_experts(model, [6]), "0: experts must be integers in [0, num_experts (6)), got 6"),
+    (lambda model: prune_experts(model, torch.tensor([0.5])), "0: experts must be integers in [0, num_experts (6))"),
+    (lambda model: prune_experts(model, [True]), "0: experts must be integers in [0, num_experts (6)), got True"),
+    (lambda model: prune_experts(model, 1), "0: experts must be a sequence, got 1"),  # type: ignore[arg-type]
+    (lambda model: merge_experts(model, 3), "0: sets must be a sequence, got 3"),  # type: ignore[arg-type]
+    (lambda model: merge_experts(model, [[]]), "0: each set must have at least one expert, got [()]"),
+    (lambda model: prune_experts(model, [2, 1, 2]), "0: experts must be named once, got 2 2 times"),
+    (lambda model: duplicate_experts(model, [0], top_k=8), "0: top_k (8) must not exceed num_experts (7)"),
+    (lambda model: duplicate_experts(model, [0], top_k=0), "top_k must be a positive int, got 0"),
+    (lambda model: duplicate_experts(model, [0], noise=-1), "noise must be a finite float >= 0, got -1"),
+    (lambda model: prune_experts(model, {"1": [0, 1]}), "1: top_k (3) must not exceed num_experts (2)"),
+    (lambda model: merge_experts(model, {"0": [[0, 1]], "1": [[0, 1, 2]]}), "1: top_k (3) must not exceed"),
+]
 
 
-def test_layers_with_weights_on_the_input() -> None:
-    layer = make(**{**LLAMA4, "num_experts": 16})
-    x = tokens(layer, 2)
-    before = layer(x).hidden_states
-    prune_experts(layer, without_tokens(layer, x))
-    assert close(layer(x).hidden_states, before)
+@pytest.mark.parametrize(("operation", "message"), ERRORS, ids=[message for _, message in ERRORS])
+def test_nothing_changes_if_something_does_not_fit(operation: Callable[[nn.Module], None], message: str) -> None:
+    model = nn.Sequential(make(), make(num_experts=4))
+    parameters, configs = list(model.parameters()), [layer.config for layer in model]
+    with pytest.raises((ValueError, TypeError), match=re.escape(message)):
+        operation(model)
+    assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
+    assert [layer.config for layer in model] == configs
+
+
+def test_other_routers_adapters_and_dispatchers_are_refused() -> None:
+    layer = make()
+    layer.runner = ExpertRunner(LocalDispatcher(dataclasses.replace(LocalExperts.all_of(layer.config), count=3)))
+    with pytest.raises(ValueError, match="moe must have the dispatcher of one process, got LocalDispatcher"):
+        prune_experts(layer, [0])
+    layer = make()
+    layer.router = nn.Sequential(layer.router)
+    with pytest.raises(ValueError, match=r"moe.router must be a maxmoe.nn.Router, got Sequential"):
+        prune_experts(layer, [0])
+    layer.router = type("Other", (Router,), {})(layer.config)
+    with pytest.raises(ValueError, match=r"moe.router must be a maxmoe.nn.Router, got Other"):
+        prune_experts(layer, [0])
+    layer = make()
+    layer.experts = nn.Sequential(layer.experts)
+    with pytest.raises(ValueError, match=r"moe.experts must be a maxmoe.nn.Experts, got Sequential"):
+        prune_experts(layer, [0])
+    layer = make(router=HashRouting(num_ids=3))
+    with pytest.raises(ValueError, match=r"moe must have a router without a table of experts for ids, got HashRouting"):
+        prune_experts(layer, [0])
+
+
+def test_layers_that_share_experts_are_refused() -> None:
+    model = nn.Sequential(make(), make(), make())
+    model[1].experts = model[0].experts
+    with pytest.raises(ValueError, match="1 must not share its router and experts, got a parameter of 0"):
+        prune_experts(model, {"1": [0]})
+    prune_experts(model, {"2": [np.int64(0)]})
+    assert [layer.config.num_experts for layer in model] == [6, 6, 5]
+
+
+def test_sharded_layers_are_refused() -> None:
+    with fake_rank(0, 1):
+        layer = maxmoe.parallelize(make(), Mesh({"expert": -1}), "ep-as-dp")
+        sharded = make()
+        fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
+        message = r"surgery needs whole tensors, got moe\..*: call it before parallelize or fully_shard"
+        for refused, operation in product((layer, sharded), (prune_experts, duplicate_experts)):
+            with pytest.raises(ValueError, match=message):
+                operation(refused, [0])
+        with pytest.raises(ValueError, match="surgery comes before DistributedDataParallel"):
+            prune_experts(DistributedDataParallel(make()), [0])

@@ -1,4 +1,4 @@
-"""The optimizer state follows the experts: training continues as if the removed experts had never existed."""
+"""Surgery with an optimizer: training continues as if the removed experts had never existed."""
 
 import copy
 from collections.abc import Callable
@@ -7,19 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-import maxmoe
 from maxmoe import MoE
 from maxmoe.convert.surgery import duplicate_experts, merge_experts, prune_experts
-from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.optim import Muon, parameter_groups
-from maxmoe.sharding import Mesh
 from support.moe_layers import make, tokens
-from support.run_ranks import run_ranks
 
 OPTIMIZERS: dict[str, Callable[[MoE], Optimizer]] = {
     "adamw": lambda layer: torch.optim.AdamW(layer.parameters(), lr=1e-2),
@@ -108,19 +101,6 @@ def test_a_checkpoint_is_that_of_the_new_config(make_optimizer: Callable[[MoE], 
     assert all(torch.equal(value, other.state_dict()[name]) for name, value in layer.state_dict().items())
 
 
-def test_a_decoder_is_built_again_with_the_configs_of_its_layers() -> None:
-    sizes = {"vocab_size": 32, "hidden_size": 16, "num_layers": 2, "num_heads": 2}
-    config = maxmoe.MoEConfig(hidden_size=16, intermediate_size=8, num_experts=8, top_k=2)
-    decoder = Decoder(DecoderConfig(**sizes, moe=config))
-    prune_experts(decoder, {"blocks.1.feed_forward": [2, 3]})
-    configs = [layer.config for layer in decoder.modules() if isinstance(layer, MoE)]
-    assert [each.num_experts for each in configs] == [8, 6]
-    other = Decoder(DecoderConfig(**sizes, moe=configs))
-    other.load_state_dict(decoder.state_dict())
-    batch = torch.randint(32, (2, 8))
-    assert torch.equal(decoder(batch).logits, other(batch).logits)
-
-
 def test_an_optimizer_that_was_not_given_raises() -> None:
     layer = make()
     optimizer = torch.optim.AdamW(layer.parameters())
@@ -131,34 +111,6 @@ def test_an_optimizer_that_was_not_given_raises() -> None:
     )
     with pytest.raises(RuntimeError, match=message):
         optimizer.step()
-
-
-def test_what_is_frozen_stays_frozen() -> None:
-    layer = make()
-    layer.experts.requires_grad_(False)
-    prune_experts(layer, [0])
-    assert {name for name, parameter in layer.named_parameters() if parameter.requires_grad} == {"router.weight"}
-
-
-def refusals() -> list[str]:
-    """Error messages of surgery for layers that run on a mesh or are sharded by FSDP2."""
-    layer = maxmoe.parallelize(make(), Mesh({"expert": -1}), "ep-as-dp")
-    sharded = make()
-    fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
-    said = []
-    for refused in (layer, sharded):
-        for operation in (prune_experts, duplicate_experts):
-            with pytest.raises(ValueError, match=r"surgery needs whole tensors, got moe.") as error:
-                operation(refused, [0])
-            said.append(str(error.value))
-    with pytest.raises(ValueError, match="surgery comes before DistributedDataParallel"):
-        prune_experts(DistributedDataParallel(make()), [0])
-    return said
-
-
-def test_sharded_layers_are_refused() -> None:
-    (said,) = run_ranks(refusals, 1)
-    assert len(said) == 4 and all("call it before parallelize or fully_shard" in message for message in said)
 
 
 def test_gradients_follow_the_experts() -> None:
@@ -178,3 +130,10 @@ def test_gradients_follow_the_experts() -> None:
     optimizer.step()
     optimizer.zero_grad()
     duplicate_experts(layer, [0], optimizer=optimizer)
+
+
+def test_what_is_frozen_stays_frozen() -> None:
+    layer = make()
+    layer.experts.requires_grad_(False)
+    prune_experts(layer, [0])
+    assert {name for name, parameter in layer.named_parameters() if parameter.requires_grad} == {"router.weight"}

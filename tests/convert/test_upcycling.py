@@ -120,28 +120,35 @@ def test_slices_are_those_of_the_dense_block() -> None:
     assert torch.equal(layer.shared_experts.gate_proj, dense.gate_proj.weight[:8].T)
 
 
-def test_scaling_of_all_matrices_is_that_of_megatron() -> None:
-    """E G / T for softmax before the selection, G for softmax over the selected, by cube roots."""
-    for options, scale in (
-        ({"normalization": "none"}, 16 * 4 / 8),
-        ({"score_function": "identity", "normalization": "softmax"}, 4),
-    ):
-        dense = Dense()
-        layer = upcycled(dense, {"scaling": "all"}, **{**SLICES, "top_k": 8, **options})
-        for name in ("gate_proj", "up_proj", "down_proj"):
-            weight = dense.get_submodule(name).weight
-            part = weight[:, :8] if name == "down_proj" else weight[:8]
-            torch.testing.assert_close(layer.experts.get_parameter(name)[4], part.T * scale ** (1 / 3))
-    dense = Dense("relu", gated=False, bias=True)
-    layer = upcycled(dense, {"scaling": "all"}, **SLICES, activation="relu", gated=False, expert_bias=True)
-    torch.testing.assert_close(layer.experts.up_proj[0], dense.up_proj.weight[:8].T * 2)
-    assert_equal(layer, dense)
-    dense = Dense("relu")
-    assert_equal(upcycled(dense, {"scaling": "all"}, **SLICES, activation="relu"), dense)
-    dense = Dense("relu2", gated=False, bias=True)
-    assert_equal(
-        upcycled(dense, {"scaling": "all"}, **SLICES, activation="relu2", gated=False, expert_bias=True), dense
-    )
+@pytest.mark.parametrize(
+    ("options", "scale"),
+    [
+        ({"normalization": "none"}, 16 * 4 / 8),  # E G / T for softmax before the selection
+        ({"score_function": "identity", "normalization": "softmax"}, 4),  # G for softmax over the selected
+    ],
+    ids=["all", "selected"],
+)
+def test_scaling_of_all_matrices_is_that_of_megatron(options: dict[str, Any], scale: float) -> None:
+    """By cube roots."""
+    dense = Dense()
+    layer = upcycled(dense, {"scaling": "all"}, **{**SLICES, "top_k": 8, **options})
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        weight = dense.get_submodule(name).weight
+        part = weight[:, :8] if name == "down_proj" else weight[:8]
+        torch.testing.assert_close(layer.experts.get_parameter(name)[4], part.T * scale ** (1 / 3))
+
+
+@pytest.mark.parametrize(("activation", "gated"), [("relu", False), ("relu", True), ("relu2", False)])
+def test_scaling_of_all_matrices_gives_the_dense_block(activation: str, gated: bool) -> None:
+    dense = Dense(activation, gated, bias=not gated)
+    options = {"activation": activation, "gated": gated, "expert_bias": not gated}
+    assert_equal(upcycled(dense, {"scaling": "all"}, **SLICES, **options), dense)
+
+
+def test_scaling_none() -> None:
+    dense = Dense()
+    layer = upcycled(dense, {"scaling": "none"}, **SLICES, score_function="identity", normalization="none")
+    assert torch.equal(layer.experts.down_proj[5], dense.down_proj.weight[:, 8:16].T)
 
 
 def test_the_router_gets_no_gradient_from_copies_in_the_first_step() -> None:
@@ -150,12 +157,6 @@ def test_the_router_gets_no_gradient_from_copies_in_the_first_step() -> None:
         layer = upcycled(Dense(), {"noise": noise})
         layer(torch.randn(2, 50, 24)).hidden_states.square().sum().backward()
         assert (layer.router.weight.grad.abs().max() > 1e-3) == is_trained
-
-
-def test_copies_without_a_factor() -> None:
-    dense = Dense()
-    layer = upcycled(dense, {"scaling": "none"}, **SLICES, score_function="identity", normalization="none")
-    assert torch.equal(layer.experts.down_proj[5], dense.down_proj.weight[:, 8:16].T)
 
 
 def test_noise() -> None:
@@ -210,44 +211,21 @@ def linear(inputs: int, outputs: int, **options: Any) -> nn.Linear:
 SHARED = {**SLICES, "top_k": 2, "num_shared_experts": 2}
 ERRORS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"intermediate_size": 12}, {}, "intermediate_size (12) must divide the width of the dense block (32)"),
-    ({"intermediate_size": 64}, {}, "intermediate_size (64) must divide the width of the dense block (32)"),
     ({**SLICES, "num_experts": 6}, {}, "num_experts (6) must be a multiple of the number of slices"),
-    (
-        {**SLICES, "top_k": 6},
-        {},
-        "top_k (6) must be a multiple of the number of slices that the routed experts",
-    ),
+    ({**SLICES, "top_k": 6}, {}, "top_k (6) must be a multiple of the number of slices that the routed"),
     ({**SLICES, "num_groups": 8, "top_k_groups": 4}, {}, "num_experts / num_groups (2) must be a multiple"),
     ({"num_shared_experts": 1}, {}, "num_shared_experts (1) must be below the number of slices"),
     ({"apply_weights_to": "input"}, {}, "from_dense needs apply_weights_to='output', got 'input'"),
-    (
-        {"score_function": "identity", "normalization": "none"},
-        {},
-        "score_function='identity' with normalization='none'",
-    ),
+    ({"score_function": "identity", "normalization": "none"}, {}, "score_function='identity' with"),
     ({"latent_size": 8}, {}, "from_dense needs latent_size=None, got 8"),
-    (
-        {"zero_computation": ZeroComputation(zero=1, copy=2)},
-        {},
-        "from_dense needs a config without zero, copy and constant",
-    ),
-    (
-        {"router": HashRouting(num_ids=3)},
-        {},
-        "from_dense needs a router that selects all slices or none, by scores",
-    ),
+    ({"zero_computation": ZeroComputation(zero=1, copy=2)}, {}, "from_dense needs a config without zero, copy and"),
+    ({"router": HashRouting(num_ids=3)}, {}, "from_dense needs a router that selects all slices or none, by scores"),
     ({"gated": False}, {}, "gate_proj must be None with gated=False, got Linear"),
     ({}, {"gate_proj": None}, "gate_proj must be given with gated=True, got None"),
     ({}, {"up_proj": linear(16, 32)}, "up_proj must have shape (32, 24), which is (out, in) as in torch.nn.Linear"),
     ({}, {"down_proj": linear(24, 32)}, "down_proj must have shape (24, 32), which is (out, in)"),
-    ({}, {"gate_proj": linear(24, 16)}, "gate_proj must have shape (32, 24)"),
-    (
-        {},
-        {"gate_proj": linear(24, 32).half()},
-        "gate_proj must be torch.float32 on cpu as up_proj is",
-    ),
+    ({}, {"gate_proj": linear(24, 32).half()}, "gate_proj must be torch.float32 on cpu as up_proj is"),
     ({}, {"up_proj": None}, "up_proj must be a torch.nn.Linear or its weight, got NoneType"),
-    ({}, {"up_proj": linear(32, 24), "down_proj": linear(24, 32)}, "up_proj must have shape (24, 24)"),
     ({}, {"up_proj": torch.zeros(32)}, "up_proj must be a floating matrix (out, in), got torch.float32"),
     ({}, {"up_proj": "up"}, "up_proj must be a torch.nn.Linear or its weight, got str"),
     ({}, {"up_proj": linear(24, 32, bias=True)}, "the dense block has up_bias: expert_bias must be True, got False"),

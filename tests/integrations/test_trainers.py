@@ -1,137 +1,154 @@
-"""Trainers of other libraries: the losses with maxmoe equal the losses of the code of transformers in every step.
+"""Trainers of other libraries: losses, adapters and checkpoints are those of the code of transformers."""
 
-Losses are printed in float32, so they agree to a few units of its precision.
-"""
-
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 
+pytest.importorskip("transformers")
+
 from maxmoe.integrations.transformers import replace_moe_blocks
+from support.replaced_models import assert_equal
 from support.small_models import model_of
+from support.trainers import TOKENS, fit_with_lightning, trainer_options, transformers_trainer
 
 STEPS = 3
-TOKENS = torch.randint(3, 32, (8, 12), generator=torch.Generator().manual_seed(0))
+# Losses are printed in float32, so they agree to a few units of its precision.
+LOSS_TOLERANCE = {"rtol": 2e-5, "atol": 0.0}
+# Of these libraries about themselves and about torch.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),
+]
 
 
-def eager() -> nn.Module:
+def eager(preset: str = "qwen3_moe", **options: Any) -> Any:
     torch.manual_seed(0)
-    return model_of("qwen3_moe", router_aux_loss_coef=0.0).float()
+    return model_of(preset, **options).float()
 
 
-def operators() -> nn.Module:
-    model = eager()
-    model.set_experts_implementation("maxmoe")  # type: ignore[operator]
+def with_operators(preset: str = "qwen3_moe", **options: Any) -> Any:
+    model = eager(preset, **options)
+    model.set_experts_implementation("maxmoe")
     return model
 
 
-def layers() -> nn.Module:
-    model: Any = eager()
+def with_layers(preset: str = "qwen3_moe", **options: Any) -> Any:
+    model = eager(preset, **options)
     replace_moe_blocks(model)
     return model
 
 
-def assert_equal_losses(losses: list[float], expected: list[float]) -> None:
-    assert len({*losses}) == STEPS
-    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=2e-5, atol=0)
-
-
-pytestmark = [
-    # Of these libraries about themselves and about torch.
-    pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),
-]
-MODELS = pytest.mark.parametrize("make_model", [operators, layers])
-
-
-def trainer_options(folder: Path) -> dict[str, Any]:
-    return {
-        "output_dir": str(folder),
-        "use_cpu": True,
-        "max_steps": STEPS,
-        "per_device_train_batch_size": 2,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
-
-
-def logged_losses(trainer: Any) -> list[float]:
+def logged_losses(trainer: Any) -> Tensor:
     trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return torch.tensor([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
 
 
-@MODELS
-def test_transformers_trainer(tmp_path: Path, make_model: Any) -> None:
+def of_transformers(model: nn.Module, folder: Path) -> Tensor:
     pytest.importorskip("accelerate")
-    from transformers import Trainer, TrainingArguments
-
-    def losses(model: nn.Module) -> list[float]:
-        data = [{"input_ids": tokens, "labels": tokens} for tokens in TOKENS]
-        options = TrainingArguments(**trainer_options(tmp_path))
-        return logged_losses(Trainer(model, options, train_dataset=data))
-
-    assert_equal_losses(losses(make_model()), losses(eager()))
+    return logged_losses(transformers_trainer(model, folder, max_steps=STEPS))
 
 
-@MODELS
-def test_sft_trainer(tmp_path: Path, make_model: Any) -> None:
+def of_trl(model: nn.Module, folder: Path) -> Tensor:
     trl = pytest.importorskip("trl")
     from datasets import Dataset
-
-    def losses(model: nn.Module) -> list[float]:
-        data = Dataset.from_dict({"input_ids": TOKENS.tolist()})
-        options = trl.SFTConfig(**trainer_options(tmp_path), bf16=False, max_length=None)
-        trainer = trl.SFTTrainer(model, options, train_dataset=data, processing_class=tokenizer())
-        return logged_losses(trainer)
-
-    assert_equal_losses(losses(make_model()), losses(eager()))
-
-
-def tokenizer() -> Any:
-    """SFTTrainer requires a tokenizer, though the data are tokens already."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
 
+    # SFTTrainer requires a tokenizer, though the data are tokens already.
     words = Tokenizer(WordLevel({"<pad>": 0, "<s>": 1, "</s>": 2}, unk_token="<pad>"))
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="</s>")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="</s>")
+    data = Dataset.from_dict({"input_ids": TOKENS.tolist()})
+    arguments = trl.SFTConfig(**trainer_options(folder, max_steps=STEPS), bf16=False, max_length=None)
+    return logged_losses(trl.SFTTrainer(model, arguments, train_dataset=data, processing_class=tokenizer))
 
 
-@MODELS
-def test_lightning(tmp_path: Path, make_model: Any) -> None:
+def of_lightning(model: nn.Module, folder: Path) -> Tensor:
     lightning = pytest.importorskip("lightning")
+    losses: list[float] = []
 
     class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
-        def __init__(self, model: nn.Module) -> None:
+        def __init__(self) -> None:
             super().__init__()
-            self.model, self.losses = model, []
+            self.model = model
 
         def training_step(self, tokens: Tensor, _: int) -> Tensor:
             loss: Tensor = self.model(input_ids=tokens, labels=tokens).loss
-            self.losses.append(loss.item())
+            losses.append(loss.item())
             return loss
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
-    def losses(model: nn.Module) -> list[float]:
-        module = Module(model)
-        trainer = lightning.Trainer(
-            accelerator="cpu",
-            max_steps=STEPS,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=tmp_path,
-        )
-        trainer.fit(module, torch.utils.data.DataLoader(TOKENS, batch_size=2))
-        return module.losses
+    fit_with_lightning(Module(), folder, max_steps=STEPS, logger=False)
+    return torch.tensor(losses)
 
-    assert_equal_losses(losses(make_model()), losses(eager()))
+
+@pytest.mark.parametrize("losses", [of_transformers, of_trl, of_lightning])
+def test_losses_are_those_of_transformers(losses: Any, tmp_path: Path) -> None:
+    """With the balance loss of transformers, which TRL does not add."""
+    balance = {"router_aux_loss_coef": 0.0 if losses is of_trl else 0.5, "output_router_logits": losses is not of_trl}
+    expected = losses(eager(**balance), tmp_path)
+    assert len({*expected.tolist()}) == STEPS
+    for make in (with_operators, with_layers):
+        torch.testing.assert_close(losses(make(**balance), tmp_path), expected, **LOSS_TOLERANCE)
+
+
+@torch.no_grad()
+def logits(model: Any) -> Tensor:
+    result: Tensor = model.eval()(input_ids=TOKENS).logits
+    return result
+
+
+def test_adapters_are_trained_and_saved_as_those_of_eager(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    experts = ["experts.gate_up_proj", "experts.down_proj"]
+    config = LoraConfig(r=4, target_parameters=experts, target_modules=["q_proj", "v_proj"])
+    losses = {}
+    for make in (eager, with_operators):
+        base = make("gpt_oss")
+        torch.manual_seed(1)
+        model = get_peft_model(base, config)
+        losses[make] = of_transformers(model, tmp_path / "trainer")
+    torch.testing.assert_close(losses[with_operators], losses[eager], **LOSS_TOLERANCE)
+
+    model.save_pretrained(tmp_path / "adapters")  # the adapters trained with maxmoe
+    loaded = PeftModel.from_pretrained(eager("gpt_oss"), tmp_path / "adapters")
+    torch.testing.assert_close(logits(loaded), logits(model), rtol=0, atol=1e-5)
+    with loaded.disable_adapter():
+        assert (logits(loaded) - logits(model)).abs().max() > 1e-2
+
+
+# Checkpoints of models with replaced blocks, which have the names of published files
+
+
+def test_trainer_resumes(tmp_path: Path) -> None:
+    """The checkpoint of step 2 has all weights: two further steps end where four steps do, bit for bit."""
+    pytest.importorskip("accelerate")
+    saving = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    whole = transformers_trainer(with_layers("deepseek_v3", head_dim=4), tmp_path, **saving)
+    whole.train()
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    resumed = transformers_trainer(with_layers("deepseek_v3", head_dim=4), tmp_path, **saving)
+    resumed.train(resume_from_checkpoint=True)
+    assert [entry["step"] for entry in resumed.state.log_history if "loss" in entry] == [1, 2, 3, 4]
+    assert_equal(resumed.model.state_dict(), whole.model.state_dict())
+
+
+def test_trainer_loads_the_best_model(tmp_path: Path) -> None:
+    """Of a family with F = D, where a transposed matrix has the same shape."""
+    pytest.importorskip("accelerate")
+    from transformers import AutoModelForCausalLM
+
+    saving = {"save_strategy": "steps", "eval_strategy": "steps", "eval_steps": 1, "save_steps": 1}
+    options = {"load_best_model_at_end": True, "max_steps": 4, "learning_rate": 0.5}
+    trainer = transformers_trainer(with_layers("mixtral", intermediate_size=16), tmp_path, **saving, **options)
+    trainer.train()
+    best = Path(trainer.state.best_model_checkpoint)
+    assert best.name != "checkpoint-4"
+    assert_equal(trainer.model.state_dict(), AutoModelForCausalLM.from_pretrained(best).state_dict())

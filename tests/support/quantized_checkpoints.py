@@ -1,12 +1,14 @@
 """Small checkpoints with quantized experts, in the layouts that are published, and their weights."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
-import maxmoe
 from maxmoe import MoE, MoEConfig, presets, quantize_experts
+from maxmoe.convert.checkpoint import read_checkpoint
 
 BLOCK = "model.layers.3"
 FAMILIES = {"mxfp4": "gpt_oss", "fp8_block": "deepseek_v3", "int4": "kimi_k2", "int4 with zeros": "kimi_k2"}
@@ -34,7 +36,7 @@ def layer_for(kind: str) -> MoE:
 
 def others(kind: str) -> Tensors:
     """The tensors that are not quantized."""
-    layer = maxmoe.MoE(config_of(kind))
+    layer = MoE(config_of(kind))
     torch.nn.init.normal_(layer.router.weight)
     state = layer.state_dict()
     tensors = {"router.weight" if kind == "mxfp4" else "gate.weight": state["router.weight"]}
@@ -68,10 +70,7 @@ def fp8_block(rows: int, columns: int) -> Tensors:
     """DeepSeek-V3: one expert."""
     codes = _bytes(rows, columns)
     codes[codes % 128 == 127] = 0
-    return {
-        "": codes.view(torch.float8_e4m3fn),
-        "_scale_inv": torch.rand(-(-rows // 128), -(-columns // 128)) / 100,
-    }
+    return {"": codes.view(torch.float8_e4m3fn), "_scale_inv": torch.rand(-(-rows // 128), -(-columns // 128)) / 100}
 
 
 def int4(rows: int, columns: int, *, zeros: bool = False) -> Tensors:
@@ -114,3 +113,22 @@ def tensors_of(kind: str) -> Tensors:
                 each = fp8_block(rows, columns) if kind == "fp8_block" else int4(rows, columns, zeros="zeros" in kind)
                 tensors |= {f"experts.{expert}.{name}.weight{end}": tensor for end, tensor in each.items()}
     return {f"{BLOCK}.mlp.{name}": tensor.contiguous() for name, tensor in tensors.items()}
+
+
+def written(path: Path, kind: str, **changes: Tensor | None) -> Path:
+    """Write a checkpoint; tensors whose names end with a key are replaced, or left out."""
+    tensors = tensors_of(kind)
+    for end, tensor in changes.items():
+        key = next((key for key in tensors if key.endswith(end)), end)
+        tensors.pop(key, None)
+        if tensor is not None:
+            tensors[key] = tensor
+    file = path / "model.safetensors"
+    save_file(tensors, file, {"format": "pt"})
+    return file
+
+
+def read(path: Path, kind: str, layer: MoE | None = None) -> MoE:
+    layer = layer_for(kind) if layer is None else layer
+    read_checkpoint(path, {BLOCK: layer}, FAMILIES[kind])
+    return layer

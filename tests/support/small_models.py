@@ -1,14 +1,22 @@
 """Small random models of transformers, one for each family of `maxmoe.presets`."""
 
 import importlib
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import nn
+import yaml
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from support.small_configs import MODELS, MULTIMODAL, SAME_LAYERS, SIZES, TEXT_CONFIGS
-
+_TABLES = yaml.safe_load(Path(__file__).with_name("small_configs.yaml").read_text())
+SIZES: dict[str, Any] = _TABLES["sizes"]
+# By preset: the folder in transformers.models, the class without "Config", "ForCausalLM" ..., and sizes.
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {name: tuple(entry) for name, entry in _TABLES["models"].items()}
+SAME_LAYERS: dict[str, tuple[str, str, dict[str, Any]]] = _TABLES["same_layers"]  # further families
+MULTIMODAL: dict[str, dict[str, Any]] = _TABLES["multimodal"]
+TEXT_CONFIGS = {"gemma4", "inkling", "llama4", "mistral_large4", "muse_spark", "qwen3_5_moe", "step3p7"}
 # Models whose files name weights outside of the sparse blocks differently; only `from_pretrained` converts them.
 RENAMED_ELSEWHERE = {"axk2", "deepseek_v4", "kolibri1", "mistral_large4", "nemotron_h", "step3p7"}
 
@@ -17,6 +25,19 @@ REPLACED_ONLY = ("jetmoe", "switch_transformers")  # their blocks compute more t
 CONVERTED_MODELS = [name for name in MODELS if name not in REPLACED_ONLY]
 # Models whose experts can have another implementation, and whose saved files have no unused matrix.
 STANDARD_MODELS = [name for name in CONVERTED_MODELS if name not in ("longcat_flash", "dbrx")]
+
+
+class WithoutFloat32(TorchFunctionMode):
+    """Replaces float32 by float64 in the code of a family, so that its results are exact."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def wide(value: Any) -> Any:
+            return torch.float64 if value is torch.float32 else value
+
+        if function is Tensor.float:
+            function = Tensor.double
+        kwargs = {name: wide(value) for name, value in (kwargs or {}).items()}
+        return function(*map(wide, args), **kwargs)
 
 
 def config_class(preset: str) -> Any:

@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from transformers.integrations.moe import use_experts_implementation
 
 from support.docs_module import docs_module
 from support.operator_calls import assert_near
+from support.small_models import WithoutFloat32
 
 families: Any = docs_module("family_tables")
 
@@ -39,19 +39,6 @@ def routed(dtype: torch.dtype, weights_dtype: torch.dtype | None = None) -> tupl
     scores[:, WITHOUT_TOKENS] = -1
     weights, experts = scores.topk(TOP_K, dim=1)
     return hidden_states.to(dtype), experts, weights.to(weights_dtype or dtype)
-
-
-class WithoutFloat32(TorchFunctionMode):
-    """Replaces float32 by float64 in the code of a family, so that its results are exact."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        def wide(value: Any) -> Any:
-            return torch.float64 if value is torch.float32 else value
-
-        if function is Tensor.float:
-            function = Tensor.double
-        kwargs = {name: wide(value) for name, value in (kwargs or {}).items()}
-        return function(*map(wide, args), **kwargs)
 
 
 def outcome(experts: Any, implementation: str, inputs: tuple[Tensor, Tensor, Tensor]) -> dict[str, Tensor | None]:

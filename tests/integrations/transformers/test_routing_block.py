@@ -44,6 +44,21 @@ def rotated(record: RoutingRecord) -> RoutingRecord:
     return RoutingRecord(calls)
 
 
+def assert_same_ids(got: RoutingRecord, expected: RoutingRecord) -> None:
+    assert got.calls.keys() == expected.calls.keys()
+    assert all(torch.equal(ids, expected.calls[path][0]) for path, (ids,) in got.calls.items())
+
+
+def assert_same_gradients(model: nn.Module, record: RoutingRecord, expected: dict[str, Tensor]) -> None:
+    """The backward comes after the replay."""
+    model.zero_grad()
+    with maxmoe.replay_routing(model, record):
+        loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
+    loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert_same(gradients, {name: expected[name] for name in gradients}, None, 1e-12)
+
+
 @pytest.mark.parametrize("preset", FAMILIES)
 def test_the_ids_are_those_of_the_family(preset: str) -> None:
     """The record has the ids that the family's router passes to its experts; a replay gives the family's values."""
@@ -64,8 +79,8 @@ def test_the_ids_are_those_of_the_family(preset: str) -> None:
         assert torch.equal(ids.flatten(0, 1), own.to(ids.dtype)) and ids.shape[:2] == IDS.shape
     with maxmoe.record_routing(model) as again, maxmoe.replay_routing(model, record):
         assert_same(step(model, IDS), expected, None)
-    for path, (ids,) in again.calls.items():
-        assert torch.equal(ids, record.calls[path][0])
+    assert_same_ids(again, record)
+    for (ids,) in again.calls.values():
         ids[:, :2] = -1  # a cached prefix, of which a server reports no route
     with pytest.raises(ValueError, match="has no route for 6 of 21 tokens"), maxmoe.replay_routing(model, again):
         step(model, IDS)
@@ -124,25 +139,14 @@ def test_recomputed_layers_and_adapters() -> None:
     enable_checkpointing(model, use_reentrant=False)
     with maxmoe.replay_routing(model, record):
         assert_same(step(model, IDS), expected, None, 1e-12)
-    model.zero_grad()
-    with maxmoe.replay_routing(model, record):
-        loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
-    loss.backward()
-    assert_same({"w": model.model.layers[0].mlp.gate.weight.grad}, {"w": expected["model.layers.0.mlp.gate.weight"]},
-                None, 1e-12)  # fmt: skip
+    assert_same_gradients(model, record, expected)
     targets = ["experts.gate_up_proj", "experts.down_proj"]
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_parameters=targets, target_modules=["q_proj"]))
-    paths = {f"base_model.model.{path}": ids for path, ids in record.calls.items()}
-    with maxmoe.record_routing(adapted) as again, maxmoe.replay_routing(adapted, RoutingRecord(paths)):
+    of_adapted = RoutingRecord({f"base_model.model.{path}": ids for path, ids in record.calls.items()})
+    with maxmoe.record_routing(adapted) as again, maxmoe.replay_routing(adapted, of_adapted):
         logits = adapted(input_ids=IDS, use_cache=False).logits
     assert_same({"logits": logits.detach()}, {"logits": expected["logits"]}, None, 1e-12)  # adapters begin with zero
-    for path, (ids,) in again.calls.items():
-        assert torch.equal(ids, paths[path][0])
-
-
-def recompute_experts(model: nn.Module, *, use_reentrant: bool) -> None:
-    for block in blocks_of(model).values():
-        block.experts.forward = partial(checkpoint, block.experts.forward, use_reentrant=use_reentrant)
+    assert_same_ids(again, of_adapted)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -153,18 +157,13 @@ def test_experts_that_are_recomputed_alone(use_reentrant: bool) -> None:
     natural = step(model, IDS)
     with maxmoe.replay_routing(model, record):
         expected = step(model, IDS)
-    recompute_experts(model, use_reentrant=use_reentrant)
+    for block in blocks_of(model).values():
+        block.experts.forward = partial(checkpoint, block.experts.forward, use_reentrant=use_reentrant)
     with maxmoe.record_routing(model) as again:
         assert_same(step(model, IDS), natural, None, 1e-12)
-    for path, (ids,) in again.calls.items():
-        assert torch.equal(ids, own.calls[path][0])
+    assert_same_ids(again, own)
     if not use_reentrant:  # refused in a replay
-        model.zero_grad()
-        with maxmoe.replay_routing(model, record):
-            loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
-        loss.backward()
-        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-        assert_same(gradients, {name: expected[name] for name in gradients}, None, 1e-12)
+        assert_same_gradients(model, record, expected)
 
 
 def test_keywords_of_a_block_have_any_order() -> None:
@@ -187,8 +186,8 @@ def test_a_model_that_was_compiled_before() -> None:
     with maxmoe.record_routing(compiled) as again, maxmoe.replay_routing(compiled, record):
         logits = compiled(input_ids=IDS, use_cache=False).logits
     torch.testing.assert_close(logits, expected, rtol=1e-6, atol=1e-7)
-    assert all(torch.equal(ids, record.calls[path][0]) for path, (ids,) in again.calls.items())
-    assert all(torch.equal(ids, own.calls[path][0]) for path, (ids,) in recorded(compiled).calls.items())
+    assert_same_ids(again, record)
+    assert_same_ids(recorded(compiled), own)
 
 
 def test_copies_and_hooks_end_with_the_context() -> None:

@@ -1,7 +1,10 @@
-"""maxmoe as an experts implementation of transformers: layouts of parameters, inputs, dtypes, compile."""
+"""maxmoe as an experts implementation of transformers: every family, layout of parameters, input and dtype."""
 
+import re
 from itertools import product
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
+import transformers
 from transformers.activations import ACT2FN
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
@@ -28,14 +32,54 @@ from support.transformers_experts import (
     small,
 )
 
+ROOT = Path(__file__).parents[3]
 FLAGS = ("is_concatenated", "is_transposed", "has_bias", "has_gate", "has_post_expert_norm")
 # One of each kind: silu; interleaved, transposed, bias; norm after the experts; custom gates (not in every
 # version); no gate.
 KINDS = ["mixtral", "gpt_oss", "muse_spark", "beam", "inkling2", "nemotron_h"]
 KINDS = [name for name in KINDS if name in families.models()]
+each_kind = pytest.mark.parametrize("model", KINDS)
 
 
-# Every layout that the interface declares
+@pytest.mark.parametrize("model", families.models())
+def test_equals_the_code_of_the_family(path: str, model: str) -> None:
+    classes = families.experts_classes(model)
+    assert classes
+    for experts_class, (dtype, tolerance) in product(classes, ((torch.float64, 1e-12), (torch.float32, 3e-5))):
+        experts = small(experts_class, dtype)
+        assert all(5 in parameter.shape for name, parameter in experts.named_parameters() if "norm" not in name)
+        lower_constants(experts)
+        assert_equals_eager(experts, routed(dtype), tolerance)
+
+
+def lower_constants(experts: Any) -> None:
+    """Set limits and softcaps so low that they change the results."""
+    for limit in {"limit", "swiglu_limit"} & vars(experts).keys():
+        setattr(experts, limit, 0.75)
+    for softcap in (module for module in experts.modules() if hasattr(module, "softcap")):
+        softcap.softcap /= 8
+
+
+def test_every_model_with_experts_is_replaced_or_lacks_something() -> None:
+    """A new family of transformers is an error here: it needs a preset, or a line in docs/family_tables.py."""
+    others = {"dbrx", "doge", "jetmoe", "llama4", "longcat_flash", "nllb_moe", "switch_transformers"}
+    assert len(families.models()) >= 55
+    assert set(families.models()) | others <= set(families.sparse_models())
+    assert not {"llama", "bert", "t5"} & set(families.sparse_models())
+    for model in families.sparse_models():
+        assert len([*families.replaced_as(model)[:1], *families.missing(model)]) == 1, model
+
+
+def test_the_table_is_up_to_date() -> None:
+    text = (ROOT / "docs/families.md").read_text()
+    version = re.search(r"from transformers (\S+) ", text)
+    assert version is not None
+    if version[1] != transformers.__version__:
+        pytest.skip(f"docs/families.md is of transformers {version[1]}, installed is {transformers.__version__}")
+    assert text == families.document()
+
+
+# Layouts of parameters
 
 
 @pytest.mark.parametrize("act_fn", [ACT2FN["silu"], ACT2FN["mish"]], ids=["known", "unknown"])
@@ -46,24 +90,18 @@ def test_every_declared_layout(path: str, act_fn: Any) -> None:
             assert_equals_eager(declared(act_fn, **flags), routed(torch.float64), 1e-13)
 
 
-# Layouts of parameters in memory
-
-
-def test_the_operator_reads_the_parameters_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: dict[str, Any] = {}
-    fused = implementation.expert_ffn
-    monkeypatch.setattr(
-        implementation,
-        "expert_ffn",
-        lambda *args, **options: seen.update(args=args, **options) or fused(*args, **options),
-    )
-    for experts_class, layout in ((MixtralExperts, "concatenated"), (GptOssExperts, "interleaved")):
-        experts = small(experts_class)
+@pytest.mark.parametrize(
+    ("experts_class", "layout"), [(MixtralExperts, "concatenated"), (GptOssExperts, "interleaved")]
+)
+def test_the_operator_reads_the_parameters_themselves(experts_class: type[nn.Module], layout: str) -> None:
+    experts = small(experts_class)
+    with patch.object(implementation, "expert_ffn", wraps=implementation.expert_ffn) as operator:
         outcome(experts, "maxmoe", routed(torch.float64))
-        gate, up, down = seen["args"][3], seen["args"][4].weights, seen["args"][5].weights
-        assert gate is None and up.shape == (NUM_EXPERTS, HIDDEN_SIZE, 2 * INTERMEDIATE_SIZE)
-        assert (up.data_ptr(), down.data_ptr()) == (experts.gate_up_proj.data_ptr(), experts.down_proj.data_ptr())
-        assert seen["fused_gate"] == layout
+    _, _, _, gate, up, down = operator.call_args.args
+    assert gate is None and up.weights.shape == (NUM_EXPERTS, HIDDEN_SIZE, 2 * INTERMEDIATE_SIZE)
+    assert up.weights.data_ptr() == experts.gate_up_proj.data_ptr()
+    assert down.weights.data_ptr() == experts.down_proj.data_ptr()
+    assert operator.call_args.kwargs["fused_gate"] == layout
 
 
 @pytest.mark.parametrize("experts_class", [MixtralExperts, GptOssExperts])
@@ -116,22 +154,6 @@ def test_an_expert_that_does_not_exist_is_refused() -> None:
         outcome(small(MixtralExperts), "maxmoe", (hidden_states, index, weights))
 
 
-@pytest.mark.parametrize("model", KINDS)
-@pytest.mark.parametrize("weights_dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_bfloat16(model: str, weights_dtype: torch.dtype) -> None:
-    """Routers of some families keep their weights in float32. `assert_equals_eager` compares the dtypes, too."""
-    experts = small(families.experts_classes(model)[0], torch.bfloat16)
-    assert_equals_eager(experts, routed(torch.bfloat16, weights_dtype), 0.03)
-
-
-@pytest.mark.parametrize("model", KINDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_autocast_returns_the_dtype_of_its_input(model: str, dtype: torch.dtype) -> None:
-    experts = small(families.experts_classes(model)[0], torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert_equals_eager(experts, routed(dtype, torch.float32), 0.03)
-
-
 def test_no_tokens() -> None:
     experts = small(MixtralExperts)
     empty = tuple(value[:0] for value in routed(torch.float64))
@@ -140,7 +162,23 @@ def test_no_tokens() -> None:
     assert not any(value.any() for value in got.values())
 
 
-@pytest.mark.parametrize("model", KINDS)
+@each_kind
+@pytest.mark.parametrize("weights_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_bfloat16(model: str, weights_dtype: torch.dtype) -> None:
+    """Routers of some families keep their weights in float32. `assert_equals_eager` compares the dtypes, too."""
+    experts = small(families.experts_classes(model)[0], torch.bfloat16)
+    assert_equals_eager(experts, routed(torch.bfloat16, weights_dtype), 0.03)
+
+
+@each_kind
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast_returns_the_dtype_of_its_input(model: str, dtype: torch.dtype) -> None:
+    experts = small(families.experts_classes(model)[0], torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_equals_eager(experts, routed(dtype, torch.float32), 0.03)
+
+
+@each_kind
 def test_compiles_without_graph_breaks(model: str) -> None:
     experts = small(families.experts_classes(model)[0])
     inputs = routed(torch.float64)

@@ -172,12 +172,7 @@ def changed(config: str, value: Any) -> Callable[[PeftModel], None]:
 @pytest.mark.parametrize(
     ("options", "change", "layout", "message"),
     [
-        (
-            {"modules_to_save": ["lm_head"]},
-            None,
-            "per_expert",
-            "servers do not read modules_to_save of an adapter",
-        ),
+        ({"modules_to_save": ["lm_head"]}, None, "per_expert", "servers do not read modules_to_save of an adapter"),
         ({"targets": [], "use_dora": True}, None, "per_expert", "servers read factors of two dims"),
         ({"targets": [*EXPERTS, "gate.weight"]}, None, "per_expert", "servers read adapters of linear modules and of "),
         ({}, changed("init_lora_weights", "pissa"), "per_expert", "init_lora_weights='pissa' has changed the weights"),

@@ -1,0 +1,142 @@
+"""Whole models of transformers with maxmoe as their experts implementation, against their own code."""
+
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock, patch
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+from transformers import AutoModelForCausalLM
+
+from finetuning import models
+from maxmoe.integrations.transformers import experts, patched_families
+from pretraining import InputError
+from support.operator_checks import compile_whole
+from support.replaced_models import assert_same, enable_checkpointing, step
+from support.sampling import by_default
+from support.small_models import WithoutFloat32
+
+# Experts without biases, experts with biases and a gate of their own, and a block that maxmoe patches.
+each_kind = pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "llama4_text"])
+WITH_BALANCE_LOSS = {"mixtral", "qwen3_moe", "olmoe", "gpt_oss"}
+# Models whose config needs more than small numbers; test_experts.py tests their experts.
+NOT_SMALL = {"dots3_note", "dots3_note_text", "gemma4", "gemma4_text", "lfm2_moe", "mimo_v2_flash", "qwen4_exp"}
+NOT_SMALL |= {"qwen4_exp_text"}
+# Models with linear attention, Mamba or short convolutions, which transformers computes slowly on a CPU;
+# qwen3_5_moe_text and inkling2_text are two of them.
+SLOW = {"bailing_hybrid", "kimi_linear", "granitemoehybrid", "qwen3_5_moe", "qwen3_next", "inkling_text"}
+SLOW |= {"inkling2_loop_text"}
+# Models that have no experts in the first two layers, or other ones in later layers.
+FOUR_LAYERS = {"beam", "deepseek_v4", "flint", "qwen4_exp", "qwen4_exp_text"}
+OPTIONS = {"hidden_size": 64, "intermediate_size": 13, "num_experts": 7, "seed": 0}
+
+
+def build(family: str, dtype: torch.dtype = torch.float64) -> Any:
+    """A small model with its own code, and with every kind of loss that it has."""
+    top_k = 1 if family == "zaya" else 2  # the only value that it supports
+    num_layers = 4 if family in FOUR_LAYERS else 2
+    options = Namespace(family=family, top_k=top_k, num_layers=num_layers, **OPTIONS)
+    model = models.small_model(options, "eager").to(dtype)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():  # large enough to differ
+        parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(dtype)
+    if hasattr(model.config, "output_router_logits"):
+        model.config.output_router_logits = True
+    return model
+
+
+def tokens(length: int = 9) -> Tensor:
+    return torch.randint(0, 256, (2, length), generator=torch.Generator().manual_seed(2))
+
+
+@contextmanager
+def operators_called() -> Iterator[list[Mock]]:
+    """The operators: an implementation that is silently ignored would have the same results, too."""
+    with ExitStack() as stack:
+        names = ((experts, "expert_ffn"), (experts, "gmm"), (patched_families, "expert_ffn"))
+        yield [stack.enter_context(patch.object(module, name, wraps=getattr(module, name))) for module, name in names]
+
+
+def are_called(operators: list[Mock]) -> bool:
+    return any(operator.called for operator in operators)
+
+
+def values(model: Any) -> dict[str, Tensor]:
+    torch.manual_seed(3)  # some routers add noise
+    return step(model, tokens())
+
+
+@pytest.mark.parametrize("family", by_default(models.family_names(), {*models.family_names()} - SLOW))
+def test_equals_the_code_of_the_model(family: str) -> None:
+    if family in NOT_SMALL:
+        with pytest.raises(InputError, match="cannot make a small model of the family"):
+            build(family)
+        return
+    model = build(family)
+    with WithoutFloat32(), operators_called() as operators:
+        expected = values(model)
+        assert not are_called(operators)
+        model.set_experts_implementation("maxmoe")
+        assert_same(values(model), expected, None, 1e-12)
+        assert are_called(operators)
+    assert family not in WITH_BALANCE_LOSS or expected["aux_loss"] > 0
+
+
+@each_kind
+def test_generates_the_same_tokens(family: str, tmp_path: Path) -> None:
+    """The model is loaded by `from_pretrained`, as users do."""
+    build(family, torch.float32).save_pretrained(tmp_path)
+    generated = []
+    for name in ("eager", "maxmoe"):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation=name).eval()
+        with operators_called() as operators:
+            generated.append(model.generate(tokens(4), max_new_tokens=12, do_sample=False, pad_token_id=0))
+        assert are_called(operators) == (name == "maxmoe")
+    assert generated[0].shape == (2, 16) and torch.equal(*generated)
+
+
+@each_kind
+def test_gradient_checkpointing(family: str) -> None:
+    model = build(family).train()
+    model.set_experts_implementation("maxmoe")
+    expected = values(model)
+    enable_checkpointing(model, use_reentrant=False)
+    assert_same(values(model), expected, None, 1e-12)
+
+
+@pytest.mark.parametrize(("family", "is_autocast"), [("mixtral", True), ("gpt_oss", False), ("llama4_text", True)])
+def test_bfloat16(family: str, is_autocast: bool) -> None:
+    """The error against the float64 model is at most some times the error of the model's own code."""
+    exact = values(build(family))["logits"]
+    model = build(family, torch.float32 if is_autocast else torch.bfloat16)
+    errors = {}
+    for name in ("eager", "maxmoe"):
+        model.set_experts_implementation(name)
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+            got = values(model)
+        assert all(gradient.isfinite().all() for gradient in got.values())
+        errors[name] = (got["logits"].double() - exact).square().mean().sqrt() / exact.square().mean().sqrt()
+    assert errors["maxmoe"] < 2 * errors["eager"] < 0.5
+
+
+def test_the_block_of_llama4_compiles_without_graph_breaks() -> None:
+    """It is patched. test_experts.py compiles the experts of other families."""
+    model = build("llama4_text")
+    model.set_experts_implementation("maxmoe")
+    block = model.model.layers[0].feed_forward
+    x = torch.randn(2, 9, OPTIONS["hidden_size"], dtype=torch.float64, requires_grad=True)
+
+    def result(function: Any) -> tuple[Tensor, ...]:
+        out, _ = function(x)
+        leaves = [x, *(parameter for parameter in block.parameters() if parameter.requires_grad)]
+        return out.detach(), *torch.autograd.grad(out.square().sum(), leaves)
+
+    for got, expected in zip(result(compile_whole(block, "aot_eager")), result(block), strict=True):
+        torch.testing.assert_close(got, expected)

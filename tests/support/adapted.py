@@ -1,0 +1,40 @@
+"""Adapters of PEFT beside experts, with factors that are not zero, as after some training."""
+
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+
+from maxmoe import MoE
+
+EXPERTS = ("gate_proj", "up_proj", "down_proj")
+
+
+class Model(nn.Module):
+    """A model around experts or a layer, as PEFT needs it; `inner` is the only module."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *inputs: Any) -> Tensor:
+        out = self.inner(*inputs)
+        result: Tensor = out.hidden_states if isinstance(self.inner, MoE) else out
+        return result
+
+
+def adapted(inner: nn.Module, targets: tuple[str, ...] | list[str], **options: Any) -> PeftModel:
+    """Return a model with LoRA beside parameters of a module; their factors are in float64."""
+    options = {"r": 3, "lora_alpha": 5, "init_lora_weights": False, "target_modules": []} | options
+    torch.manual_seed(4)
+    names = [f"inner.{name}" for name in targets]
+    return get_peft_model(Model(inner), LoraConfig(target_parameters=names, **options)).to(torch.float64)
+
+
+def adapted_layer(layer: MoE, **options: Any) -> PeftModel:
+    return adapted(layer, [f"experts.{name}" for name in EXPERTS], **options)
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
