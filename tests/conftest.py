@@ -19,15 +19,6 @@ pytest.register_assert_rewrite("support")
 EMULATOR = Path(__file__).parents[1] / "maxmoe/libmaxmoe_cuda_emulator.so"
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    from support.sampling import left_out
-
-    if config.option.markexpr:
-        others = left_out(items)
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if item not in others]
-
-
 @pytest.fixture
 def num_threads() -> int:
     """One thread: at most sizes of tests, more threads would only wait for each other."""

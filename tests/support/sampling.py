@@ -1,7 +1,5 @@
-"""Cases that `make test` leaves out of tests marked `sampled`; `-m ""` runs them all."""
+"""Cases that run with `-m ""` alone, beside the ones that are chosen to run always."""
 
-import hashlib
-from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -26,22 +24,3 @@ def with_choice(values: Iterable[Any], chosen: Iterable[Any]) -> list[tuple[Any,
     if unknown := [value for value in chosen if value not in values]:
         raise ValueError(f"chosen must be among the values, got {unknown}")
     return [(value, value in chosen) for value in values]
-
-
-def left_out(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Return the cases beyond the number that `@pytest.mark.sampled(number)` gives, the same ones in every run.
-
-    Chosen by a hash of the id, so that all values of several parameters occur. The mark of a `pytest.param` counts the
-    cases with this mark separately.
-    """
-    groups: dict[tuple[str, int], list[pytest.Item]] = defaultdict(list)
-    for item in items:
-        mark = item.get_closest_marker("sampled")
-        if mark is not None:
-            (number,) = mark.args
-            groups[item.nodeid.partition("[")[0], number].append(item)
-    return {
-        item
-        for (_, number), cases in groups.items()
-        for item in sorted(cases, key=lambda case: hashlib.sha256(case.nodeid.encode()).digest())[number:]
-    }
