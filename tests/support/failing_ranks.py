@@ -60,22 +60,23 @@ def outcomes(
 
     The failure is a call of `die`, `hang` or `complain`; without one the seconds are NaN.
     """
-
-    def watched() -> None:
-        _folders.append(folder)
-        try:
-            with watch_ranks(patience):
-                train()
-        except Exception as error:
-            note = f"{time.monotonic()} {type(error).__name__}: {error}"  # all processes have the same clock
-            (folder / str(dist.get_rank())).write_text(note)
-            raise
-
     with pytest.raises(RuntimeError, match="failed first"):
-        run_ranks(watched, world_size, timeout=timeout)
+        run_ranks(watched, world_size, folder, train, patience, timeout=timeout)
     begin = float((folder / "failed").read_text()) if (folder / "failed").exists() else float("nan")
     lines = {int(path.name): path.read_text().partition(" ") for path in folder.glob("[0-9]*")}
     return {rank: (float(seconds) - begin, message) for rank, (seconds, _, message) in lines.items()}
+
+
+def watched(folder: Path, train: Callable[[], None], patience: float) -> None:
+    """Run a training loop on one rank, and write its error and the time of it for `outcomes`."""
+    _folders.append(folder)
+    try:
+        with watch_ranks(patience):
+            train()
+    except Exception as error:
+        note = f"{time.monotonic()} {type(error).__name__}: {error}"  # all processes have the same clock
+        (folder / str(dist.get_rank())).write_text(note)
+        raise
 
 
 def patience_with(fail: Callable[[], None]) -> float:
