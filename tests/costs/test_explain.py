@@ -136,6 +136,7 @@ def test_what_may_be_unintended_is_said(monkeypatch: pytest.MonkeyPatch) -> None
     ("num_copies", "dispatch", "reason"),
     [
         (7, "ring_of_experts", "2 copies of a token are no more bytes than 2.13 of top_k (4) rows"),
+        (8, "ring_of_experts", "2 copies of a token are no more bytes than 2 of top_k (4) rows"),
         (8, "ragged_all_to_all", "2.4 of top_k (4) rows of a token are fewer bytes than 3 copies"),
     ],
 )

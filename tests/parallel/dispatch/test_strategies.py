@@ -190,9 +190,11 @@ TABLE: dict[str, list[Case]] = {
         num_chunks=[1, 2],
         num_sequences=[(4, 0, 0, 1), (0, 0, 0, 0), (0, 1, 2, 3)],
     ),
-    # A width that two ranks with the same tokens cannot share.
-    "a shared expert on every rank": cases(
-        layout=["ep-tp,expert=2"], dispatch=STRATEGIES, config=["shared expert of width 9"]
+    # Latents, and shared experts of a width that the ranks can share or cannot.
+    "ranks with the same tokens": cases(
+        layout=["ep-tp,expert=2"],
+        dispatch=["ring_of_experts", "gather_weights"],
+        config=["deepseek_v3", "shared expert of width 9", "muse_spark", "nemotron_h"],
     ),
     "routers, activations and losses of users": cases(
         layout=[EXPERT, CONTEXT_EXPERT, TENSOR, DATA], dispatch=STRATEGIES, config=ALL_ROUTERS
