@@ -101,25 +101,18 @@ def test_no_property_of_a_module_raises() -> None:
     assert modules_of_the_package() - abstract == seen
 
 
-def test_dir_shows_what_is_public(first_import: dict[str, Any]) -> None:
-    assert {*maxmoe.__all__, *PUBLIC} == set(first_import["names"])
-
-
-def test_importing_maxmoe_loads_nothing_but_torch_and_maxmoe(first_import: dict[str, Any]) -> None:
+def test_the_first_import_loads_torch_and_maxmoe_alone(first_import: dict[str, Any]) -> None:
     """The import takes less than 0.2 s beyond torch's; DTensor, transformers or matplotlib would take longer."""
+    assert {*maxmoe.__all__, *PUBLIC} == set(first_import["names"])
     assert "maxmoe" in first_import["loaded"] and "maxmoe.parallel" not in first_import["loaded"]
     assert [name for name in first_import["loaded"] if name.split(".")[0] != "maxmoe"] == []
 
 
-def test_no_package_loads_the_compiler(first_import: dict[str, Any]) -> None:
-    """It takes half a second. Modules that use it import it in a function."""
-    loaded = first_import["loaded with packages"]
-    assert "maxmoe.pipelining.pipeline" in loaded and "torch._dynamo" not in loaded
-
-
-def test_no_package_loads_transformers_or_safetensors(first_import: dict[str, Any]) -> None:
-    """A preset is made without them."""
-    assert not {"transformers", "safetensors"} & {*first_import["loaded with packages"]}
+def test_no_package_loads_the_compiler_or_transformers(first_import: dict[str, Any]) -> None:
+    """The compiler takes half a second; modules that use it import it in a function. A preset needs no transformers."""
+    loaded = {*first_import["loaded with packages"]}
+    assert "maxmoe.pipelining.pipeline" in loaded
+    assert not {"torch._dynamo", "transformers", "safetensors"} & loaded
 
 
 def test_a_misspelt_name_has_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
