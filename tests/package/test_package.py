@@ -13,12 +13,8 @@ import torch
 from torch import nn
 
 import maxmoe
-from maxmoe import ExpertNorms
 from maxmoe._torch import ConvertedModule
 from maxmoe.declaration import Absent
-from maxmoe.families.deepseek_v4 import HashRouting
-from maxmoe.families.emo import DocumentPools
-from maxmoe.families.zaya import RouterMLP
 from maxmoe.nn import MoELayer
 from maxmoe.nn.feed_forward import FeedForwardLayer
 from maxmoe.parallel.apply.interruptions import GuardedModule
@@ -26,7 +22,7 @@ from maxmoe.pipelining.stage import Stage
 from maxmoe.pipelining.stage_modules import StagePart
 from maxmoe.recompute.named_parts import Checkpointed
 from support import programs, small_decoder
-from support.moe_layers import EVERYTHING, LONGCAT_FLASH, make
+from support.moe_layers import EVERYTHING, LAYERS, make
 from support.properties import read_properties
 
 PACKAGES = (module.name for module in pkgutil.iter_modules(maxmoe.__path__) if module.ispkg)
@@ -83,17 +79,7 @@ def modules_of_the_package() -> set[type[nn.Module]]:
 def test_no_property_of_a_module_raises() -> None:
     quantized = make(**EVERYTHING, hidden_size=32, intermediate_size=32).requires_grad_(False)
     maxmoe.quantize_experts(quantized, "int4")
-    options: list[dict[str, Any]] = [
-        {},
-        EVERYTHING,
-        LONGCAT_FLASH,
-        {"latent_size": 3, "expert_norms": ExpertNorms(latent_in=True)},
-    ]
-    layers = [make(**each) for each in [*options, {"router": RouterMLP(hidden_size=5)}]]
-    small = {"hidden_size": 8, "intermediate_size": 8, "num_experts": 8}
-    layers += [maxmoe.MoE(preset(**small)) for preset in (maxmoe.presets.inkling, maxmoe.presets.gemma4)]
-    rules = (HashRouting(num_ids=9), DocumentPools(min_size=2, max_size=4))
-    layers += [maxmoe.MoE(maxmoe.MoEConfig(**small, top_k=2, router=rule)) for rule in rules]
+    layers = [make(**options) for options in LAYERS.values()]
     stage = Stage(0, StagePart(("0",), True, True), small_decoder.make(), [], lambda *_: torch.zeros(()))
     modules = [*layers, maxmoe.MoEFeedForward(layers[0].config), quantized, stage]
     seen = set[type[nn.Module]]().union(*map(read_properties, modules))
