@@ -49,7 +49,7 @@ def each_row(
 @each_row(
     "name, compute",
     [LAYERS, ["sparse", "buffer", "dense", "capacity"]],
-    lambda _name, compute, _path: compute in ("sparse", "capacity"),
+    lambda name, compute, _: compute in ("sparse", "capacity") or "zero_computation" in LAYERS[name],
 )
 def test_named_layers(every_path: str, name: str, compute: str) -> None:
     """Several sequences, no tokens, one token, and NaN in padding."""

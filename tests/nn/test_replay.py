@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -161,13 +162,14 @@ def test_other_layers_and_other_numbers_of_calls_are_refused() -> None:
     layer(x)
     assert len(record) == 1
 
-    def refused(message: str, num_calls: int, model: nn.Module = layer, **options: str | None) -> None:
-        with (
-            pytest.raises(ValueError, match=f"^{re.escape(message)}$"),
-            maxmoe.replay_routing(model, record, **options),
-        ):
+    def replayed(num_calls: int, model: nn.Module = layer, **options: Any) -> None:
+        with maxmoe.replay_routing(model, record, **options):
             for _ in range(num_calls):
                 layer(x)
+
+    def refused(message: str, *arguments: Any, **options: Any) -> None:
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            replayed(*arguments, **options)
 
     refused("missing must be one of error, natural, zero, got None", 0, missing=None)
     layers = "the record must have the layers of the model: missing ['0'], unexpected ['']"

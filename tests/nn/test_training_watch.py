@@ -99,9 +99,19 @@ def compiled() -> Step:
     return lambda x: whole(x)[0].sum()
 
 
+def without_loss() -> Step:
+    model = Model()
+    return lambda x: model(x)[0].sum()
+
+
+def feed_forward() -> Step:
+    layer = MoEFeedForward(MoEConfig(**SIZES, **BALANCE_LOSS))
+    return lambda x: layer(x).sum()
+
+
 STEPS: dict[str, Callable[[], Step]] = {
-    "no loss": lambda: lambda x, model=Model(): model(x)[0].sum(),
-    "feed forward": lambda: lambda x, layer=MoEFeedForward(MoEConfig(**SIZES, **BALANCE_LOSS)): layer(x).sum(),
+    "no loss": without_loss,
+    "feed forward": feed_forward,
     "frozen": lambda: frozen(lambda model: model),
     "frozen router": lambda: frozen(lambda model: model.layers[0].router),
     "evaluated": evaluated,

@@ -8,25 +8,20 @@ from torch import nn
 
 from maxmoe import MoE, MoEConfig
 from maxmoe.declaration import Declaration, FusedGate, declaration_of, gate_up_slices
-from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.reference.operators import halves
+from support import small_decoder
+from support.moe_layers import LAYERS, make
 
 CONFIG = MoEConfig(hidden_size=8, intermediate_size=4, num_experts=4, top_k=2, num_shared_experts=2, expert_bias=True)
 
 
-def test_a_module_without_one_declares_nothing() -> None:
-    assert declaration_of(nn.Linear(2, 2)) == Declaration()
-
-
-def test_an_attribute_of_another_type_is_an_error() -> None:
+def test_what_a_module_declares() -> None:
     module = nn.Linear(2, 2)
+    assert declaration_of(module) == Declaration()
     module.declaration = {"weight": ("mlp", "embed")}
     message = r"^Linear.declaration must be a maxmoe.parallel.Declaration, got <class 'dict'>$"
     with pytest.raises(TypeError, match=message):
         declaration_of(module)
-
-
-def test_parts_of_a_dim_are_positive() -> None:
     with pytest.raises(ValueError, match=r"^tensor_parallel_dims must be positive, got 'mlp': 0$"):
         Declaration(tensor_parallel_dims={"mlp": 0})
 
@@ -50,15 +45,11 @@ def test_experts_are_tensor_parallel_and_the_layer_gathers_nothing() -> None:
     assert declaration_of(layer.shared_experts).tensor_parallel_dims == {"mlp": 8}
 
 
-def test_every_parameter_of_a_decoder_has_one_name_per_dim() -> None:
-    model = Decoder(
-        DecoderConfig(
-            vocab_size=16, hidden_size=8, num_layers=2, num_heads=2, intermediate_size=8, num_dense_layers=1, moe=CONFIG
-        )
-    )
-    named = {}
-    for path, module in model.named_modules():
-        for name, names in declaration_of(module).logical_names.items():
-            named[f"{path}.{name}" if path else name] = names
-    for path, parameter in model.named_parameters():
-        assert len(named[path]) == parameter.dim(), path
+def test_every_parameter_has_one_name_per_dim() -> None:
+    for model in [small_decoder.make(), *(make(**options) for options in LAYERS.values())]:
+        named = {}
+        for path, module in model.named_modules():
+            for name, names in declaration_of(module).logical_names.items():
+                named[f"{path}.{name}" if path else name] = names
+        for path, parameter in model.named_parameters():
+            assert len(named[path]) == parameter.dim(), path

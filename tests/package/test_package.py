@@ -13,12 +13,8 @@ import torch
 from torch import nn
 
 import maxmoe
-from maxmoe import ExpertNorms
 from maxmoe._torch import ConvertedModule
 from maxmoe.declaration import Absent
-from maxmoe.families.deepseek_v4 import HashRouting
-from maxmoe.families.emo import DocumentPools
-from maxmoe.families.zaya import RouterMLP
 from maxmoe.nn import MoELayer
 from maxmoe.nn.feed_forward import FeedForwardLayer
 from maxmoe.parallel.apply.interruptions import GuardedModule
@@ -26,7 +22,7 @@ from maxmoe.pipelining.stage import Stage
 from maxmoe.pipelining.stage_modules import StagePart
 from maxmoe.recompute.named_parts import Checkpointed
 from support import programs, small_decoder
-from support.moe_layers import EVERYTHING, LONGCAT_FLASH, make
+from support.moe_layers import EVERYTHING, LAYERS, make
 from support.properties import read_properties
 
 PACKAGES = (module.name for module in pkgutil.iter_modules(maxmoe.__path__) if module.ispkg)
@@ -83,17 +79,7 @@ def modules_of_the_package() -> set[type[nn.Module]]:
 def test_no_property_of_a_module_raises() -> None:
     quantized = make(**EVERYTHING, hidden_size=32, intermediate_size=32).requires_grad_(False)
     maxmoe.quantize_experts(quantized, "int4")
-    options: list[dict[str, Any]] = [
-        {},
-        EVERYTHING,
-        LONGCAT_FLASH,
-        {"latent_size": 3, "expert_norms": ExpertNorms(latent_in=True)},
-    ]
-    layers = [make(**each) for each in [*options, {"router": RouterMLP(hidden_size=5)}]]
-    small = {"hidden_size": 8, "intermediate_size": 8, "num_experts": 8}
-    layers += [maxmoe.MoE(preset(**small)) for preset in (maxmoe.presets.inkling, maxmoe.presets.gemma4)]
-    rules = (HashRouting(num_ids=9), DocumentPools(min_size=2, max_size=4))
-    layers += [maxmoe.MoE(maxmoe.MoEConfig(**small, top_k=2, router=rule)) for rule in rules]
+    layers = [make(**options) for options in LAYERS.values()]
     stage = Stage(0, StagePart(("0",), True, True), small_decoder.make(), [], lambda *_: torch.zeros(()))
     modules = [*layers, maxmoe.MoEFeedForward(layers[0].config), quantized, stage]
     seen = set[type[nn.Module]]().union(*map(read_properties, modules))
@@ -101,25 +87,18 @@ def test_no_property_of_a_module_raises() -> None:
     assert modules_of_the_package() - abstract == seen
 
 
-def test_dir_shows_what_is_public(first_import: dict[str, Any]) -> None:
-    assert {*maxmoe.__all__, *PUBLIC} == set(first_import["names"])
-
-
-def test_importing_maxmoe_loads_nothing_but_torch_and_maxmoe(first_import: dict[str, Any]) -> None:
+def test_the_first_import_loads_torch_and_maxmoe_alone(first_import: dict[str, Any]) -> None:
     """The import takes less than 0.2 s beyond torch's; DTensor, transformers or matplotlib would take longer."""
+    assert {*maxmoe.__all__, *PUBLIC} == set(first_import["names"])
     assert "maxmoe" in first_import["loaded"] and "maxmoe.parallel" not in first_import["loaded"]
     assert [name for name in first_import["loaded"] if name.split(".")[0] != "maxmoe"] == []
 
 
-def test_no_package_loads_the_compiler(first_import: dict[str, Any]) -> None:
-    """It takes half a second. Modules that use it import it in a function."""
-    loaded = first_import["loaded with packages"]
-    assert "maxmoe.pipelining.pipeline" in loaded and "torch._dynamo" not in loaded
-
-
-def test_no_package_loads_transformers_or_safetensors(first_import: dict[str, Any]) -> None:
-    """A preset is made without them."""
-    assert not {"transformers", "safetensors"} & {*first_import["loaded with packages"]}
+def test_no_package_loads_the_compiler_or_transformers(first_import: dict[str, Any]) -> None:
+    """The compiler takes half a second; modules that use it import it in a function. A preset needs no transformers."""
+    loaded = {*first_import["loaded with packages"]}
+    assert "maxmoe.pipelining.pipeline" in loaded
+    assert not {"torch._dynamo", "transformers", "safetensors"} & loaded
 
 
 def test_a_misspelt_name_has_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:

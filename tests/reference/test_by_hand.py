@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from maxmoe import reference
-from maxmoe.config import MoEConfig
 from support import golden_fixtures
 
 NEVER = float("-inf")
@@ -143,26 +142,6 @@ def test_router_z_loss() -> None:
     logits = torch.tensor([[1.0, 3.0], [2.0, 2.0]]).log()
     expected = torch.tensor(4.0).log() ** 2
     torch.testing.assert_close(reference.router_z_loss(logits), expected)
-
-
-def test_no_tokens_cost_nothing() -> None:
-    config = MoEConfig(
-        hidden_size=4,
-        intermediate_size=3,
-        num_experts=3,
-        top_k=2,
-        load_balance_loss_weight=1.0,
-        router_z_loss_weight=1.0,
-    )
-    parameters = {
-        "router.weight": torch.randn(3, 4),
-        "experts.gate_proj": torch.randn(3, 4, 3),
-        "experts.up_proj": torch.randn(3, 4, 3),
-        "experts.down_proj": torch.randn(3, 3, 4),
-    }
-    hidden_states, aux_loss, tokens_per_expert, dropped = reference.moe(torch.empty(2, 0, 4), config, parameters)
-    assert hidden_states.shape == (2, 0, 4)
-    assert (aux_loss.item(), tokens_per_expert.tolist(), dropped.item()) == (0.0, [0, 0, 0], 0)
 
 
 def test_capacity_is_maxtexts() -> None:
