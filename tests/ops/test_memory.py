@@ -231,14 +231,6 @@ def test_a_forked_process_has_memory_of_its_own_and_a_training_step_maps_none_an
     assert min(faults[3:]) < 16, faults
 
 
-def test_preactivations_of_some_pages_are_not_mapped_anew() -> None:
-    """The preactivations take 3 MiB. The C library is told to map such blocks, as it does by chance of its heap."""
-    limits = {"MALLOC_MMAP_THRESHOLD_": str(MIB), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
-    code = "print(test_memory.faults_of_steps(num_tokens=256))"
-    faults = json.loads(in_new_process(code, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", **limits))
-    assert min(faults[3:]) < 16, faults
-
-
 @pytest.mark.filterwarnings("ignore:.*profiler.*")
 def test_the_profiler_sees_large_results() -> None:
     index = torch.zeros(8 * 1024, dtype=torch.int64)

@@ -10,14 +10,8 @@ import maxmoe
 from support.operator_checks import ignore_warnings_of_transforms
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "deepseek": {
-        "score_function": "sigmoid",
-        "score_correction_bias": True,
-        "num_groups": 2,
-        "top_k_groups": 1,
-        "num_shared_experts": 1,
-        "load_balance_loss_weight": 0.1,
-    },
+    "deepseek": {"score_function": "sigmoid", "score_correction_bias": True, "num_groups": 2, "top_k_groups": 1}
+    | {"num_shared_experts": 1, "load_balance_loss_weight": 0.1},
     "gpt_oss": {"activation": "swigluoai", "activation_limit": 0.7, "expert_bias": True, "normalization": "softmax"},
 }
 STEP = 1e-6

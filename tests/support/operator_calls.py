@@ -178,11 +178,6 @@ def saved_for_backward() -> Iterator[list[Tensor]]:
         yield saved
 
 
-def short(changes: dict[str, Any] | tuple[Any, ...]) -> str:
-    """The name of a case of wrong arguments."""
-    return " ".join(map(str, changes))
-
-
 @contextmanager
 def refusal(operator: str, *named: Any) -> Iterator[None]:
     """Expect an error "maxmoe::<operator>: <argument> must ..., got ..." that contains all of `named`."""

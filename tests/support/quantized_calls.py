@@ -1,7 +1,6 @@
 """Calls of operators with quantized stacks, and the same calls with the dequantized matrices."""
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,24 +116,10 @@ def have_same_bits(got: Tensor, expected: Tensor) -> bool:
     return bool((same | (got.isnan() & expected.isnan())).all())
 
 
-def different(got: Result, expected: Result) -> Iterator[str]:
-    """The outputs and gradients of `got` that have other bits."""
-    for number, (output, other) in enumerate(zip(got.outputs, expected.outputs, strict=True)):
-        if not have_same_bits(output, other):
-            yield f"output {number}, {described(output, other)}"
-    for name, gradient in got.gradients.items():
-        other = expected.gradients[name]
-        if gradient is None or other is None or not have_same_bits(gradient, other):
-            yield f"gradient of {name}, {described(gradient, other)}"
-
-
-def described(got: Tensor | None, expected: Tensor | None) -> str:
-    if got is None or expected is None or got.shape != expected.shape:
-        return f"{got} instead of {expected}"
-    wrong = ~((got == expected) | (got.isnan() & expected.isnan()))
-    index = tuple(wrong.nonzero()[0].tolist()) if wrong.any() else "signs of zeros"
-    of = (got[index].item(), expected[index].item()) if wrong.any() else ""
-    return f"{int(wrong.sum())} of {wrong.numel()} {tuple(got.shape)} {got.dtype}, first at {index}: {of}"
+def pairs(got: Result, expected: Result) -> dict[str, tuple[Tensor | None, Tensor | None]]:
+    """The outputs and gradients of two calls by name."""
+    outputs = {f"output {n}": each for n, each in enumerate(zip(got.outputs, expected.outputs, strict=True))}
+    return outputs | {f"gradient of {name}": (each, expected.gradients[name]) for name, each in got.gradients.items()}
 
 
 def assert_same_bits(call: Call, dtypes: tuple[torch.dtype, ...], what: str = "") -> None:
@@ -144,8 +129,9 @@ def assert_same_bits(call: Call, dtypes: tuple[torch.dtype, ...], what: str = ""
     for dtype in dtypes:
         quantized = call.cast(dtype)
         expected = result(quantized.replace(**matrices).cast(dtype), frozen=matrices.keys())
-        wrong = list(different(result(quantized), expected))
-        assert not wrong, f"{what}: {'; '.join(wrong)}"
+        for name, (value, other) in pairs(result(quantized), expected).items():
+            assert value is not None and other is not None, f"{what}, {dtype}: {name} is {value} instead of {other}"
+            assert have_same_bits(value, other), f"{what}, {dtype}: {name}, {(value - other).abs().max()}"
 
 
 # Every path of the kernels: 1 to 4 rows, up to 12, and more; groups without rows.
