@@ -90,6 +90,7 @@ def test_any_order_of_imports(imports: str, first_call: str) -> None:
     programs.printed(programs.python(imports + CHECK.replace("FIRST_CALL", first_call)))
 
 
+@pytest.mark.slow  # as test_another_layout_falls_back_to_peft
 def test_a_peft_that_wraps_no_parameters_is_left_alone(tmp_path: Path) -> None:
     """maxmoe can be imported and layers run, with a warning."""
     (tmp_path / "peft").mkdir()
