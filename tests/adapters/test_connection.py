@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from maxmoe.adapters import peft as connection
 from maxmoe.nn import Experts
 from maxmoe.ops import LowRankFactors, RaggedPlan, expert_ffn
 from support import programs
-from support.adapted import EXPERTS, adapted, adapted_layer
+from support.adapted import EXPERTS, Model, adapted, adapted_layer, trained
 from support.memory import MARGIN, SELF_CONTAINED, at_most
 from support.moe_layers import make, tokens
 
@@ -89,6 +90,7 @@ def test_any_order_of_imports(imports: str, first_call: str) -> None:
     programs.printed(programs.python(imports + CHECK.replace("FIRST_CALL", first_call)))
 
 
+@pytest.mark.slow  # as test_another_layout_falls_back_to_peft
 def test_a_peft_that_wraps_no_parameters_is_left_alone(tmp_path: Path) -> None:
     """maxmoe can be imported and layers run, with a warning."""
     (tmp_path / "peft").mkdir()
@@ -153,56 +155,44 @@ def test_a_module_that_an_adapted_one_calls_has_no_factors() -> None:
 T, D, F, E, K = 16, 512, 256, 64, 2
 
 
-class OfTransformers(nn.Module):
-    """Experts of transformers, and a routing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        config = MixtralConfig(hidden_size=D, intermediate_size=F, num_local_experts=E)
-        config._experts_implementation = "maxmoe"
-        self.experts = MixtralExperts(config)
-        nn.init.normal_(self.experts.gate_up_proj, std=0.02)
-        nn.init.normal_(self.experts.down_proj, std=0.02)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.experts(x, torch.arange(T * K).view(T, K) % E, torch.ones(T, K))
-        return out
+def of_transformers() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """Experts, and a routing."""
+    config = MixtralConfig(hidden_size=D, intermediate_size=F, num_local_experts=E)
+    config._experts_implementation = "maxmoe"
+    experts = MixtralExperts(config)
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    return experts, (torch.arange(T * K).view(T, K) % E, torch.ones(T, K))
 
 
-class OfMaxmoe(nn.Module):
-    """A MoE layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = MoE(MoEConfig(hidden_size=D, intermediate_size=F, num_experts=E, top_k=K))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x).hidden_states
+def of_maxmoe() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    return MoE(MoEConfig(hidden_size=D, intermediate_size=F, num_experts=E, top_k=K)), ()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is limited on Linux")
-@pytest.mark.parametrize("make_model", [OfTransformers, OfMaxmoe])
+@pytest.mark.parametrize("make_experts", [of_transformers, of_maxmoe])
 def test_a_step_takes_less_memory_than_one_stack_of_matrices(
-    make_model: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+    make_experts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PEFT alone, without the connection, adds the product of the factors to the weights."""
-    model = make_model()
-    stacks = [name for name, parameter in model.named_parameters() if parameter.dim() == 3]
-    smallest = min(parameter.nbytes for parameter in model.parameters() if parameter.dim() == 3)
+    experts, routing = make_experts()
+    model: nn.Module = Model(experts)
+    stacks = {name: parameter.nbytes for name, parameter in model.named_parameters() if parameter.dim() == 3}
+    smallest = min(stacks.values())
     assert smallest >= SELF_CONTAINED
-    model = get_peft_model(model, LoraConfig(r=4, target_parameters=stacks, target_modules=[]))
+    model = get_peft_model(model, LoraConfig(r=4, target_parameters=[*stacks], target_modules=[]))
     x = torch.randn(T, D, requires_grad=True)
 
     def step() -> None:
         x.grad = None
         model.zero_grad()
-        model(x).square().sum().backward()
+        model(x, *routing).square().sum().backward()
 
     step()  # gradients of x and of the adapters stay
     with at_most(smallest - MARGIN):
         step()
     assert x.grad is not None and x.grad.any()
-    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+    assert all(parameter.grad is not None for parameter in trained(model).values())
     monkeypatch.setattr(_peft, "takes", lambda module, parameter: False)
     with pytest.raises(RuntimeError, match="allocate memory"), at_most(smallest - MARGIN):
         step()

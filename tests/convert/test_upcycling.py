@@ -98,13 +98,10 @@ def test_weights_that_are_not_normalized(score_function: str, options: dict[str,
     assert_equal(layer, dense)
 
 
-@pytest.mark.parametrize("top_k", [4, 8])
-def test_a_token_gets_every_slice(top_k: int) -> None:
+def test_a_token_gets_every_slice() -> None:
     """Every token selects all slices, and different tokens select different groups."""
-    layer = upcycled(Dense(), **{**SLICES, "top_k": top_k})
-    experts = layer.router(torch.randn(200, 24)).experts
-    slices = (experts % 4).sort(-1).values
-    assert (slices == torch.arange(4).repeat_interleave(top_k // 4)).all()
+    experts = upcycled(Dense(), **{**SLICES, "top_k": 8}).router(torch.randn(200, 24)).experts
+    assert ((experts % 4).sort(-1).values == torch.arange(4).repeat_interleave(2)).all()
     assert len((experts // 4).unique()) == 4
 
 

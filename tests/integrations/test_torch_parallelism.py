@@ -45,10 +45,6 @@ def make_model() -> nn.Module:
     return nn.Sequential(Residual(), Residual())
 
 
-def ddp(model: nn.Module) -> nn.Module:
-    return DistributedDataParallel(model)
-
-
 def fsdp2(model: nn.Module) -> nn.Module:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.children():
@@ -56,11 +52,11 @@ def fsdp2(model: nn.Module) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, num_ranks: int) -> list[Tensor]:
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int = 0, num_ranks: int = 1) -> Tensor:
     """Train on this rank's sequences; return the losses over all ranks."""
     losses = []
     for batch in BATCHES:
@@ -72,23 +68,23 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, num_ran
     total = torch.stack(losses)
     if num_ranks > 1:
         dist.all_reduce(total)
-    return list(total / num_ranks)
+    return total / num_ranks
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning")
-@pytest.mark.parametrize("wrap", [ddp, fsdp2])
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, fsdp2])
 def test_ranks_train_as_one_process(wrap: Callable[[nn.Module], nn.Module], tmp_path: Path) -> None:
     def on_rank() -> Any:
         model = wrap(make_model())
-        optimizer, accumulator = make_optimizer(model), StatsAccumulator(model)
+        optimizer, accumulator = adamw(model), StatsAccumulator(model)
         losses = train(model, optimizer, dist.get_rank(), RANKS)
         model_state, optimizer_state = get_state_dict(model, optimizer)
         dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=tmp_path)
         return losses, {name: stats.tokens_per_expert for name, stats in accumulator.update().layers.items()}
 
     whole = make_model()
-    optimizer, accumulator = make_optimizer(whole), StatsAccumulator(whole)
-    expected = train(whole, optimizer, 0, 1)
+    optimizer, accumulator = adamw(whole), StatsAccumulator(whole)
+    expected = train(whole, optimizer)
     counts = {name: stats.tokens_per_expert for name, stats in accumulator.update().layers.items()}
     assert list(counts) == ["0.moe", "1.moe"]
     for got in run_ranks(on_rank, RANKS):
@@ -96,9 +92,9 @@ def test_ranks_train_as_one_process(wrap: Callable[[nn.Module], nn.Module], tmp_
 
     # One process resumes from the checkpoint of two.
     model = make_model()
-    loaded = make_optimizer(model)
+    loaded = adamw(model)
     model_state, optimizer_state = get_state_dict(model, loaded)
     state = {"model": model_state, "optimizer": optimizer_state}
     dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
     set_state_dict(model, loaded, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    torch.testing.assert_close(train(model, loaded, 0, 1), train(whole, optimizer, 0, 1), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(train(model, loaded), train(whole, optimizer), rtol=1e-12, atol=1e-12)

@@ -115,16 +115,20 @@ def tensors_of(kind: str) -> Tensors:
     return {f"{BLOCK}.mlp.{name}": tensor.contiguous() for name, tensor in tensors.items()}
 
 
-def written(path: Path, kind: str, **changes: Tensor | None) -> Path:
-    """Write a checkpoint; tensors whose names end with a key are replaced, or left out."""
-    tensors = tensors_of(kind)
+def with_changes(tensors: Tensors, changes: dict[str, Tensor | None]) -> Tensors:
+    """Replace tensors whose names end with a key, or leave them out; other keys are names of new ones."""
     for end, tensor in changes.items():
         key = next((key for key in tensors if key.endswith(end)), end)
         tensors.pop(key, None)
         if tensor is not None:
             tensors[key] = tensor
+    return tensors
+
+
+def written(path: Path, kind: str, **changes: Tensor | None) -> Path:
+    """Write a checkpoint."""
     file = path / "model.safetensors"
-    save_file(tensors, file, {"format": "pt"})
+    save_file(with_changes(tensors_of(kind), changes), file, {"format": "pt"})
     return file
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from maxmoe.checks.whole_tensors import is_dtensor
 from maxmoe.integrations.transformers import replace_moe_blocks
 from support.operator_calls import assert_near
 from support.small_models import CONVERTED_ONLY, MODELS, model_of
@@ -88,3 +89,23 @@ def assert_equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert got.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(got[name].to(value.dtype), value), name
+
+
+def summed_step(model: Any, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+    """The sum of the losses of the tokens, which ranks can add up; one backward."""
+    more = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False, **more).logits
+    targets = labels_of(ids, mask)[:, 1:]
+    loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets.flatten(), reduction="sum")
+    loss.backward()
+    return loss.detach()
+
+
+def assert_same_gradients(model: nn.Module, whole: nn.Module, relative: float = TOLERANCE) -> None:
+    """Compare the gradients of a model on ranks with one process's."""
+    for name, parameter in whole.named_parameters():
+        gradient = model.get_parameter(name).grad
+        if parameter.grad is None:  # experts without tokens, in families with a parameter per matrix
+            assert gradient is None or not gradient.any(), name
+        elif parameter.grad.abs().max() > 1e-6:  # rounding, where the exact value is zero
+            assert_near(gradient.full_tensor() if is_dtensor(gradient) else gradient, parameter.grad, relative, name)

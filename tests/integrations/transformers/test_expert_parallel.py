@@ -5,8 +5,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 pytest.importorskip("transformers.distributed.expert_parallel")  # from 5.21 on
@@ -16,7 +14,8 @@ from transformers.distributed.expert_parallel import AllToAllEP, EPImplementatio
 
 from maxmoe.integrations.transformers.expert_parallel import LeastLoadedEP, RaggedAllToAllEP, RingOfExpertsEP
 from support.moved_experts import moving_experts
-from support.parts import assert_same
+from support.operator_calls import assert_near
+from support.replaced_models import assert_same_gradients, summed_step
 from support.run_ranks import run_cases
 from support.small_models import blocks_of, import_models, model_of
 
@@ -48,24 +47,9 @@ def model(preset: str) -> Any:
     return built
 
 
-def step(module: nn.Module, ids: Tensor) -> Tensor:
-    """The sum of the losses of the tokens; one backward."""
-    logits = module(input_ids=ids, use_cache=False).logits
-    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
-    loss.backward()
-    return loss.detach()
-
-
-def check_gradients(module: nn.Module, whole: nn.Module) -> None:
-    """Compare gradients with one process's, as full tensors if they are DTensors."""
-    for name, parameter in whole.named_parameters():
-        gradient = module.get_parameter(name).grad
-        assert_same(gradient.full_tensor() if isinstance(gradient, DTensor) else gradient, parameter.grad, name)
-
-
 def test_ranks_equal_one_process() -> None:
     wholes = {preset: model(preset) for preset in ("mixtral", "gpt_oss")}
-    losses = {preset: step(whole, IDS) for preset, whole in wholes.items()}
+    losses = {preset: summed_step(whole, IDS) for preset, whole in wholes.items()}
 
     def other_tokens(preset: str, implementation: str) -> None:
         """Other tokens on every rank, as maxmoe needs them."""
@@ -78,13 +62,13 @@ def test_ranks_equal_one_process() -> None:
         (block, *_) = blocks_of(ours).values()
         assert block.experts.num_experts == 3 and block.experts.down_proj.to_local().shape[0] == 3
         with moving_experts(implementation == "maxmoe_least_loaded"):
-            loss = step(ours, IDS.chunk(2)[dist.get_rank()])
+            loss = summed_step(ours, IDS.chunk(2)[dist.get_rank()])
         dist.all_reduce(loss)
-        assert_same(loss, losses[preset])
+        assert_near(loss, losses[preset], 1e-12, "loss")
         for parameter in ours.parameters():
             if not isinstance(parameter, DTensor):
                 dist.all_reduce(parameter.grad)
-        check_gradients(ours, wholes[preset])
+        assert_same_gradients(ours, wholes[preset], 1e-12)
 
     def same_tokens(preset: str, implementation: str) -> None:
         """The same tokens on every rank: experts of other ranks are masked, id num_local_experts, weight 0."""
@@ -92,8 +76,8 @@ def test_ranks_equal_one_process() -> None:
         plan = ours._resolve_parallel_plans(DistributedConfig(fsdp_size=2, ep_size=2))[1]
         mesh = torch.distributed.init_device_mesh("cpu", (2,))
         apply_expert_parallelism(ours, mesh, mesh, plan, implementation)
-        assert_same(step(ours, IDS), losses[preset])
-        check_gradients(ours, wholes[preset])
+        assert_near(summed_step(ours, IDS), losses[preset], 1e-12, "loss")
+        assert_same_gradients(ours, wholes[preset], 1e-12)
         with pytest.raises(ValueError, match=r"^RingOfExpertsEP needs other tokens on every rank: tp_size=1, got 2$"):
             apply_expert_parallelism(model(preset), mesh, mesh, plan, "maxmoe_ring_of_experts")
 

@@ -19,7 +19,7 @@ from finetuning import models
 from maxmoe.integrations.transformers import experts, patched_families
 from pretraining import InputError
 from support.operator_checks import compile_whole
-from support.replaced_models import assert_same, enable_checkpointing, step
+from support.replaced_models import assert_same, step
 from support.sampling import by_default
 from support.small_models import WithoutFloat32
 
@@ -100,15 +100,6 @@ def test_generates_the_same_tokens(family: str, tmp_path: Path) -> None:
             generated.append(model.generate(tokens(4), max_new_tokens=12, do_sample=False, pad_token_id=0))
         assert are_called(operators) == (name == "maxmoe")
     assert generated[0].shape == (2, 16) and torch.equal(*generated)
-
-
-@each_kind
-def test_gradient_checkpointing(family: str) -> None:
-    model = build(family).train()
-    model.set_experts_implementation("maxmoe")
-    expected = values(model)
-    enable_checkpointing(model, use_reentrant=False)
-    assert_same(values(model), expected, None, 1e-12)
 
 
 @pytest.mark.parametrize(("family", "is_autocast"), [("mixtral", True), ("gpt_oss", False), ("llama4_text", True)])

@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 pytest.importorskip("transformers")
 
@@ -22,6 +20,7 @@ import maxmoe
 from maxmoe import StatsAccumulator, optim, parallelize, record_routing, replay_routing
 from maxmoe.integrations.transformers import TransformersMoE, replace_moe_blocks
 from maxmoe.parallel import token_sharding
+from maxmoe.quantization import dequantize_experts
 from maxmoe.sharding import Mesh
 from support.moved_experts import moving_experts
 from support.operator_calls import assert_near
@@ -31,14 +30,16 @@ from support.replaced_models import (
     PRESETS,
     TOLERANCE,
     assert_same,
+    assert_same_gradients,
     enable_checkpointing,
     padding,
     replaced,
     small_model,
     step,
+    summed_step,
 )
 from support.run_ranks import fake_rank, run_cases
-from support.small_models import SAME_LAYERS, WithoutFloat32, import_models
+from support.small_models import SAME_LAYERS, WithoutFloat32, blocks_of, import_models
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing` is deprecated:FutureWarning")  # by PEFT
 
@@ -119,6 +120,19 @@ def adapted(family: str, folder: Path) -> Pair:
     return eager, ours
 
 
+def quantized(family: str, _folder: Path) -> Pair:
+    """The family's code has the dequantized weights."""
+    eager, ours = small_model(family), replaced(family)
+    eager.set_experts_implementation("maxmoe")
+    for model in (eager, ours):
+        for block in blocks_of(model).values():
+            block.experts.requires_grad_(False)
+        maxmoe.quantize_experts(model, "mxfp4")
+    dequantize_experts(eager)
+    eager.set_experts_implementation("eager")
+    return eager, ours
+
+
 CASES: list[tuple[str, Callable[[str, Path], Pair], str]] = [
     ("mixtral", recomputed(use_reentrant=False), "left"),
     ("mixtral", recomputed(use_reentrant=True), "right"),
@@ -133,6 +147,8 @@ CASES: list[tuple[str, Callable[[str, Path], Pair], str]] = [
     ("nemotron_h", adapted, "left"),  # without a gate
     ("gpt_oss", adapted, "right"),  # transposed matrices
     ("llama4", adapted, "left"),  # experts without an interface
+    ("qwen3_moe", quantized, "left"),
+    ("gpt_oss", quantized, "right"),
 ]
 
 
@@ -300,14 +316,10 @@ def model_of_ranks(family: str, dispatch: str) -> Any:
 
 
 def step_of_part(model: Any, part: Any = ...) -> tuple[Tensor, dict[str, Tensor]]:
-    """The sum of the losses of the tokens, and the tokens per expert of each layer; one backward."""
-    ids, mask, accumulator = TOKENS[part], MASK[part], StatsAccumulator(model)
-    more = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
-    logits = model(input_ids=ids, attention_mask=mask, use_cache=False, **more).logits
-    targets = ids.masked_fill((mask == 0) | (mask.cumsum(1) == 1), -100)
-    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten(), reduction="sum")
-    loss.backward()
-    return loss.detach(), {path: each.tokens_per_expert for path, each in accumulator.update().layers.items()}
+    """The loss, and the tokens per expert of each layer."""
+    accumulator = StatsAccumulator(model)
+    loss = summed_step(model, TOKENS[part], MASK[part])
+    return loss, {path: each.tokens_per_expert for path, each in accumulator.update().layers.items()}
 
 
 @pytest.mark.filterwarnings("ignore:the rules shard")
@@ -316,12 +328,8 @@ def step_of_part(model: Any, part: Any = ...) -> tuple[Tensor, dict[str, Tensor]
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .FSDPSwitchTransformersBlock. returned a view")
 @pytest.mark.parametrize(
     ("num_ranks", "cases"),
-    [
-        (2, [case for case in ON_RANKS if case[1] is EXPERT]),
-        (2, [case for case in ON_RANKS if case[1] is not EXPERT]),
-        pytest.param(4, ON_FOUR_RANKS, marks=pytest.mark.slow),
-    ],
-    ids=["experts", "others", "four ranks"],
+    [*((2, ON_RANKS[first::3]) for first in range(3)), pytest.param(4, ON_FOUR_RANKS, marks=pytest.mark.slow)],
+    ids=["first third", "second third", "last third", "four ranks"],
 )
 def test_ranks_equal_one_process(num_ranks: int, cases: list[tuple[str, dict[str, int], str, Any]]) -> None:
     wholes = {(family, dispatch): model_of_ranks(family, dispatch) for family, *_, dispatch in cases}
@@ -338,13 +346,7 @@ def test_ranks_equal_one_process(num_ranks: int, cases: list[tuple[str, dict[str
         relative = 1e-12 if family == "dbrx" else TOLERANCE  # all of DBRX is in float64
         assert_near(loss, expected[family, dispatch][0], relative, "loss")
         assert all(torch.equal(each, expected[family, dispatch][1][path]) for path, each in counts.items())
-        for name, parameter in wholes[family, dispatch].named_parameters():
-            gradient = ours.get_parameter(name).grad
-            if parameter.grad is None:  # experts without tokens, in families with a parameter per matrix
-                assert gradient is None or not gradient.any()
-            elif parameter.grad.abs().max() > 1e-6:  # rounding, where the exact value is zero
-                whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-                assert_near(whole, parameter.grad, relative, name)
+        assert_same_gradients(ours, wholes[family, dispatch], relative)
 
     run_cases(check, num_ranks, cases)
 

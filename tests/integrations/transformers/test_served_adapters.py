@@ -165,50 +165,58 @@ def test_replaced_blocks_saved_adapters_and_one_projection(tmp_path: Path) -> No
         assert each.shape[0 if "lora_A" in name else 1] == 2
 
 
-def changed(config: str, value: Any) -> Callable[[PeftModel], None]:
-    return lambda model: setattr(model.peft_config["default"], config, value)
+def changed(model: PeftModel, **fields: Any) -> PeftModel:
+    for name, value in fields.items():
+        setattr(model.peft_config["default"], name, value)
+    return model
 
 
-@pytest.mark.parametrize(
-    ("options", "change", "layout", "message"),
-    [
-        ({"modules_to_save": ["lm_head"]}, None, "per_expert", "servers do not read modules_to_save of an adapter"),
-        ({"targets": [], "use_dora": True}, None, "per_expert", "servers read factors of two dims"),
-        ({"targets": [*EXPERTS, "gate.weight"]}, None, "per_expert", "servers read adapters of linear modules and of "),
-        ({}, changed("init_lora_weights", "pissa"), "per_expert", "init_lora_weights='pissa' has changed the weights"),
-        ({}, changed("trainable_token_indices", [1]), "per_expert", "servers do not read trainable_token_indices of"),
-        ({}, None, "gguf", "layout must be one of per_expert, vllm_stacked, sglang_stacked, got 'gguf'"),
-    ],
-)
-def test_what_a_server_would_drop_is_refused(
-    options: dict[str, Any], change: Callable[[PeftModel], None] | None, layout: Any, message: str, tmp_path: Path
-) -> None:
-    model = adapted("qwen3_moe", **options)
-    if change is not None:
-        change(model)
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        export_adapter(model, tmp_path / "out", layout=layout)
+def renamed() -> PeftModel:
+    model = adapted("qwen3_moe")
+    model.get_base_model().config.model_type = "gemma4_text"
+    return model
+
+
+def ungated() -> PeftModel:
+    return adapted("nemotron_h", ["experts.up_proj", "experts.down_proj"], ["shared_experts.up_proj"])
+
+
+# What a server would drop, layouts that a family does not have, and wrong arguments.
+REFUSED: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
+    (
+        lambda: adapted("qwen3_moe", modules_to_save=["lm_head"]),
+        {},
+        "servers do not read modules_to_save of an adapter",
+    ),
+    (lambda: adapted("qwen3_moe", [], use_dora=True), {}, "servers read factors of two dims"),
+    (lambda: adapted("qwen3_moe", [*EXPERTS, "gate.weight"]), {}, "servers read adapters of linear modules and of "),
+    (lambda: changed(adapted("qwen3_moe"), init_lora_weights="pissa"), {}, "init_lora_weights='pissa' has changed the"),
+    (lambda: changed(adapted("qwen3_moe"), trainable_token_indices=[1]), {}, "servers do not read trainable_token_ind"),
+    (
+        lambda: adapted("qwen3_moe"),
+        {"layout": "gguf"},
+        "layout must be one of per_expert, vllm_stacked, sglang_stacked,",
+    ),
+    (lambda: adapted("gpt_oss"), {}, "layout 'per_expert' needs published names of the matrices of an expert; GptOss"),
+    (
+        lambda: adapted("gpt_oss"),
+        {"layout": "sglang_stacked"},
+        "layout 'sglang_stacked' needs the gate before up, in G",
+    ),
+    (
+        lambda: adapted("llama4"),
+        {"layout": "vllm_stacked"},
+        "must be experts of transformers with an interface for imp",
+    ),
+    (renamed, {"layout": "vllm_stacked"}, "vLLM leaves out stacked adapters of Qwen3MoeExperts of model.layers.0.mlp"),
+    (ungated, {"layout": "vllm_stacked"}, "layout 'vllm_stacked' needs experts with a gate, NemotronHExperts of"),
+    (lambda: small_model("mixtral"), {}, "export_adapter needs a model of PEFT, got MixtralForCausalLM"),
+    (lambda: adapted("mixtral"), {"adapter": "other"}, "adapter must be one of ['default'], got 'other'"),
+]
+
+
+@pytest.mark.parametrize(("make", "options", "message"), REFUSED, ids=[message for *_, message in REFUSED])
+def test_refusals(make: Callable[[], Any], options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        export_adapter(make(), tmp_path / "out", **{"layout": "per_expert", **options})
     assert not (tmp_path / "out").exists()
-
-
-def test_layouts_that_a_family_does_not_have_are_refused(tmp_path: Path) -> None:
-    cases: dict[tuple[str, Any], str] = {
-        ("gpt_oss", "per_expert"): r"^layout 'per_expert' needs published names of the matrices of an expert; GptOss",
-        ("gpt_oss", "sglang_stacked"): r"^layout 'sglang_stacked' needs the gate before up, in GptOssExperts of",
-        ("llama4", "vllm_stacked"): r"experts must be experts of transformers with an interface for implementations",
-    }
-    for (preset, layout), message in cases.items():
-        with pytest.raises(ValueError, match=message):
-            export_adapter(adapted(preset), tmp_path, layout=layout)
-    renamed = adapted("qwen3_moe")
-    renamed.get_base_model().config.model_type = "gemma4_text"
-    with pytest.raises(ValueError, match=r"^vLLM leaves out stacked adapters of Qwen3MoeExperts of model.layers.0.mlp"):
-        export_adapter(renamed, tmp_path, layout="vllm_stacked")
-    plain = adapted("nemotron_h", ["experts.up_proj", "experts.down_proj"], ["shared_experts.up_proj"])
-    with pytest.raises(ValueError, match=r"^layout 'vllm_stacked' needs experts with a gate, NemotronHExperts of"):
-        export_adapter(plain, tmp_path, layout="vllm_stacked")
-    with pytest.raises(ValueError, match=r"^export_adapter needs a model of PEFT, got MixtralForCausalLM$"):
-        export_adapter(small_model("mixtral"), tmp_path, layout="per_expert")
-    with pytest.raises(ValueError, match=r"^adapter must be one of \['default'\], got 'other'$"):
-        export_adapter(adapted("mixtral"), tmp_path, layout="per_expert", adapter="other")
-    assert not [*tmp_path.iterdir()]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("transformers")
@@ -33,23 +34,17 @@ from support.threads import in_threads
 BOTH_SIDES = torch.cat([padding(1, "left"), padding(3, "right")[1:]])
 
 
-def seen_masks(model: nn.Module) -> list[Tensor | None]:
+def seen_masks(model: nn.Module) -> list[Any]:
     """The masks with which the routers of all layers select experts."""
-    seen: list[Tensor | None] = []
+    seen: list[Any] = []
 
-    def record(block: Any) -> None:
-        route = block.route
+    def recorded(route: Any, inputs: Any) -> Any:
+        seen.append(None if inputs.token_mask is None else inputs.token_mask.view(*inputs.leading_dims))
+        return route(inputs)
 
-        def recorded(inputs: Any) -> Any:
-            mask = inputs.token_mask
-            seen.append(None if mask is None else mask.view(*inputs.leading_dims))
-            return route(inputs)
-
-        block.route = recorded
-
-    for module in model.modules():
-        if isinstance(module, TransformersMoE):
-            record(module)
+    for block in model.modules():
+        if isinstance(block, TransformersMoE):
+            block.route = partial(recorded, block.route)
     return seen
 
 
@@ -81,21 +76,16 @@ def test_forms_of_masks(form: str) -> None:
     model(input_ids=IDS, attention_mask=given)
     model(IDS, given)
     model.model(inputs_embeds=model.model.embed_tokens(IDS), attention_mask=given)
-    assert len(seen) == 6 and all(torch.equal(each, mask.bool()) for each in seen)  # type: ignore[arg-type]
+    assert len(seen) == 6 and all(torch.equal(each, mask.bool()) for each in seen)
 
 
 def test_several_masks_by_name() -> None:
     """As `generate` passes them to models with sliding windows and static caches, in the order of a set."""
     mask: Any = padding(3, "left")
-    assert torch.equal(token_mask({"full_attention": None, "linear_attention": mask}, 3, 7), mask.bool())  # type: ignore[arg-type]
+    assert torch.equal(token_mask({"full_attention": None, "linear_attention": mask}, 3, 7), mask.bool())
     assert token_mask({"full_attention": None}, 3, 7) is None
-    contradictory = {
-        "full_attention": torch.ones(3, 1, 1, 9).bool(),
-        "sliding_attention": torch.zeros(3, 1, 1, 4).bool(),
-    }
-    first, second = (
-        token_mask(dict(names), 3, 1) for names in (contradictory.items(), reversed(contradictory.items()))
-    )
+    masks = {"full_attention": torch.ones(3, 1, 1, 9).bool(), "sliding_attention": torch.zeros(3, 1, 1, 4).bool()}
+    first, second = (token_mask(dict(each), 3, 1) for each in (masks.items(), reversed(masks.items())))
     assert first is not None and second is not None and torch.equal(first, second)
 
 
@@ -119,6 +109,7 @@ def test_packed_documents_are_not_padding() -> None:
 
 
 WINDOW = {"sliding_window": 4}
+CHUNKS = {"attention_chunk_size": 4}
 
 
 @pytest.mark.parametrize(
@@ -130,8 +121,8 @@ WINDOW = {"sliding_window": 4}
         ("mixtral", WINDOW, "static", 1),
         ("gpt_oss", WINDOW, "static", 1),  # in every second layer
         ("gpt_oss", WINDOW, "dynamic", 1),
-        ("llama4", {"attention_chunk_size": 4}, "dynamic", 1),
-        ("llama4", {"attention_chunk_size": 4}, "static", 2),
+        ("llama4", CHUNKS, "dynamic", 1),
+        ("llama4", CHUNKS, "static", 2),
     ],
 )
 def test_generates_the_same_tokens(preset: str, window: dict[str, Any], cache: str, num_beams: int) -> None:
@@ -144,7 +135,7 @@ def test_generates_the_same_tokens(preset: str, window: dict[str, Any], cache: s
         generated.append(model.generate(IDS, **options))
     assert torch.equal(*generated)
     of_beams = mask.bool().repeat_interleave(num_beams, 0)
-    assert len(seen) == 12 and torch.equal(seen[0], of_beams)  # type: ignore[arg-type]
+    assert len(seen) == 12 and torch.equal(seen[0], of_beams)
     assert all(each is not None and each.shape == (3 * num_beams, 1) and each.all() for each in seen[2:])
 
 
@@ -155,19 +146,10 @@ def test_padding_among_tokens_after_a_cache() -> None:
     name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     model(IDS[:, :4], attention_mask=mask[:, :4], **{name: cache})
     model(IDS[:, 4:], attention_mask=mask, **{name: cache})
-    assert torch.equal(torch.cat(seen[::2], 1), mask.bool())  # type: ignore[arg-type]
+    assert torch.equal(torch.cat(seen[::2], 1), mask.bool())
 
 
 # Recomputation
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, *arguments: Any, **options: Any) -> Any:
-        return checkpoint(self.layer, *arguments, use_reentrant=False, **options)
 
 
 @pytest.mark.parametrize("has_hooks", [True, False])
@@ -175,12 +157,13 @@ def test_layers_that_are_recomputed_by_others(has_hooks: bool) -> None:
     """With the hooks of the layer, or its forward alone."""
     model, mask = replaced("mixtral"), BOTH_SIDES
     expected = step(model, IDS, mask)
-    if has_hooks:
-        model.model.layers = nn.ModuleList(map(Checkpointed, model.model.layers))
-    else:
-        for layer in model.model.layers:
+    layers = model.model.layers
+    for number, layer in enumerate(layers):
+        if has_hooks:
+            layers[number] = checkpoint_wrapper(layer)
+        else:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-    got = {name.replace(".layer.", "."): value for name, value in step(model, IDS, mask).items()}
+    got = {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in step(model, IDS, mask).items()}
     assert_same(got, expected, mask, 1e-12)
 
 
@@ -216,18 +199,17 @@ def test_a_block_that_is_recomputed_alone(how: str) -> None:
     masks = [padding(3, "left"), padding(3, "right"), torch.ones_like(IDS)]
     accumulator = StatsAccumulator(model)
 
-    def gradients() -> list[Tensor]:
+    def gradients() -> dict[str, Tensor]:
         model.zero_grad()
         sum(model(IDS, attention_mask=mask, labels=labels_of(IDS, mask)).loss for mask in masks).backward()
-        return [parameter.grad.clone() for parameter in model.parameters()]
+        return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
-    expected = gradients(), accumulator.update().layers
+    expected, layers = gradients(), accumulator.update().layers
     for layer in model.model.layers:
         layer.mlp.forward = partial(CHECKPOINTS[how], layer.mlp.forward)
-    for got, value in zip(gradients(), expected[0], strict=True):
-        torch.testing.assert_close(got, value, rtol=1e-12, atol=1e-14)
+    assert_same(gradients(), expected, None, 1e-12)
     for path, stats in accumulator.update().layers.items():
-        assert torch.equal(stats.tokens_per_expert, expected[1][path].tokens_per_expert)
+        assert torch.equal(stats.tokens_per_expert, layers[path].tokens_per_expert)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -245,18 +227,17 @@ def test_backward_after_another_forward(use_reentrant: bool) -> None:
     """Each recomputation has the mask of its own forward."""
     model, masks = replaced("mixtral"), [padding(3, "left"), padding(3, "right")]
 
-    def gradients() -> list[Tensor]:
+    def gradients() -> dict[str, Tensor]:
         model.zero_grad()
         losses = [model(IDS, attention_mask=mask, labels=labels_of(IDS, mask)).loss for mask in masks]
         model(IDS)
         for loss in losses:
             loss.backward()
-        return [parameter.grad.clone() for parameter in model.parameters()]
+        return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
     expected = gradients()
     enable_checkpointing(model, use_reentrant=use_reentrant)
-    for got, value in zip(gradients(), expected, strict=True):
-        torch.testing.assert_close(got, value, rtol=1e-12, atol=1e-14)
+    assert_same(gradients(), expected, None, 1e-12)
 
 
 # Errors and threads
