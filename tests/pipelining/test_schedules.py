@@ -2,29 +2,13 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
-from maxmoe.parallel import Declaration, PipelineParts
 from maxmoe.pipelining import pipeline
 from maxmoe.pipelining.schedules import SCHEDULES, check_schedule
 from maxmoe.sharding import Mesh
 from support.run_ranks import run_ranks
 from support.sampling import by_default
-
-
-class Linears(nn.Module):
-    """Four small blocks, whose results are not tested here: two ranks can have two stages each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
-        self.declaration = Declaration(pipeline_parts=PipelineParts((), "blocks", ()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+from support.staged_models import Model, squares
 
 
 @pytest.mark.parametrize("name", by_default(SCHEDULES, ["interleaved_1f1b"]))
@@ -45,7 +29,8 @@ def test_torch_runs_every_number_that_is_accepted(name: str) -> None:
 
     def check() -> None:
         for count in accepted:
-            run = pipeline(Linears(), Mesh({"stage": 2}), loss=F.mse_loss, schedule=name, num_micro_batches=count)
-            run.step(torch.ones(count, 4), torch.ones(count, 4))
+            run = pipeline(Model(), Mesh({"stage": 2}), loss=squares, schedule=name, num_micro_batches=count)
+            x = torch.ones(count, 6, dtype=torch.float64)
+            run.step(x, x)
 
     run_ranks(check, 2)

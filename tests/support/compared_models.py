@@ -132,7 +132,7 @@ def accumulate(
     return total
 
 
-def reduce_gradients(model: nn.Module, group: Any = None, names: str = "", op: Any = dist.ReduceOp.SUM) -> None:
+def reduce_gradients(model: nn.Module, group: Any = None, names: Any = "", op: Any = dist.ReduceOp.SUM) -> None:
     """All-reduce the gradients of the parameters whose names begin with `names`."""
     for name, parameter in model.named_parameters():
         if name.startswith(names) and parameter.grad is not None:
@@ -144,8 +144,7 @@ def reduced(*names: str) -> Any:
 
     def step(model: nn.Module, batch: Any) -> Terms:
         terms = backward(share_of_loss(model, batch))
-        for name in names:
-            reduce_gradients(model, names=name)
+        reduce_gradients(model, names=names)
         if getattr(model, "replicas", None):
             reduce_gradients(model, model.replicas, "experts")
         return terms
@@ -153,17 +152,11 @@ def reduced(*names: str) -> Any:
     return step
 
 
-def clip_to_max_norm(parameters: Any) -> None:
-    clip_grad_norm_(parameters, MAX_NORM)
-
-
-def clipped(
-    optimizer: torch.optim.Optimizer, model: nn.Module, clip: Callable[[Any], object] = clip_to_max_norm
-) -> Update:
+def clipped(optimizer: torch.optim.Optimizer, model: nn.Module) -> Update:
     """An update that clips the gradients of a model, and clears them in the end."""
 
     def update() -> None:
-        clip(model.parameters())
+        clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
 

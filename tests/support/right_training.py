@@ -1,6 +1,5 @@
-"""Training on several ranks whose gradients equal one process's: with torch alone, by hand, and with maxmoe."""
+"""Training on several ranks whose gradients equal one process's: with torch, by hand, and with maxmoe."""
 
-import warnings
 from functools import partial
 from typing import Any
 
@@ -38,26 +37,10 @@ from support.compared_models import (
 )
 from support.parallel_by_hand import build_dense, dense_loss, tensor_parallel_by_hand
 
-with warnings.catch_warnings(category=DeprecationWarning, action="ignore"):  # a warning of torch.jit
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
 
 def hsdp(model: nn.Module) -> nn.Module:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     return fully_shard(model, mesh=mesh)
-
-
-def tensor_parallel_and_fsdp2(model: nn.Module) -> nn.Module:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    parallelize_module(model, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    return fully_shard(model, mesh=mesh["data"])
-
-
-def batch_of_replica(rank: int, num_ranks: int) -> tuple[Tensor, Tensor]:
-    """Two ranks have the same sequences."""
-    x, target = whole_batch()
-    count = max(num_ranks // 2, 1)
-    return x.chunk(count)[rank // 2], target.chunk(count)[rank // 2]
 
 
 def sequence_parallel(model: nn.Module) -> nn.Module:
@@ -110,13 +93,6 @@ def adamw(model: nn.Module) -> Update:
     return clipped(torch.optim.AdamW(model.parameters(), lr=1e-2), model)
 
 
-def zero(model: nn.Module) -> Update:
-    """Each rank has the optimizer state of some parameters, and sends these parameters to the others."""
-    if not dist.is_initialized():
-        return adamw(model)
-    return clipped(ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2), model)
-
-
 def decoder_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Terms:
     output = model(batch[0])
     return {"tokens": staged_decoder.loss(output, batch[1]), "aux": output.aux_loss}
@@ -156,16 +132,12 @@ RIGHT = {
         stages_of_maxmoe, 2, step_of_pipeline, decoder_loss, lambda *_: staged_decoder.batch(), build_decoder
     ),
     "three steps with DDP": Case(ddp, 2, make_update=adamw, steps=3),
-    "three steps with ZeRO": Case(ddp, 2, make_update=zero, steps=3),
     "three steps with FSDP2": Case(fsdp2, 2, make_update=adamw, steps=3),
 }
 RIGHT_BUT_SLOW = {
     "DDP of a model with other values on each rank": Case(ddp, build=Model),
     "FSDP2, sizes that 3 ranks do not divide": Case(fsdp2, 3),
     "different numbers of tokens": Case(alone, step=reduced(""), loss=share_of_loss, make_batch=other_lengths),
-    "tensor parallel and FSDP2": Case(
-        tensor_parallel_and_fsdp2, loss=dense_loss, make_batch=batch_of_replica, build=build_dense
-    ),
     "ScheduleInterleaved1F1B with FSDP2": stages_of_torch.TWO_STAGES,
     "experts and FSDP2 of maxmoe": Case(by_maxmoe, 4, None, decoder_loss, tokens_of_rank, build_decoder),
 }

@@ -24,25 +24,15 @@ from maxmoe.sharding import Mesh
 from support.parts import assert_same
 
 BATCH, LENGTH, NUM_MICRO_BATCHES = 8, 6, 2
+FOUR: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 8, "num_experts": 4}
+EIGHT = FOUR | {"num_experts": 8}
+GROUPS = {"top_k": 3, "num_groups": 4, "top_k_groups": 2, "correction_bias_update_rate": 0.01}
 MOE: dict[str, MoEConfig] = {
-    "mixtral": presets.mixtral(hidden_size=16, intermediate_size=8, num_experts=4, load_balance_loss_weight=0.1),
-    "deepseek_v3": presets.deepseek_v3(
-        hidden_size=16,
-        intermediate_size=8,
-        num_experts=8,
-        top_k=3,
-        num_groups=4,
-        top_k_groups=2,
-        load_balance_loss_weight=0.1,
-        correction_bias_update_rate=0.01,
-    ),
-    "gpt_oss": presets.gpt_oss(
-        hidden_size=16, intermediate_size=8, num_experts=4, top_k=2, load_balance_loss_weight=0.1
-    ),
-    "hash": presets.mixtral(hidden_size=16, intermediate_size=8, num_experts=4, router=HashRouting(num_ids=13)),
-    "pools": presets.mixtral(
-        hidden_size=16, intermediate_size=8, num_experts=8, router=DocumentPools(min_size=3, max_size=3)
-    ),
+    "mixtral": presets.mixtral(**FOUR, load_balance_loss_weight=0.1),
+    "deepseek_v3": presets.deepseek_v3(**EIGHT, **GROUPS, load_balance_loss_weight=0.1),
+    "gpt_oss": presets.gpt_oss(**FOUR, top_k=2, load_balance_loss_weight=0.1),
+    "hash": presets.mixtral(**FOUR, router=HashRouting(num_ids=13)),
+    "pools": presets.mixtral(**EIGHT, router=DocumentPools(min_size=3, max_size=3)),
 }
 SIZES: dict[str, Any] = {
     "vocab_size": 13,

@@ -205,9 +205,6 @@ BY_IDS = config("hash", moe=(MOE["hash"], MOE["pools"], MOE["hash"]))
 OWN: dict[str, Callable[[], nn.Module]] = {
     "numbers its blocks": lambda: Model(lambda _, index, block, x: block(x, index), partial(Powered, 6, 6)),
     "indexes its blocks": lambda: Model(lambda model, index, _, x: model.blocks[index](x)),
-    "adds what blocks return": lambda: Model(
-        lambda _model, _index, block, x: x + block(x).relu(), parts=replace(PARTS, removes_blocks=True)
-    ),
     "modifies in place": lambda: Model(make_block=partial(InPlace, 6, 6)),
     "blocks return pairs": lambda: Model(
         lambda _model, _index, block, x: block(x)[0],

@@ -14,9 +14,7 @@ from torch import Tensor, nn
 from maxmoe import MoEConfig, MoEFeedForward
 from support import stages_of_torch
 from support.compared_models import (
-    BATCH,
     LENGTH,
-    MICRO_BATCHES,
     REPLICATED,
     WIDTH,
     Case,
@@ -33,7 +31,6 @@ from support.compared_models import (
     expert_and_data_parallel,
     expert_parallel,
     loss,
-    make_batch,
     other_lengths,
     reduce_gradients,
     reduced,
@@ -88,24 +85,6 @@ def backward_twice(model: nn.Module, batch: Any) -> Terms:
 def sum_over_positions(model: nn.Module, batch: Any) -> Terms:
     """The loss of a rank is divided by its sequences, not by its tokens."""
     return backward(scaled(loss(model, batch), all=LENGTH))
-
-
-def padded_batch(rank: int, num_ranks: int) -> Any:
-    """Micro-batches of two ranks whose sequences end after 1, 3 and 5 positions."""
-    x, target = make_batch(rank, num_ranks)
-    ends = torch.tensor([1, 3, LENGTH]).repeat_interleave(BATCH // (2 * MICRO_BATCHES)).repeat(2)
-    return x, target, (torch.arange(LENGTH) < ends[:, None]).chunk(num_ranks)[rank]
-
-
-def masked_loss(model: nn.Module, batch: Any) -> Terms:
-    x, target, mask = batch
-    errors = (model(x)[0] - target).square().mean(-1)
-    return {"tokens": (errors * mask).sum() / mask.sum()}
-
-
-def mean_of_means(model: nn.Module, batch: Any) -> Terms:
-    """Each micro-batch has the same weight, whatever its number of tokens."""
-    return accumulate(model, batch, loss=masked_loss)
 
 
 class DetachedWeights(Model):
@@ -242,11 +221,6 @@ WRONG = {
     # Tokens
     "gradients of micro-batches lost": Mistake(
         Case(ddp, step=gradients_wiped), "gradient of the tokens of micro-batch 1, 2 of each rank: missing"
-    ),
-    "mean of means": Mistake(
-        Case(ddp, 2, mean_of_means, masked_loss, padded_batch),
-        "gradient of the tokens of micro-batch 1 of each rank: 3 times: micro-batches; "
-        "gradient of the tokens of micro-batch 3 of each rank: 0.6 times",
     ),
     "ranks with different numbers of tokens": Mistake(
         Case(ddp, make_batch=other_lengths),

@@ -2,10 +2,7 @@
 
 import importlib
 import re
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,23 +14,14 @@ SOURCES = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 (REPORT,) = re.findall(r"^```text\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 
 
-@pytest.fixture
-def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ModuleType]]:
-    """The code blocks as modules."""
-    monkeypatch.syspath_prepend(tmp_path)
-    names = [f"page_{number}" for number in range(len(SOURCES))]
-    for name, source in zip(names, SOURCES, strict=True):
-        (tmp_path / f"{name}.py").write_text(source)
-    yield [importlib.import_module(name) for name in names]
-    for name in names:
-        del sys.modules[name]
-
-
 def test_the_modules_of_the_page(
-    modules: list[ModuleType], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "1000")
-    for module in modules:
+    monkeypatch.syspath_prepend(tmp_path)
+    for number, source in enumerate(SOURCES):
+        (tmp_path / f"page_{number}.py").write_text(source)
+        module = importlib.import_module(f"page_{number}")
         (test,) = (function for name, function in vars(module).items() if name.startswith("test_"))
         test()
     assert main(["compare_ranks", "page_1", "--num-ranks", "4"]) == 1

@@ -1,16 +1,14 @@
-"""`compare_ranks` with the parallelism of transformers and the steps of accelerate: docs/how_to/other_libraries.md."""
+"""`compare_ranks` with the parallelism of transformers: docs/how_to/other_libraries.md."""
 
-import os
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from support.compared_models import MAX_NORM, MICRO_BATCHES, Case, Update, clipped, loss, micro_batches
+from support.compared_models import Case
 from support.forked_comparison import compare
 from support.small_models import import_models, model_of
 
@@ -42,7 +40,7 @@ def ids_of_rank(num_copies: int, rank: int, num_ranks: int) -> Tensor:
     return IDS.chunk(max(num_ranks // num_copies, 1))[rank // num_copies]
 
 
-def loss_of_ids(model: Any, ids: Tensor) -> Tensor:
+def loss(model: Any, ids: Tensor) -> Tensor:
     logits = model(input_ids=ids, use_cache=False).logits
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
@@ -71,48 +69,5 @@ def test_parallelism_of_transformers(preset: str, sizes: dict[str, Any]) -> None
     num_copies = sizes.get("tp_size", 1)
     num_ranks = sizes.get("fsdp_size", 1) * sizes.get("dp_replicate_size", 1) * num_copies
     of_preset, of_sizes, of_rank = partial(build, preset), partial(distribute, sizes), partial(ids_of_rank, num_copies)
-    case = Case(of_sizes, num_ranks, None, loss_of_ids, of_rank, of_preset)
+    case = Case(of_sizes, num_ranks, None, loss, of_rank, of_preset)
     compare(case, dtype=torch.float32 if sizes == EXPERTS_OF_EACH_RANK else None).raise_if_different()
-
-
-def total(model: nn.Module, batch: Any) -> Tensor:
-    return torch.stack([*loss(model, batch).values()]).sum()
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def of_accelerate(model: nn.Module) -> nn.Module:
-    from accelerate import Accelerator
-
-    rank, size = str(dist.get_rank()), str(dist.get_world_size())  # as a launcher sets them
-    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "OMP_NUM_THREADS": "1"}
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=MICRO_BATCHES)
-    prepared, optimizer = accelerator.prepare(model, sgd(model))
-    object.__setattr__(prepared, "accelerated", (accelerator, optimizer))
-    return prepared
-
-
-def accumulated(model: Any, batch: Any) -> Tensor:
-    accelerator, _ = model.accelerated
-    losses = []
-    for micro_batch in micro_batches(batch):
-        with accelerator.accumulate(model):
-            losses.append(total(model, micro_batch))
-            accelerator.backward(losses[-1])
-    return torch.stack(losses).mean().detach()
-
-
-def update_of_accelerate(model: Any) -> Update:
-    if not dist.is_initialized():
-        return clipped(sgd(model), model)
-    accelerator, optimizer = model.accelerated
-    return clipped(optimizer, model, partial(accelerator.clip_grad_norm_, max_norm=MAX_NORM))
-
-
-def test_accelerate() -> None:
-    pytest.importorskip("accelerate")
-    case = Case(of_accelerate, 2, step=accumulated, loss=total, make_update=update_of_accelerate, steps=3)
-    compare(case).raise_if_different()
