@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import maxmoe
@@ -13,7 +13,7 @@ from support.run_ranks import run_ranks
 
 
 def test_no_parameter_stays_gathered() -> None:
-    """FSDP2 keeps the parameters of a block from its forward to its backward, which an evaluation does not have."""
+    """A split backward keeps the parameters of a block gathered from its forward on."""
     moe = maxmoe.MoEConfig(hidden_size=8, intermediate_size=4, num_experts=4, top_k=2)
     config = DecoderConfig(vocab_size=16, hidden_size=8, num_layers=2, num_heads=2, moe=moe)
 
@@ -22,9 +22,14 @@ def test_no_parameter_stays_gathered() -> None:
 
     def check() -> bool:
         mesh, tokens = Mesh({"stage": 1, "fsdp": 2}), torch.zeros(4, 3, dtype=torch.int64)
-        run = maxmoe.pipeline(Decoder(config), mesh, "pure-fsdp", loss=loss, schedule="gpipe", num_micro_batches=2)
+        run = maxmoe.pipeline(Decoder(config), mesh, "pure-fsdp", loss=loss, schedule="zbv", num_micro_batches=2)
+        before = shapes(run.model)
         run.evaluate(tokens, tokens)
-        return all(isinstance(parameter, DTensor) for parameter in run.model.parameters())
+        return shapes(run.model) == before
+
+    def shapes(model: nn.Module) -> list[torch.Size]:
+        """The shapes of the parts of this rank."""
+        return [parameter.to_local().shape for parameter in model.parameters() if isinstance(parameter, DTensor)]
 
     assert run_ranks(check, 2) == [True, True]
 
