@@ -16,7 +16,7 @@ from benchmarks.alternatives.maxmoe_experts import MaxmoeExperts
 from benchmarks.results import Case
 from benchmarks.timing import Runner
 from maxmoe.quantization import QuantizedStack
-from support.sampling import by_default
+from support.slow_cases import by_default
 
 NAMES = "adapters devices experts layer local memory muon quantized ragged route rows_per_expert scaling sizes"
 COMMANDS = [importlib.import_module(f"benchmarks.{name}").BENCHMARK for name in NAMES.split()]

@@ -19,7 +19,7 @@ from benchmarks.alternatives.dense_bound import DenseBound
 from benchmarks.contender import TOLERANCE, AutogradContender, Contender, Mode, disagreement, runner
 from benchmarks.layers import layer_contenders
 from benchmarks.problem import Problem, make_problem
-from support.sampling import by_default
+from support.slow_cases import by_default
 
 # The optional libraries need multiples of 32.
 SHAPE = shapes.Shape(num_tokens=7, hidden_size=64, intermediate_size=32, num_experts=4, top_k=2)

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.published_steps import ROWS, Published
 from maxmoe.costs.search_result import ERRORS
-from support.sampling import by_default
+from support.slow_cases import by_default
 
 PAGE = (Path(__file__).parents[2] / "docs/costs.md").read_text()
 

@@ -12,7 +12,7 @@ from maxmoe.cli.main import main
 from maxmoe.cli.waiting_threads import waiting_of_this_process
 from maxmoe.families.family import published_models
 from support import programs
-from support.sampling import by_default
+from support.slow_cases import by_default
 
 
 @pytest.fixture(autouse=True)

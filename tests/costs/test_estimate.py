@@ -21,7 +21,7 @@ from support.measured_step import PRESET_LAYOUTS, MeasuredStep, by_kind_and_axis
 from support.moved_experts import free_moves
 from support.parallel_decoder import BATCH, CONFIG, LENGTH, MOE, MeshRules, decoder, loss
 from support.run_ranks import run_ranks
-from support.sampling import by_default
+from support.slow_cases import by_default
 
 
 def loss_of(output: DecoderOutput) -> Tensor:

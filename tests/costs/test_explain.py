@@ -107,7 +107,10 @@ ROWS, NO_COLUMNS = ("rows", ["a"]), ("columns", list[str]())
         ({"a": 2}, [ROWS], "rows: a | columns: no rule", (4, 6)),
     ],
 )
-def test_rules_that_apply_and_rules_that_cannot(mesh: Any, rules: Any, reasons: str, shape: tuple[int, int]) -> None:
+def test_rules_that_apply_and_rules_that_cannot(
+    monkeypatch: pytest.MonkeyPatch, mesh: Any, rules: Any, reasons: str, shape: tuple[int, int]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     explanation = explained(Named(), mesh, *rules)
     assert reasons in " ".join(str(explanation).split())
     assert explanation.parameters[0].local_shape == shape

@@ -20,8 +20,8 @@ from maxmoe.sharding import Mesh
 from support.counted_collectives import CountedCollectives
 from support.measured_step import by_kind_and_axis, without_sums_of_losses
 from support.run_ranks import run_ranks
-from support.sampling import by_default
 from support.saved_by_stages import saved_by_stages
+from support.slow_cases import by_default
 from support.staged_decoder import BATCH, LENGTH, MOE, batch, config, loss, part_of_micro_batches, staged
 
 NUM_MICRO_BATCHES = 4

@@ -16,7 +16,7 @@ import nbformat
 from notebooks.execute import FOLDER
 from support import programs
 from support.pretrain_run import EXAMPLES
-from support.sampling import by_default
+from support.slow_cases import by_default
 
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 MAX_BYTES = 500_000

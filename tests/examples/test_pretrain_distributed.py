@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from support.pretrain_run import EXAMPLES, TINY, after_step, assert_close, messages, pretrain, run, saved
 from support.programs import Program
 from support.run_ranks import run_ranks as run_ranks_in_time
-from support.sampling import by_default
+from support.slow_cases import by_default
 
 SHORT = ("--batch-size", "4", "--sequence-length", "32", "--steps", "6", "--eval-every", "6")
 STRIDED = ("--mesh", "fsdp=2,expert=-1", "--rules", "shard-exp-on-fsdp")

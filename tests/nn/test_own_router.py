@@ -17,7 +17,7 @@ from maxmoe.nn import Routing, RoutingRecord
 from support.documented_routers import ROUTERS
 from support.operator_checks import count_operators
 from support.replayed_layers import recorded
-from support.sampling import by_default
+from support.slow_cases import by_default
 
 E, D, F = 6, 8, 10
 each_router = pytest.mark.parametrize("name", ROUTERS)

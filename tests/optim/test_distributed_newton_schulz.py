@@ -30,7 +30,7 @@ from support.counted_collectives import CountedCollectives
 from support.parallel_decoder import BATCH, CONFIG, LENGTH, MOE, MeshRules, batch, decoder, layouts, loss, token_spec
 from support.parts import assert_same, part_by_definition
 from support.run_ranks import run_ranks
-from support.sampling import by_default
+from support.slow_cases import by_default
 
 
 def muon(model: nn.Module) -> Muon:

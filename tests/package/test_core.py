@@ -14,7 +14,7 @@ import torch
 
 import maxmoe
 from support import programs
-from support.sampling import by_default
+from support.slow_cases import by_default
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(maxmoe.__file__).parent

@@ -20,7 +20,7 @@ from support.moved_experts import make_moves_free
 from support.parallel_decoder import CONFIG, batch, decoder, loss, token_spec
 from support.parts import assert_same, part_by_definition
 from support.run_ranks import run_ranks
-from support.sampling import cases_by_default
+from support.slow_cases import cases_by_default
 
 MOE = MoEConfig(
     hidden_size=8, intermediate_size=4, num_experts=4, top_k=2, num_shared_experts=1, load_balance_loss_weight=0.1

@@ -17,7 +17,7 @@ from maxmoe.sharding import Mesh
 from support.parallel_decoder import CONFIG, LocalSGD, MeshRules, batch, decoder, loss
 from support.parts import assert_same
 from support.run_ranks import check_at_once, run_cases, run_ranks
-from support.sampling import by_default
+from support.slow_cases import by_default
 
 EXPERT, FSDP = MeshRules("ep-as-dp", {"expert": 2}), MeshRules("pure-fsdp", {"fsdp": 2})
 # Hooks of FSDP2 beside experts, of replicas, of sequences, of parts of weights and of tokens that all ranks hold.

@@ -7,7 +7,7 @@ from maxmoe.pipelining import pipeline
 from maxmoe.pipelining.schedules import SCHEDULES, check_schedule
 from maxmoe.sharding import Mesh
 from support.run_ranks import run_ranks
-from support.sampling import by_default
+from support.slow_cases import by_default
 from support.staged_models import Model, squares
 
 

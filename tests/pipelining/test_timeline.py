@@ -20,8 +20,8 @@ from maxmoe.pipelining.timeline import (
 from maxmoe.sharding import Mesh
 from support.docs_module import docs_module
 from support.run_ranks import run_ranks
-from support.sampling import by_default
 from support.saved_by_stages import saved_by_stages
+from support.slow_cases import by_default
 from support.staged_decoder import batch, config, staged
 
 pictures = docs_module("pipeline_pictures")

@@ -24,7 +24,7 @@ pytest.importorskip("transformers")
 
 import maxmoe.integrations.transformers  # registers "maxmoe"
 from support import programs, small_models
-from support.sampling import by_default
+from support.slow_cases import by_default
 
 each_format = pytest.mark.parametrize("format", FORMATS)
 CONFIG = MoEConfig(hidden_size=48, intermediate_size=40, num_experts=4, top_k=2, num_shared_experts=1)

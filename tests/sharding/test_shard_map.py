@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from maxmoe.sharding import Mesh, NamedSharding, P, redistribute, shard_map
 from support.parts import assert_same, laid, part_by_definition, whole_tensor
 from support.run_ranks import run_ranks
-from support.sampling import by_default
+from support.slow_cases import by_default
 
 
 def feed_forward(x: Tensor, scale: float, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:

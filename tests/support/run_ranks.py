@@ -6,6 +6,7 @@ folder and warning filters of the test, and seed 0; anything else must be set by
 as the attributes of modules that a test replaces.
 """
 
+import importlib
 import io
 import logging
 import marshal
@@ -20,7 +21,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from multiprocessing import forkserver
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any, ClassVar
 
 import cloudpickle
@@ -93,7 +94,7 @@ def prepare(debug: bool, folder: str, filters: list[Any]) -> None:
 
 
 class ByValue:
-    """Is sent as its value, closures and functions of tests included: ranks do not import modules of tests."""
+    """Is sent as its value, closures included."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -102,9 +103,6 @@ class ByValue:
         return self.value(*arguments)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        for name, module in [*sys.modules.items()]:
-            if name.startswith("tests.") and name not in cloudpickle.list_registry_pickle_by_value():
-                cloudpickle.register_pickle_by_value(module)
         return pickle.loads, (dumps(self.value),)
 
 
@@ -121,7 +119,7 @@ def dumps(value: Any) -> bytes:
 
 
 class Pickler(cloudpickle.Pickler):
-    """Keeps the files of functions, which tracebacks show, and the gradients of parameters."""
+    """Closures keep the globals of their modules and their lines in tracebacks, parameters their gradients."""
 
     dispatch_table: ClassVar = {
         **cloudpickle.Pickler.dispatch_table,
@@ -132,7 +130,19 @@ class Pickler(cloudpickle.Pickler):
         if isinstance(value, Tensor) and value.is_leaf and value.grad is not None:
             function, arguments, *state = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
             return with_gradient, (value.grad, function, arguments), *state
-        return super().reducer_override(value)
+        reduced = super().reducer_override(value)
+        if isinstance(value, FunctionType) and isinstance(reduced, tuple):
+            module = value.__globals__.get("__name__")
+            if value.__globals__ is getattr(sys.modules.get(module), "__dict__", None):
+                _, (code, *_, closure), (attributes, slots), *others = reduced
+                slots |= {"__globals__": {}, "_cloudpickle_submodules": []}
+                return function_of, (module, code, closure), (attributes, slots), *others
+        return reduced
+
+
+def function_of(module: str, code: CodeType, closure: tuple[Any, ...] | None) -> FunctionType:
+    """Rebuild a closure, whose state follows."""
+    return FunctionType(code, vars(importlib.import_module(module)), None, None, closure)
 
 
 def with_gradient(gradient: Tensor, function: Callable[..., Tensor], arguments: tuple[Any, ...]) -> Tensor:

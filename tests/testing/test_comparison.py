@@ -9,7 +9,7 @@ import torch
 from support.compared_models import Case, Mistake
 from support.forked_comparison import compare
 from support.right_training import RIGHT, RIGHT_BUT_SLOW
-from support.sampling import by_default
+from support.slow_cases import by_default
 from support.wrong_training import WRONG, WRONG_BUT_SLOW
 
 PAGE = (Path(__file__).parents[2] / "docs/how_to/public_bugs.md").read_text()

@@ -20,7 +20,7 @@ from maxmoe.integrations.transformers import experts, patched_families
 from pretraining import InputError
 from support.operator_checks import compile_whole
 from support.replaced_models import assert_same, step
-from support.sampling import by_default
+from support.slow_cases import by_default
 from support.small_models import WithoutFloat32
 
 # Experts without biases, experts with biases and a gate of their own, and a block that maxmoe patches.

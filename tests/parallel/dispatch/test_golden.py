@@ -20,7 +20,7 @@ from support.dispatched_layer import Batch, check_same, take_step
 from support.parallel_decoder import MeshRules
 from support.parts import part_by_definition
 from support.run_ranks import run_ranks
-from support.sampling import by_default
+from support.slow_cases import by_default
 
 TOLERANCE = 2e-5
 FAMILIES = ("mixtral_sparse", "deepseek3", "gpt_oss_sparse", "llama4_sparse")

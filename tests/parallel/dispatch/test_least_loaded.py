@@ -19,7 +19,7 @@ from support.dispatched_layer import FAMILIES, LOADS, NUM_EXPERTS, Batch, make_b
 from support.measured_step import kept_tensors, num_bytes
 from support.moved_experts import free_moves
 from support.run_ranks import fake_rank, run_ranks
-from support.sampling import by_default
+from support.slow_cases import by_default
 
 EP = LogicalRules.load("ep-as-dp")
 HOT = "three quarters to one expert"
