@@ -202,7 +202,9 @@ def _raise_first_failure(box: Path, names: list[str], exit_codes: list[int | Non
     if failures:
         parts.append(f"ranks that failed too: {sorted(number for _, _, number, _ in failures)}")
     for number in hung:
-        parts.append(f"{names[number]} hung at:\n{(box / f'{number}.stack').read_text().rstrip()}")
+        stack = box / f"{number}.stack"
+        place = stack.read_text().rstrip() if stack.exists() else "its start, before its first line"
+        parts.append(f"{names[number]} hung at:\n{place}")
     if len(parts) > 1:
         parts.append("TORCH_DISTRIBUTED_DEBUG=DETAIL tells whether all ranks called the same collectives")
     raise RankError("\n\n".join(parts))

@@ -63,7 +63,9 @@ def planned(preset: str) -> str:
     named = {axis for _, axes in rules for axis in axes}
     mesh = Mesh.planned({axis: 2 for axis in AXES if axis in named})
     model = Decoder(CONFIG, device="meta")
-    parts = (activations(mesh, rules), explain(model, mesh, rules))
+    explanation = explain(model, mesh, rules)
+    assert explanation.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    parts = (activations(mesh, rules), explanation)
     return "\n\n".join([f"{preset} on {mesh}", *map(str, parts)]) + "\n"
 
 

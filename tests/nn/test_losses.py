@@ -9,7 +9,7 @@ from torch import Tensor
 
 from maxmoe import MoE, MoEConfig, MoEStats
 from maxmoe.config import ScoreFunction
-from maxmoe.nn import load_balance_loss
+from maxmoe.nn import load_balance_loss, router_z_loss
 from maxmoe.ops import route
 from support.moe_layers import LOSSES, Options, each_compute, make, padded, tokens
 
@@ -27,6 +27,24 @@ def one_hot_router(num_experts: int, scale: float = 1.0, **options: Any) -> MoE:
 
 
 # Losses
+
+
+def test_losses_train_the_router_alone() -> None:
+    layer = make(router_z_loss_weight=0.2, expert_bias=True, num_shared_experts=1, **BALANCE)
+    x = tokens(layer).requires_grad_()
+    parameters = dict(layer.named_parameters())
+    gradients = torch.autograd.grad(layer(x).aux_loss, [x, *parameters.values()], allow_unused=True)
+    reached = [name for name, gradient in zip(["x", *parameters], gradients, strict=True) if gradient is not None]
+    assert reached == ["x", "router.weight"]
+
+
+def test_z_loss_and_its_gradient() -> None:
+    logits = torch.tensor([[1.0, 3.0], [2.0, 6.0]], dtype=torch.float64).log().requires_grad_()
+    four, eight = math.log(4), math.log(8)
+    loss = router_z_loss(logits)
+    torch.testing.assert_close(loss.item(), (four**2 + eight**2) / 2)
+    expected = torch.tensor([[four * 1 / 4, four * 3 / 4], [eight * 2 / 8, eight * 6 / 8]], dtype=torch.float64)
+    torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], expected)
 
 
 @each_score_function

@@ -1,5 +1,6 @@
 """The ranks that orthogonalise matrices: every matrix has one owner, and ranks have equal work."""
 
+import math
 from collections import Counter
 
 import pytest
@@ -34,6 +35,35 @@ MESHES: list[dict[str, int]] = [
     {"data": 2, "rows": 2, "expert": 2},
     {"expert": 3, "data": 2, "columns": 2},
 ]
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+@pytest.mark.parametrize("bucket_size", [1, 20, 10**9])
+def test_every_part_of_every_matrix_reaches_its_owner_once(axes: dict[str, int], bucket_size: int) -> None:
+    stacks = [sharded((5, 7), 4, axes), sharded((3, 2), 1, axes), sharded((9, 4), 7, axes)]
+    buckets = assign_owners(stacks, bucket_size)
+    assert (len(buckets) == 1) == (bucket_size == 10**9)
+    gathered: Counter[tuple[int, int, int, int]] = Counter()
+    kept: Counter[tuple[int, int, int]] = Counter()
+    for assignment in (assignment for bucket in buckets for assignment in bucket):
+        stack = stacks[assignment.stack]
+        first = stack.shards[assignment.owner].stacked[0][0]
+        for matrix in range(first + assignment.matrices[0], first + assignment.matrices[1]):
+            for sender in assignment.senders:
+                assert stack.shards[sender].stacked == stack.shards[assignment.owner].stacked
+                for row in range(*stack.shards[sender].rows):
+                    gathered.update(
+                        (assignment.stack, matrix, row, column) for column in range(*stack.shards[sender].columns)
+                    )
+            kept.update((assignment.stack, matrix, holder) for holder in assignment.holders)
+    assert set(gathered.values()) == {1}
+    assert len(gathered) == sum(num * math.prod(stack.shape) for num, stack in zip((4, 1, 7), stacks, strict=True))
+    for number, stack in enumerate(stacks):
+        for rank, shard in enumerate(stack.shards):
+            has_part = shard.shape[0] * shard.shape[1] > 0
+            held = {matrix for s, matrix, holder in kept if s == number and holder == rank}
+            assert held == (set(range(*shard.stacked[0])) if has_part else set())
+    assert set(kept.values()) == {1}
 
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)

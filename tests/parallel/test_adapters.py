@@ -153,6 +153,8 @@ def test_muon_trains_whole_factors() -> None:
 def test_muon_takes_no_packed_factors() -> None:
     with pytest.raises(ValueError, match="in which PEFT packs the factors of all experts; maxmoe"):
         parameter_groups(adapted(), FACTORS)
+    reasons = {choice.reason for choice in parameter_groups(adapted()).choices}
+    assert reasons == {"low-rank factors of stacked matrices"}
 
 
 def test_frozen_weights_have_no_gradients_and_no_state_in_plans() -> None:

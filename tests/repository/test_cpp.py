@@ -4,7 +4,6 @@ The tests of the CUDA kernels (cpp/cuda/tests) are built with it, and run in the
 (cpp/benchmarks) are built with it, too, and run on small sizes.
 """
 
-import faulthandler
 import json
 import os
 import re
@@ -20,6 +19,8 @@ import torch
 import maxmoe
 from support import programs
 from support.slow_cases import by_default
+
+pytestmark = pytest.mark.timeout(7200)  # each step of a build has its own bound
 
 ROOT = Path(__file__).parents[2]
 ISAS = maxmoe.build_info()["supported_isas"]
@@ -54,7 +55,6 @@ def build_folder() -> Path:
         folder = ROOT / "build/tests"
         options += ["-GNinja"]
     options += [f"-DCMAKE_MAKE_PROGRAM={ninja}"] if (ninja := shutil.which("ninja", path=PATH)) else []
-    faulthandler.cancel_dump_traceback_later()  # each step has its own bound, longer than a test's
     build_step("cmake", "-S", str(ROOT), "-B", str(folder), *options)
     build_step("cmake", "--build", str(folder), "--target", *PROGRAMS)
     return folder
@@ -120,3 +120,17 @@ def test_benchmarks(build_folder: Path, isa: str) -> None:
     assert {kernel for kernel, contender in times if contender == "maxmoe"} == kernels
     assert {kernel for kernel, contender in times if contender.startswith("bound: ")} == kernels
     assert min(times.values()) > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--filter", "no such kernel"], "no case matches --filter 'no such kernel'"),
+        (["--rounds", "0"], "--rounds must be a positive number, got '0'"),
+        (["--threads", "2x"], "--threads must be a positive number, got '2x'"),
+        (["--help"], "options are --filter REGEX"),
+    ],
+)
+def test_benchmarks_say_what_is_wrong(build_folder: Path, options: list[str], message: str) -> None:
+    done = run(str(build_folder / "cpp/benchmarks/maxmoe_kernels_benchmarks"), *options)
+    assert (done.returncode, message in done.stdout) == (2, True), done.stdout

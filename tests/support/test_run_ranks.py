@@ -66,11 +66,9 @@ def test_a_rank_that_dies_is_named() -> None:
 def test_the_stack_of_a_rank_that_hangs() -> None:
     def hang_on_rank_0() -> None:
         if dist.get_rank() == 0:
-            time.sleep(60)
+            time.sleep(1000)
 
-    begin = time.monotonic()
-    message = failure(hang_on_rank_0, 2, deadline=1)
-    assert time.monotonic() - begin < 50  # it would sleep for 60
+    message = failure(hang_on_rank_0, 2, deadline=6)
     assert "rank 0 of 2 hung at:" in message and "in hang_on_rank_0" in message
 
 

@@ -31,7 +31,9 @@ def test_it_starts_processes() -> None:
     comparison = compare_ranks(build, ddp, make_batch, loss, num_ranks=2)
     assert comparison.equal and comparison.dtype == torch.float64 and comparison.num_ranks == 2
     wrong = compare_ranks(build, alone, make_batch, loss)
-    with pytest.raises(AssertionError, match=r"(?s)^compare_ranks: different\. 2 ranks beside one process, float64"):
+    report = r"(?s)^compare_ranks: different\. 2 ranks beside one process, float64.*"
+    report += r"First wrong gradient, in the order of the backward: .*gradients are wrong, \d+ of them in this way"
+    with pytest.raises(AssertionError, match=report):
         wrong.raise_if_different()
     assert wrong.first_wrong is not None and wrong.first_wrong.name == "last.bias"
     assert wrong.first_wrong.explanation.startswith("missing reduction (mean) over all ranks")
@@ -113,13 +115,11 @@ def test_functions_that_return_something_else(changed: dict[str, Any], message: 
 def test_a_rank_that_hangs_is_an_error() -> None:
     def hang(model: nn.Module) -> nn.Module:
         if dist.get_rank() == 0:
-            time.sleep(60)
+            time.sleep(1000)
         return model
 
-    begin = time.monotonic()
     with pytest.raises(RankError, match=r"(?s)rank 0 of 2 hung at:.*in hang"):
-        compare(Case(hang, 2), timeout=3.0)
-    assert time.monotonic() - begin < 20
+        compare(Case(hang, 2), timeout=10.0)
 
 
 class NoFloat64(Dense):
