@@ -1,4 +1,4 @@
-"""With `-m ""`, the tests of this folder compare the names of collectives across ranks.
+"""With slow cases, the tests of this folder compare the names of collectives across ranks.
 
 By default they run what users run, because each comparison is one more collective.
 """
@@ -10,7 +10,7 @@ from maxmoe.ranks.named_collectives import CHECK_VARIABLE
 
 @pytest.fixture(autouse=True)
 def collectives_are_compared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not request.config.option.markexpr:
+    if request.config.option.markexpr != "not slow":
         monkeypatch.setenv(CHECK_VARIABLE, "1")
 
 
