@@ -1,18 +1,17 @@
 """`set_recompute`: the parts of a model by name, the tensors that they keep, and unknown names."""
 
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import maxmoe
 from maxmoe.nn import Checkpointed, recompute_of
 from support.moe_layers import COMPUTE, EVERYTHING, LLAMA4, Options, make, outcome, tokens
 from support.operator_calls import assert_same, saved_for_backward
+from support.operator_checks import CountedOperators
 
 LAYERS: dict[str, Options] = {
     "every part": EVERYTHING,
@@ -84,24 +83,12 @@ def test_activation_checkpointing_keeps_its_arguments_only(options: Options) -> 
     assert output.requires_grad and kept[0].expired()
 
 
-class Products(TorchDispatchMode):
-    """Counts products of torch and routings."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.times: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.times[str(function)] += 1
-        return function(*args, **(kwargs or {}))
-
-
 def test_routes_once_and_computes_down_once() -> None:
     """The dense implementation calls products of torch, which can be counted: three, then gate and up again."""
     layer, counts = make(implementation="dense"), []
     for names in ((), ("experts",)):
         maxmoe.set_recompute(layer, names)
-        with Products() as products:
+        with CountedOperators() as products:
             outcome(layer, tokens(layer))
         counts.append(products.times)
     usual, recomputed = counts

@@ -1,6 +1,5 @@
 """Activation checkpointing: the same gradients to the bit, and with `keep_routing` never a second routing."""
 
-from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -9,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -23,7 +21,7 @@ from maxmoe._torch import SELECTIVE_CHECKPOINT_OPTIONS
 from maxmoe.recompute.selective import choices_are_kept
 from support.moe_layers import COMPUTE, DEEPSEEK, LLAMA4, Options, make, outcome, tokens
 from support.operator_calls import assert_same
-from support.operator_checks import compile_whole
+from support.operator_checks import CountedOperators, compile_whole
 
 WAYS: dict[str, Callable[..., Any]] = {
     "non_reentrant": partial(checkpoint, use_reentrant=False),
@@ -38,18 +36,6 @@ LAYERS: dict[str, Options] = {
 }
 each_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 each_layer = pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
-
-
-class Executed(TorchDispatchMode):
-    """How often each of our operators was executed, backward included."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.times: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.times[str(function)] += 1
-        return function(*args, **(kwargs or {}))
 
 
 @each_way
@@ -79,7 +65,7 @@ def test_saves_any_operator(options: Options) -> None:
     layer = make(**options)
     x = tokens(layer, 2, 9)
     torch.manual_seed(3)
-    with Executed() as executed:
+    with CountedOperators() as executed:
         layer(x)
     torch.manual_seed(3)
     expected = outcome(layer, x)
@@ -119,7 +105,7 @@ def test_a_mode_that_changes_before_the_backward(way: Callable[..., Any], traini
 @pytest.mark.parametrize(("name", "times"), [("non_reentrant", 2), ("reentrant", 2), ("keep_routing", 1)])
 def test_how_often_it_routes(name: str, times: int) -> None:
     layer = make(**DEEPSEEK)
-    with Executed() as executed:
+    with CountedOperators() as executed:
         outcome(layer, tokens(layer), lambda x: WAYS[name](layer, x))
     assert executed.times["maxmoe.route.default"] == times
     assert executed.times["maxmoe.ragged_plan.default"] == times

@@ -291,6 +291,18 @@ class ExecutedOperators(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+class CountedOperators(TorchDispatchMode):
+    """How often each operator, of torch or ours, is executed while the mode is active, backward included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.times[str(function)] += 1
+        return function(*args, **(kwargs or {}))
+
+
 @contextmanager
 def count_operators() -> Iterator[Counter[str]]:
     """Count the executed operators by name."""

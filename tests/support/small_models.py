@@ -18,7 +18,6 @@ SAME_LAYERS: dict[str, tuple[str, str, dict[str, Any]]] = _TABLES["same_layers"]
 MULTIMODAL: dict[str, dict[str, Any]] = _TABLES["multimodal"]
 TEXT_CONFIGS = {"gemma4", "inkling", "llama4", "mistral_large4", "muse_spark", "qwen3_5_moe", "step3p7"}
 # Models whose files name weights outside of the sparse blocks differently; only `from_pretrained` converts them.
-RENAMED_ELSEWHERE = {"axk2", "deepseek_v4", "kolibri1", "mistral_large4", "nemotron_h", "step3p7"}
 
 CONVERTED_ONLY = ("gemma4",)  # no module is their block
 REPLACED_ONLY = ("jetmoe", "switch_transformers")  # their blocks compute more than a layer does
