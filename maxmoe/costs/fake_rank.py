@@ -5,12 +5,10 @@ row counts, splits and moves of experts. Where values would choose integers, as 
 many tokens.
 """
 
-import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +26,6 @@ from maxmoe._torch import (
 )
 from maxmoe._torch.copies import replace_tensors
 from maxmoe._torch.fake_world import fake_world
-from maxmoe.ranks.named_collectives import CHECK_VARIABLE
 from maxmoe.sharding.mesh import Mesh
 
 # Dtypes of ids, counts and masks. The codes of quantized weights have narrower ones.
@@ -47,8 +44,7 @@ def fake_rank(sizes: dict[str, int], hot_share: float = 0.0) -> Iterator[tuple[M
         The mesh, and a context in which tensors are fake.
     """
     planned = Mesh.planned(sizes)
-    # There are no ranks that could run another collective.
-    with fake_world(planned.num_ranks), mock.patch.dict(os.environ, {CHECK_VARIABLE: "0"}):
+    with fake_world(planned.num_ranks):
         yield Mesh(planned.sizes), _fake_tensors(hot_share)
 
 

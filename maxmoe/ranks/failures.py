@@ -1,11 +1,12 @@
 """Errors that name the rank that failed first, instead of a closed connection or a timeout on the other ranks."""
 
+import faulthandler
 import itertools
 import json
 import os
 import re
 import signal
-import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -13,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
@@ -75,7 +75,8 @@ def watch_ranks(patience: float = 10.0) -> Iterator[None]:
             watch.finish(partial(watch.report, [watch.rank], f"failed first: {type(error).__name__}: {error}"))
             raise
         with sigterm_ignored():
-            place = place_of(list(traceback.walk_tb(error.__traceback__)))
+            entries = traceback.walk_tb(error.__traceback__)
+            place = place_of([Line(f.f_code.co_filename, str(line), f.f_code.co_name) for f, line in entries])
             failure = watch.finish(partial(watch.find_failure, place))
             if dist.is_torchelastic_launched():
                 time.sleep(HEAD_START)
@@ -107,13 +108,21 @@ def is_lost_connection(error: BaseException | None) -> bool:
     return False
 
 
-def place_of(lines: list[tuple[FrameType, int]]) -> str:
+class Line(NamedTuple):
+    """Line of a stack or of a traceback."""
+
+    file: str
+    number: str
+    function: str
+
+
+def place_of(lines: list[Line]) -> str:
     """Return the innermost line that is neither in a library nor in this package; `lines` has the outermost first."""
-    # Line numbers are given separately, because the frame of a traceback entry may have moved on: a frame that handles
-    # the error, as a `with` statement does, is at another line than the one that raised.
-    own = [line for line in lines if not re.search(LIBRARY_FILES, line[0].f_code.co_filename)]
-    frame, line_number = (own or lines)[-1]
-    return f"{frame.f_code.co_filename}:{line_number} in {frame.f_code.co_name}"
+    own = [line for line in lines if not re.search(LIBRARY_FILES, line.file)]
+    if not lines:
+        return "an unknown line"
+    line = (own or lines)[-1]
+    return f"{line.file}:{line.number} in {line.function}"
 
 
 def first_line(error: BaseException) -> str:
@@ -147,6 +156,7 @@ class Watch(threading.Thread):
         self._store: Any = default_store()
         self._prefix = f"maxmoe.watch_ranks/{next(_uses)}"
         self._watched = threading.get_ident()
+        self._stacks = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115, open as long as the thread
         self._stopped = threading.Event()
         self._last_call: Callable[[], Any] = self.leave
         self._result: Any = STORE_IS_GONE
@@ -198,8 +208,7 @@ class Watch(threading.Thread):
         """Write a counter and the line that the rank executes, again and again."""
         failed_at = None
         for count in itertools.count():
-            place = place_of([*traceback.walk_stack(sys._current_frames()[self._watched])][::-1])
-            self._store.set(f"heartbeat/{self.rank}", f"{count} {place}")
+            self._store.set(f"heartbeat/{self.rank}", f"{count} {place_of(self._stack())}")
             if failure := self._failure():
                 failed_at = failed_at or time.monotonic()
                 if self.rank in failure.ranks or time.monotonic() > failed_at + self.patience:
@@ -207,11 +216,23 @@ class Watch(threading.Thread):
             if self._stopped.wait(self.patience / HEARTBEATS):
                 return
 
+    def _stack(self) -> list[Line]:
+        """Return the lines that the watched thread executes, the outermost first.
+
+        Its frames must not be walked here: between two steps it may leave them. faulthandler reads all at once.
+        """
+        self._stacks.seek(0)
+        self._stacks.truncate()
+        faulthandler.dump_traceback(self._stacks)
+        self._stacks.seek(0)
+        watched = self._stacks.read().partition(f"Thread 0x{self._watched:016x} ")[2].partition("\n\n")[0]
+        return [Line(*line) for line in re.findall(r'^  File "(.*)", line (\S+) in (.*)$', watched, re.M)][::-1]
+
     def _exit(self, failure: Failure) -> None:
         """Exit the process, because the watched thread may be in a call that cannot be interrupted."""
         message = failure.message
         if self.rank in failure.ranks:
-            message += "\n" + "".join(traceback.format_stack(sys._current_frames()[self._watched]))
+            message += "".join(f'\n  File "{file}", line {number}, in {name}' for file, number, name in self._stack())
         try:
             raise RankError(message)
         except RankError as error:

@@ -112,14 +112,15 @@ def _main(
     `environment` has the environment variables of the parent; a process of the forkserver has those of its server.
     """
     torch.set_num_threads(1)  # first of all: the threads of OpenMP are not forked, and waiting for them hangs
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     code = 1
     try:
         with (box / f"{number}.stack").open("w") as stack:
+            faulthandler.enable(stack)
             if hasattr(signal, "SIGUSR1"):
                 faulthandler.register(signal.SIGUSR1, stack)
-            os.environ.clear()
+            os.environ.clear()  # before the first thread, which may read it without a lock
             os.environ.update(environment)
+            threading.Thread(target=_end_with_parent, daemon=True).start()
             if processes.prepare is not None:
                 processes.prepare()
             if num_ranks is not None:
@@ -187,9 +188,12 @@ def _raise_first_failure(box: Path, names: list[str], exit_codes: list[int | Non
         if number in hung or (box / f"{number}.result").exists():
             continue
         has_lost, when, text = False, 0.0, f"it died: exit code {code}"
-        if not (box / f"{number}.stack").exists():
+        stack = box / f"{number}.stack"
+        if not stack.exists():
             text += ", before its first line, see its output. A script must start processes under "
             text += 'if __name__ == "__main__"'
+        elif crashed_at := stack.read_text().rstrip():
+            text += f", at:\n{crashed_at}"
         if error.exists():
             has_lost, when, text = pickle.loads(error.read_bytes())
         failures.append((has_lost, when, number, text.rstrip()))
