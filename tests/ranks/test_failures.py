@@ -136,7 +136,9 @@ def group_with_store_on_rank_0() -> int:
     return host
 
 
-NO_ANSWER = r"RankError: the process with the store of torch\.distributed sends no heartbeat for 1\.5 s: rank 0 "
+NO_ANSWER = (
+    rf"RankError: the process with the store of torch\.distributed sends no heartbeat for {PATIENCE:g} s: rank 0 "
+)
 
 
 LAST_CALLS = [

@@ -1,6 +1,8 @@
 """The runner of the multi-rank tests: its results, and its errors if ranks raise, die or hang."""
 
 import os
+import re
+import signal
 import time
 from typing import Any
 
@@ -61,6 +63,15 @@ def test_a_rank_that_dies_is_named() -> None:
         all_reduce()
 
     assert failure(die_on_rank_2, 3).startswith("rank 2 of 3 failed first:\nit died: exit code 7\n\n")
+
+
+def test_the_stack_of_a_rank_that_crashes() -> None:
+    def crash() -> None:
+        signal.raise_signal(signal.SIGSEGV)
+
+    message = failure(crash, 1)
+    assert "it died: exit code -11, at:\nFatal Python error: Segmentation fault" in message
+    assert re.search(r'File ".*test_run_ranks.py", line \d+ in crash\n', message)
 
 
 def test_the_stack_of_a_rank_that_hangs() -> None:
