@@ -87,6 +87,7 @@ def test_a_second_signal_acts_as_usual() -> None:
     signal.signal(signal.SIGINT, usual)
 
 
+@pytest.mark.slow  # `.ci/run resume` kills and resumes a run, too
 def test_a_killed_process_resumes_bit_for_bit(text: Path, tmp_path: Path) -> None:
     """No other run writes to its folder before it is killed."""
     arguments, out = ("--steps", "50", "--save-every", "7"), tmp_path / "killed"

@@ -11,6 +11,7 @@ from maxmoe.models import Decoder, DecoderOutput
 from support import programs
 from support.moe_layers import COMPUTE, DEEPSEEK, make, tokens
 from support.parallel_decoder import CONFIG
+from support.slow_cases import by_default
 
 LOAD = """
 import sys
@@ -25,7 +26,9 @@ torch.save([[*result[:2], *result.stats] for result in results], outputs)
 """
 
 
-@pytest.mark.parametrize("compute", ["sparse", "dense", "capacity", "wide_capacity"])
+@pytest.mark.parametrize(
+    "compute", by_default(["sparse", "dense", "capacity", "wide_capacity"], ["sparse", "capacity"])
+)
 def test_of_the_layer_for_any_number_of_tokens(tmp_path: Path, compute: str) -> None:
     layer = make(**DEEPSEEK, **COMPUTE[compute])
     inputs = [tokens(layer, 2, 5), tokens(layer, 3, 9)]

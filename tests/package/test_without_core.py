@@ -8,6 +8,7 @@ import pytest
 
 import maxmoe
 from support import programs
+from support.slow_cases import by_default
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,7 +35,7 @@ def test_a_layer_says_what_is_missing() -> None:
     assert done.stderr.splitlines()[-1] == f"ImportError: {OFF}"
 
 
-@pytest.mark.parametrize("command", ["plan", "explain", "estimate", "info"])
+@pytest.mark.parametrize("command", by_default(["plan", "explain", "estimate", "info"], ["plan", "info"]))
 def test_commands_say_what_is_missing(command: str) -> None:
     done = programs.run([sys.executable, "-m", "maxmoe", command], env=os.environ | {"MAXMOE_CORE": "off"})
     if command == "info":

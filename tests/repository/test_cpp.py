@@ -107,7 +107,7 @@ def test_names_say_what_is_compiled_for_each_instruction_set(build_folder: Path,
         assert compiled == for_vectors
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", by_default(ISAS, [BEST]))
 def test_benchmarks(build_folder: Path, isa: str) -> None:
     """Every kernel has a row with its time, and one with the time of its bound."""
     headers = [path.read_text() for path in (ROOT / "cpp/kernels").rglob("*.h")]

@@ -13,7 +13,7 @@ TABLES = [
     ("layer", "config_table", "config_table"),
     ("layer", "config_table", "component_table"),
     pytest.param("optimizers", "optimizer_tables", "traffic", marks=pytest.mark.slow),
-    ("recomputation", "recomputation_tables", "kept"),
+    pytest.param("recomputation", "recomputation_tables", "kept", marks=pytest.mark.slow),
     ("sharding", "sharding_tables", "placements"),
     ("sharding", "sharding_tables", "collectives"),
 ]
