@@ -232,7 +232,7 @@ def test_options(options: dict[str, Any], lora: dict[str, Any]) -> None:
 def test_several_adapters(model_and_inputs: tuple[PeftModel, tuple[Any, ...]]) -> None:
     model, inputs = model_and_inputs
     first = assert_same_both_ways(model, inputs)
-    targets = list(model.peft_config["default"].target_parameters)
+    targets = list(model.peft_config["default"].target_parameters)  # type: ignore[attr-defined]
     config = LoraConfig(r=2, lora_alpha=7, target_parameters=targets, target_modules=[], init_lora_weights=False)
     model.add_adapter("second", config)
     model.to(torch.float64)

@@ -92,7 +92,7 @@ def test_the_plans_run_as_they_are_printed() -> None:
     for losses in run_ranks(run_all, 2, [result.plans[with_stages.index(which)] for which in (False, True)]):
         assert len(losses) == 2 and all(map(math.isfinite, losses))
     # What a rank stores is at least what arithmetic says, by which plans are left out.
-    step = Step(*STEP.values(), DEVICE, DTYPES)
+    step = Step(*STEP.values(), DEVICE, DTYPES)  # type: ignore[call-arg]
     stored = {(each.sizes, each.dispatch): each.stored for each in Candidates(MODEL, ["default"], step, 1.0).of(2)}
     for plan in result.plans:
         exact = plan.memory - plan.costs.memory["activations"] - plan.costs.memory["temporary"]
@@ -118,7 +118,7 @@ class Mixer(nn.Module):
 
 
 def test_sequences_of_modules_that_may_mix_tokens_stay_whole() -> None:
-    step = Step(*STEP.values(), DEVICE, DTYPES)
+    step = Step(*STEP.values(), DEVICE, DTYPES)  # type: ignore[call-arg]
     for model, is_sharded in ((MODEL, True), (nn.Sequential(MODEL, Mixer()), False)):
         found = Candidates(model, ["cp-as-ep"], step, 1.0)
         assert any("context" in dict(each.sizes) for each in found.of(2)) == is_sharded

@@ -101,7 +101,7 @@ def test_the_load_is_summed_over_windows_that_depend_on_the_steps_done(
     assert history.window == window and history.num_steps == steps
     expected = [part.sum(0) for part in counts.split(window)]
     windows = history.tokens_per_expert["moe"]
-    assert windows.shape == (100, 2) and windows.dtype == torch.int64
+    assert windows.shape == (100, 2) and windows.dtype == torch.int64  # type: ignore[attr-defined]
     assert torch.equal(windows[: len(expected)], torch.stack(expected)) and not windows[len(expected) :].any()
     if resumed_after < steps:
         assert [row.step for row in history.rows()] == [*range(resumed_after + 1, steps + 1)]
@@ -183,7 +183,7 @@ def test_a_training_on_record(tmp_path: Path) -> None:
         header, *rows = csv.reader(file)
     assert header == [*LayerLoad._fields] and len(rows) == 6
     for written, row in zip(rows, history.rows(), strict=True):
-        values = [type(value)(text) for text, value in zip(written, row, strict=True)]
+        values = [type(value)(text) for text, value in zip(written, row, strict=True)]  # type: ignore[call-arg]
         assert values == [*row]
         assert 1 <= row.load_max_over_mean <= 2 and 0 < row.router_entropy <= math.log(4) + 1e-6
     assert {counts.sum().item() for counts in history.tokens_per_expert.values()} == {3 * 2 * 5 * 2}

@@ -152,7 +152,7 @@ def on_ranks(layout: MeshRules, recompute: tuple[str, ...], operations: list[Ope
         assert isinstance(parameter, DTensor), name
         assert parameter.grad is not None, name
         for kind, got, want in zip(("value", "gradient"), (parameter, parameter.grad), parameters[name], strict=True):
-            assert_same(got.full_tensor(), want, f"{kind} of {name}", tolerance=TOLERANCE)
+            assert_same(got.full_tensor(), want, f"{kind} of {name}", tolerance=TOLERANCE)  # type: ignore[attr-defined]
 
 
 def one_case(random: Random, cases: int = 8) -> Counter[str]:

@@ -53,4 +53,4 @@ def test_contradictions_in_the_config_name_both_values(changes: dict[str, Any], 
 
 def test_an_unknown_keyword_gets_the_nearest_field() -> None:
     with pytest.raises(TypeError, match="DecoderConfig has no field 'vocabulary_size'; the nearest are 'vocab_size'"):
-        DecoderConfig(**SIZES, vocabulary_size=8)
+        DecoderConfig(**SIZES, vocabulary_size=8)  # type: ignore[call-arg]

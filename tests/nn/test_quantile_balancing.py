@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import maxmoe
 from maxmoe import MoEConfig, MoEFeedForward, StatsAccumulator, reference
-from maxmoe.nn.router import NUM_BINS, balanced_bias, required_bias_histogram
+from maxmoe.nn.router import NUM_BINS, balanced_bias, required_bias_histogram  # type: ignore[attr-defined]
 from maxmoe.parallel import parallelize
 from maxmoe.reference.routing import scores
 from maxmoe.sharding import LogicalRules, Mesh

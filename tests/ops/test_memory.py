@@ -244,13 +244,13 @@ def test_the_profiler_sees_large_results() -> None:
 
 def test_memory_is_filled_where_torch_is_asked_to() -> None:
     """Results are filled like torch.empty, which shows elements that a kernel does not write."""
-    before = deterministic.fill_uninitialized_memory
+    before = deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)
-    deterministic.fill_uninitialized_memory = True
+    deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     try:
         tensor = large_result(8 * MIB)
         tensor.resize_(16 * 1024, 256)
     finally:
-        deterministic.fill_uninitialized_memory = before
+        deterministic.fill_uninitialized_memory = before  # type: ignore[attr-defined]
         torch.use_deterministic_algorithms(False)
     assert tensor[8 * 1024 :].isnan().all()

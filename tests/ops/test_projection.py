@@ -153,7 +153,7 @@ def test_compiles_with_inductor(build: Callable[[Shape], Call]) -> None:
         ({"a": torch.ones(2, 3)}, ValueError, r"factors.a must be floating, of shape \(L, in, r\), got .*\(2, 3\)"),
         ({"b": None}, ValueError, r"factors.b must be floating, of shape \(L, r, out\), got None"),
         ({"b": torch.ones(2, 3, 4).long()}, ValueError, r"factors.b must be floating, .* got torch.int64"),
-        ({"a": torch.ones(2, 3, 4).cfloat()}, ValueError, r"factors.a must be floating, .* got torch.complex64"),
+        ({"a": torch.ones(2, 3, 4).cfloat()}, ValueError, r"factors.a must be floating, .* got torch.complex64"),  # type: ignore[attr-defined]
         ({"scale": "2"}, TypeError, "factors.scale must be a number, got str"),
     ],
 )

@@ -157,14 +157,14 @@ def test_any_placement() -> None:
         for step in range(2):
             for number, (parameter, part) in enumerate(zip(plain, sharded, strict=True)):
                 parameter.grad = whole(parameter.shape, 100 * step + number)
-                part.grad = distribute_tensor(parameter.grad.clone(), mesh, part.placements)
+                part.grad = distribute_tensor(parameter.grad.clone(), mesh, part.placements)  # type: ignore[attr-defined]
                 if number == 4 and step == 1:  # in another sharding than the parameter
                     part.grad = part.grad.redistribute(placements=[Replicate(), Shard(0)])
             one.step()
             many.step()
         for (shape, group, _), parameter, part in zip(CASES, plain, sharded, strict=True):
-            assert_same(part.full_tensor(), parameter.detach(), f"{shape} {group}", tolerance=1e-10)
-        assert unused.full_tensor().equal(whole((6, 6), 50)) and frozen.full_tensor().equal(whole((6, 6), 50))
+            assert_same(part.full_tensor(), parameter.detach(), f"{shape} {group}", tolerance=1e-10)  # type: ignore[attr-defined]
+        assert unused.full_tensor().equal(whole((6, 6), 50)) and frozen.full_tensor().equal(whole((6, 6), 50))  # type: ignore[attr-defined]
         empty = distribute_tensor(torch.zeros(0, 4), mesh, [Shard(1), Shard(1)])
         assert not distributed_newton_schulz([ShardedParameter(empty, Matrix(), torch.float64)])
         assert frozen not in many.state and isinstance(many.state[unused]["momentum_buffer"], DTensor)

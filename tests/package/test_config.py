@@ -42,7 +42,7 @@ def test_is_a_frozen_value_of_keywords() -> None:
 
 def test_an_unknown_keyword_gets_the_nearest_field() -> None:
     with pytest.raises(TypeError, match="MoEConfig has no field 'hiden_size'; the nearest are 'hidden_size'"):
-        MoEConfig(**SIZES, hiden_size=8)
+        MoEConfig(**SIZES, hiden_size=8)  # type: ignore[call-arg]
     assert list(inspect.signature(MoEConfig).parameters) == [field.name for field in dataclasses.fields(MoEConfig)]
     assert pickle.loads(pickle.dumps(MoEConfig(**SIZES))) == copy.deepcopy(MoEConfig(**SIZES))
 

@@ -53,7 +53,7 @@ def backward(model: nn.Module, scaler: Any) -> None:
         gradient: Any = value.grad
         is_distributed = isinstance(parameter, DTensor)
         parameter.grad = (
-            distribute_tensor(gradient, parameter.device_mesh, parameter.placements) if is_distributed else gradient
+            distribute_tensor(gradient, parameter.device_mesh, parameter.placements) if is_distributed else gradient  # type: ignore[attr-defined]
         )
 
 

@@ -22,6 +22,6 @@ def test_the_values_are_those_of_one_process() -> None:
         reset_parameters(model)
         assert torch.rand(()) == next_number
         for name, parameter in model.named_parameters():
-            assert torch.equal(parameter.full_tensor(), expected[name]), name
+            assert torch.equal(parameter.full_tensor(), expected[name]), name  # type: ignore[attr-defined]
 
     run_cases(draw, 4, [("shard-exp-on-fsdp", {"fsdp": 2, "expert": 2}), ("ep-tp", {"data": 2, "expert": 2})])

@@ -81,6 +81,6 @@ def test_parameters_that_the_backward_does_not_need_may_be_modified() -> None:
 
     def check(layout: MeshRules) -> None:
         model = embedding_model()
-        assert_same(train_embedding(model, *on_mesh(model, layout)).full_tensor(), expected)
+        assert_same(train_embedding(model, *on_mesh(model, layout)).full_tensor(), expected)  # type: ignore[attr-defined]
 
     run_cases(check, 2, [(layout,) for layout in MESHES])

@@ -57,7 +57,7 @@ def test_training_goes_on_on_another_mesh_with_another_strategy(tmp_path: Path) 
         dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=tmp_path / str(number))
         if number == num_steps - 1:
             for name, parameter in whole.named_parameters():
-                assert_same(model.get_parameter(name).full_tensor(), parameter, name, tolerance=1e-10)
+                assert_same(model.get_parameter(name).full_tensor(), parameter, name, tolerance=1e-10)  # type: ignore[attr-defined]
 
     for number, (layout, _) in enumerate(STRATEGIES):
         run_ranks(check, layout.world_size, number)
@@ -75,12 +75,12 @@ def test_safetensors_of_several_ranks(tmp_path: Path) -> None:
         model = parallelize(decoder(SMALL), Mesh({"expert": 2}), "ep-as-dp")
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.to_local().fill_(-1.0)
+                parameter.to_local().fill_(-1.0)  # type: ignore[attr-defined]
         weights = model.state_dict()
         dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)))
         model.load_state_dict(weights)
         for name, parameter in model.named_parameters():
-            assert parameter.full_tensor().equal(expected[name]), name
+            assert parameter.full_tensor().equal(expected[name]), name  # type: ignore[attr-defined]
 
     run_ranks(save, 2)
     run_ranks(load, 2)

@@ -99,7 +99,7 @@ def test_what_is_sharded_already_stays_as_it_is() -> None:
         )
         model.extra = Inner()
         assert "is a DTensor already" in error_of(shard_parameters, model, mesh, RULES)
-        assert not isinstance(model.extra.weight, DTensor)
+        assert not isinstance(model.extra.weight, DTensor)  # type: ignore[attr-defined]
         assert all(model.get_parameter(name) is parameter for name, parameter in before.items())
 
 

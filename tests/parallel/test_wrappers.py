@@ -100,11 +100,11 @@ def test_ddp_and_zero_after_parallelize() -> None:
             with pytest.raises(ValueError, match=f"{message}{type(inner).__name__}: parallelize reduces"):
                 DistributedDataParallel(inner)
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1.0)
-        before = {name: parameter.to_local().clone() for name, parameter in model.named_parameters()}
+        before = {name: parameter.to_local().clone() for name, parameter in model.named_parameters()}  # type: ignore[attr-defined]
         loss(model(batch()[0]), batch()[1]).backward()
         with pytest.raises(ValueError, match=r"^ZeroRedundancyOptimizer must not hold parameters of a module "):
             optimizer.step()
-        assert all(torch.equal(parameter.to_local(), before[name]) for name, parameter in model.named_parameters())
+        assert all(torch.equal(parameter.to_local(), before[name]) for name, parameter in model.named_parameters())  # type: ignore[attr-defined]
 
     run_ranks(check, 2)
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from maxmoe.models.decoder import Block
+from maxmoe.models.decoder import Block  # type: ignore[attr-defined]
 from maxmoe.parallel import clip_grad_norm_
 from maxmoe.pipelining import Pipeline
 from maxmoe.sharding import Mesh

@@ -12,5 +12,5 @@ from support.run_ranks import ByValue, rank_processes
 def compare(case: Case, timeout: float = 60.0, dtype: torch.dtype | None = None) -> RankComparison:
     __tracebackhide__ = True  # by pytest
     functions = case.build, case.parallelize, case.make_batch, case.loss, case.step, case.make_update
-    training = Training(*(function and ByValue(function) for function in functions), case.steps)
+    training = Training(*(function and ByValue(function) for function in functions), case.steps)  # type: ignore[call-arg]
     return Run(training, case.num_ranks, dtype, None, rank_processes(timeout, timeout)).compare()

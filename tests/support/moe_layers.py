@@ -240,7 +240,7 @@ def specification(layer: MoE, x: Tensor, got: Result, token_mask: Tensor | None 
         if token_mask is not None:
             x = x.masked_fill(~token_mask[..., None], 0.0)
             previous = None if previous is None else previous.masked_fill(~token_mask[..., None], 0.0)
-        outputs = (*outputs, rule.reference_state(x, state, previous))
+        outputs = (*outputs, rule.reference_state(x, state, previous))  # type: ignore[attr-defined]
     cotangents = [cotangent.double() for cotangent in cotangents_of(got.outputs)]
     return differentiate(outputs, {**leaves, **state}, cotangents)
 

@@ -81,7 +81,7 @@ def assert_same(
         if mask is not None and name in ("logits", "router_logits"):
             both = [each.movedim(-1, 0)[..., mask.bool()] for each in both]
         if max(each.abs().max() for each in both) > min(relative, 1e-6):  # rounding, where the exact value is zero
-            assert_near(*both, relative, name)
+            assert_near(*both, relative, name)  # type: ignore[call-arg]
 
 
 def assert_equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

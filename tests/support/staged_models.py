@@ -187,7 +187,7 @@ class Classifier(nn.Module):
 
     def forward(self, x: Tensor, *, scale: float) -> dict[str, Tensor]:
         x = self.encoder["inputs"](x)
-        for layer in self.encoder["layers"]:
+        for layer in self.encoder["layers"]:  # type: ignore[attr-defined]
             x = x + scale * layer(x)
         return {"scores": self.head(x)}
 

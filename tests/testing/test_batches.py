@@ -36,7 +36,7 @@ def test_batches_of_any_form() -> None:
         return Pair(Attributes(x=inputs, **more), Fields(x=targets))
 
     def loss_that_pops(model: nn.Module, batch: Pair) -> dict[str, Tensor]:
-        batch.inputs.x.mul_(1.5)
+        batch.inputs.x.mul_(1.5)  # type: ignore[attr-defined]
         output, aux_loss = model(batch.inputs.pop("x"))
         factor = dist.get_world_size() if dist.is_initialized() else 1
         return {"tokens": (output - batch.targets["x"]).square().mean(), "aux": aux_loss * factor}

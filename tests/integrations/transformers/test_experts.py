@@ -95,7 +95,7 @@ def test_every_declared_layout(path: str, act_fn: Any) -> None:
 )
 def test_the_operator_reads_the_parameters_themselves(experts_class: type[nn.Module], layout: str) -> None:
     experts = small(experts_class)
-    with patch.object(implementation, "expert_ffn", wraps=implementation.expert_ffn) as operator:
+    with patch.object(implementation, "expert_ffn", wraps=implementation.expert_ffn) as operator:  # type: ignore[attr-defined]
         outcome(experts, "maxmoe", routed(torch.float64))
     _, _, _, gate, up, down = operator.call_args.args
     assert gate is None and up.weights.shape == (NUM_EXPERTS, HIDDEN_SIZE, 2 * INTERMEDIATE_SIZE)

@@ -96,7 +96,7 @@ def test_experts_of_step3p7(limit: float | None, gate: dict[str, Any] | None) ->
 
 def test_step3p7_with_limits_for_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[Any] = []
-    expert_ffn = implementation.expert_ffn
+    expert_ffn = implementation.expert_ffn  # type: ignore[attr-defined]
     monkeypatch.setattr(implementation, "expert_ffn", lambda *a, **b: called.append(b["limit"]) or expert_ffn(*a, **b))
     model = small_model("step3p7")
     with WithoutFloat32():

@@ -85,7 +85,7 @@ def test_per_expert_names_are_those_of_published_files(preset: str, tmp_path: Pa
     for file in files:
         save_file(published, file, {"format": "pt"})
     options = {"dtype": torch.float64, "experts_implementation": "eager"}
-    merged = type(base).from_pretrained(tmp_path / "merged", **options).eval()
+    merged = type(base).from_pretrained(tmp_path / "merged", **options).eval()  # type: ignore[attr-defined]
     torch.testing.assert_close(logits(merged), expected, rtol=1e-12, atol=1e-12)
     assert (expected - without).abs().max() > 1e-2
 

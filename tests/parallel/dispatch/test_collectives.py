@@ -183,7 +183,7 @@ def test_counts_on_the_device_and_on_the_host_of_any_group() -> None:
 
 def exchanges() -> Any:
     """A spy on the all-gathers of counts. `CommDebugMode` does not look into operators."""
-    return patch.object(dispatch_collectives, "all_gather", wraps=dispatch_collectives.all_gather)
+    return patch.object(dispatch_collectives, "all_gather", wraps=dispatch_collectives.all_gather)  # type: ignore[attr-defined]
 
 
 def test_a_recomputation_that_keeps_the_routing_does_not_gather_counts_again() -> None:
