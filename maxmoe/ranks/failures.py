@@ -219,7 +219,8 @@ class Watch(threading.Thread):
     def _stack(self) -> list[Line]:
         """Return the lines that the watched thread executes, the outermost first.
 
-        Its frames must not be walked here: between two steps it may leave them. faulthandler reads all at once.
+        Its frames must not be walked here. A step makes a frame object, which may collect garbage, whose finalizers may
+        let the other thread run: it leaves the frame, and the object refers to freed memory. faulthandler makes none.
         """
         self._stacks.seek(0)
         self._stacks.truncate()
