@@ -20,7 +20,6 @@ from support.moved_experts import make_moves_free
 from support.parallel_decoder import CONFIG, batch, decoder, loss, token_spec
 from support.parts import assert_same, part_by_definition
 from support.run_ranks import run_ranks
-from support.slow_cases import cases_by_default
 
 MOE = MoEConfig(
     hidden_size=8, intermediate_size=4, num_experts=4, top_k=2, num_shared_experts=1, load_balance_loss_weight=0.1
@@ -64,7 +63,9 @@ BREAKS = {
 }
 
 
-@pytest.mark.parametrize(("rules", "dispatch"), cases_by_default(STRATEGIES, STRATEGIES[:1]))
+@pytest.mark.parametrize(
+    ("rules", "dispatch"), [STRATEGIES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in STRATEGIES[1:])]
+)
 def test_a_layer(rules: str, dispatch: Dispatch) -> None:
     """After the first step nothing is compiled: other tokens, and other numbers of rows that travel, change nothing."""
 
