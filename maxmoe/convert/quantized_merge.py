@@ -77,7 +77,7 @@ def merge_losses(model: nn.Module) -> MergeLosses:
 
 
 @torch.no_grad()
-def merge_and_unload(model: Any) -> nn.Module:
+def merge_and_unload(model: nn.Module) -> nn.Module:
     """Merge the active adapters of a model of PEFT into its weights, quantized experts included.
 
     Quantized experts are quantized again in their format, as `maxmoe.quantization.quantize` does: the same codes as of
@@ -94,8 +94,12 @@ def merge_and_unload(model: Any) -> nn.Module:
         The model without PEFT.
 
     Raises:
-        ValueError: as `merge_losses`. Nothing has been changed then.
+        ValueError: as `merge_losses`, and for another model. Nothing has been changed then.
     """
+    from peft import PeftModel
+
+    if not isinstance(model, PeftModel):
+        raise ValueError(f"merge_and_unload needs a model of PEFT, got {type(model).__name__}")
     print(merge_losses(model))
     for each in [*_adapted_weights(model)][::-1]:  # wrappers lie in each other, the first one outside
         put_stack(each.owner, each.parameter, _merged(each))

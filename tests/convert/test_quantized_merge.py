@@ -99,8 +99,10 @@ def test_the_table_and_adapters_that_change_nothing() -> None:
 def test_models_without_weights_to_merge() -> None:
     message = "the model must have active adapters beside quantized experts, got "
     with pytest.raises(ValueError, match=message + "Sequential"):
-        merge_and_unload(layers()[0])
+        merge_losses(layers()[0])
     model = adapted(layers, "mxfp4")
+    with pytest.raises(ValueError, match="merge_and_unload needs a model of PEFT, got Sequential"):
+        merge_and_unload(nn.Sequential(model))
     model.base_model.set_adapter([])
     with pytest.raises(ValueError, match=message + "PeftModel"):
         merge_and_unload(model)
