@@ -167,7 +167,8 @@ class _RecordingRunner(ExpertRunner):
             slot = TopK(torch.ones_like(weights).unsqueeze(1), ids.unsqueeze(1), top_k.is_unpadded)
             outputs, _ = self.whole.run(experts, x, slot, num_sequences=num_sequences)
             outputs = self.region.reduce_from_experts(outputs)  # a no-op unless the ranks have partial sums
-            norms = torch.linalg.vector_norm(outputs, dim=1, dtype=weights.dtype)
+            wide = torch.promote_types(outputs.dtype, torch.float32)
+            norms = torch.linalg.vector_norm(outputs, dim=1, dtype=wide)
             self.add(ids, weights * norms)
 
 
