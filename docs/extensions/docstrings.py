@@ -35,6 +35,8 @@ PACKAGES = (
     "maxmoe.quantization",
     "maxmoe.expert_load",
     "maxmoe.nn",
+    "maxmoe.convert.quantized_merge",
+    "maxmoe.convert.saliency",
     "maxmoe.convert.surgery",
     "maxmoe.presets",
     "maxmoe.models",

@@ -10,6 +10,7 @@ from maxmoe.adapters.peft import adapted_module as adapted_module
 from maxmoe.adapters.peft import adapters_around as adapters_around
 from maxmoe.adapters.peft import check_adapters as check_adapters
 from maxmoe.adapters.peft import connect_when_imported
+from maxmoe.adapters.peft import unwrapped_name as unwrapped_name
 from maxmoe.adapters.peft import without_adapters as without_adapters
 from maxmoe.adapters.peft import wrappers_of as wrappers_of
 from maxmoe.adapters.stacked import adapter_state_dict as adapter_state_dict

@@ -59,8 +59,9 @@ def _of_packed_factors(get_delta_weight: Callable[..., Tensor]) -> Callable[...,
             )
         if isinstance(weight, QuantizedStack):
             raise RuntimeError(
-                f"{beside} cannot be added to weights quantized as {weight.format}: keep it beside them, or call "
-                "maxmoe.quantization.dequantize_experts(model) first"
+                f"{beside} cannot be added to weights quantized as {weight.format}: keep it beside them, quantize the "
+                "sum with maxmoe.convert.quantized_merge.merge_and_unload(model), which says how much of it is lost, "
+                "or call maxmoe.quantization.dequantize_experts(model) first"
             )
         return get_delta_weight(wrapper, adapter_name, *arguments, **options)
 

@@ -110,6 +110,14 @@ def wrappers_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield path, child
 
 
+def unwrapped_name(path: str) -> str:
+    """Return the path of the module inside a wrapper in the model that PEFT wraps, from the path of the wrapper."""
+    path = path.removeprefix("base_model.model.")
+    while path.endswith(".base_layer"):
+        path = path.removesuffix(".base_layer")
+    return path
+
+
 def check_adapters(module: nn.Module, layer_type: type[nn.Module]) -> None:
     """Raise for adapters of other parts of layers than the experts, and of experts that do not take them."""
     wrappers = dict(wrappers_of(module))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from maxmoe.adapters.peft import wrappers_of
+from maxmoe.adapters.peft import unwrapped_name, wrappers_of
 from maxmoe.checks.whole_tensors import check_whole
 from maxmoe.ops import LowRankFactors
 
@@ -52,10 +52,9 @@ def served_adapter(model: nn.Module, adapter: str | None) -> ServedAdapter:
     experts: dict[str, dict[str, LowRankFactors]] = {}
     for path, wrapper in wrappers_of(model):
         if name in wrapper.lora_A:
-            owner = path.removeprefix("base_model.model.")
-            while owner.endswith(".base_layer"):
-                owner = owner.removesuffix(".base_layer")
-            experts.setdefault(owner, {})[wrapper.parameter_name] = _peft.factors_of_adapter(wrapper, name)
+            experts.setdefault(unwrapped_name(path), {})[wrapper.parameter_name] = _peft.factors_of_adapter(
+                wrapper, name
+            )
             for factor in ("lora_A", "lora_B"):
                 del others[f"{path}.{factor}.weight"]
     _check_names(others)

@@ -126,7 +126,7 @@ def test_adapters_of_peft(name: str, is_adapted_first: bool) -> None:
 
     assert any(isinstance(module, QuantizedWeight) for module in model.modules())
     got, with_adapters = gradients(), outputs(model)
-    with pytest.raises(RuntimeError, match=r"int4: keep it beside them, or call maxmoe.quantization.dequantize_ex"):
+    with pytest.raises(RuntimeError, match=r"int4: keep it beside them, quantize the sum with maxmoe.convert.quan"):
         model.merge_adapter()
     dequantize_experts(model)
     assert got and all(torch.equal(one, other) and one.any() for one, other in zip(got, gradients(), strict=True))

@@ -40,7 +40,13 @@ def packages() -> list[str]:
     ]
 
 
-MODULES = ("maxmoe.convert.checkpoint", "maxmoe.convert.surgery", "maxmoe.integrations.lightning")  # with a page too
+MODULES = (
+    "maxmoe.convert.checkpoint",
+    "maxmoe.convert.quantized_merge",
+    "maxmoe.convert.saliency",
+    "maxmoe.convert.surgery",
+    "maxmoe.integrations.lightning",
+)  # with a page too
 
 
 def test_every_package_has_a_page() -> None:
