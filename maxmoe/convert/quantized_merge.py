@@ -81,8 +81,9 @@ def merge_and_unload(model: nn.Module) -> nn.Module:
     """Merge the active adapters of a model of PEFT into its weights, quantized experts included.
 
     Quantized experts are quantized again in their format, as `maxmoe.quantization.quantize` does: the same codes as of
-    `dequantize_experts`, PEFT's `merge_and_unload` and `quantize_experts`, with one weight at a time expanded. Zero
-    points of "int4" become 8. Before anything is changed, `merge_losses` is printed. All else is merged by PEFT::
+    `dequantize_experts`, PEFT's `merge_and_unload` and `quantize_experts`, with one weight at a time expanded. Weights
+    of "int4" have no zero points afterwards. Before anything is changed, `merge_losses` is printed. All else is merged
+    by PEFT::
 
         print(merge_losses(model))  # decide
         model = merge_and_unload(model)

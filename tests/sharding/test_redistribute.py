@@ -68,8 +68,12 @@ def test_what_cannot_be_resharded() -> None:
 
 
 def random_redistributions(count: int, mesh: Mesh) -> Iterator[tuple[NamedSharding, NamedSharding]]:
-    """Any sharding to any other; partial axes are all-reduced, reduce-scattered or stay partial."""
+    """Any sharding to any other; partial axes are all-reduced, reduce-scattered or stay partial, others become partial.
+
+    The first sharding has no axis, and all become partial.
+    """
     draw = random.Random(2)
+    yield NamedSharding(mesh, P(None, None)), NamedSharding(mesh, P(None, None), tuple(SIZES))
     for _ in range(count):
         source = random_spec(draw)
         sums = [axis for axis in SIZES if not any(axis in axes for axes in source) and draw.random() < 0.7]
