@@ -5,7 +5,7 @@ of a lower rank get rows and columns of zeros, another scale is multiplied into 
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -46,7 +46,7 @@ def served_adapter(model: nn.Module, adapter: str | None) -> ServedAdapter:
     if name not in model.peft_config:
         raise ValueError(f"adapter must be one of {[*model.peft_config]}, got {name!r}")
     config = model.peft_config[name]
-    _check_config(config)
+    check_config(config.to_dict())
     others = get_peft_model_state_dict(model, adapter_name=name)
     check_whole("export_adapter", others)
     experts: dict[str, dict[str, LowRankFactors]] = {}
@@ -84,19 +84,51 @@ def _padded(factor: Tensor, dim: int, rank: int) -> Tensor:
     return torch.cat([factor, factor.new_zeros(shape)], dim)
 
 
-def _check_config(config: Any) -> None:
+def check_config(config: Mapping[str, Any]) -> None:
     """Raise for fields of a config that ask for more than two factors of each matrix."""
-    if config.peft_type != "LORA":
-        raise ValueError(f"servers read adapters of the type LORA, got {config.peft_type}")
-    init = config.init_lora_weights
+    if config["peft_type"] != "LORA":
+        raise ValueError(f"servers read adapters of the type LORA, got {config['peft_type']}")
+    init = config.get("init_lora_weights")
     if isinstance(init, str) and init.startswith(_CHANGE_WEIGHTS):
         raise ValueError(
             f"init_lora_weights={init!r} has changed the weights beside the adapter, which a server has as they were: "
             "save it with PEFT's path_initial_model_for_weight_conversion, load that, and export it"
         )
     for field in ("modules_to_save", "trainable_token_indices", "layer_replication", "alora_invocation_tokens"):
-        if getattr(config, field, None):
-            raise ValueError(f"servers do not read {field} of an adapter, got {getattr(config, field)}")
+        if config.get(field):
+            raise ValueError(f"servers do not read {field} of an adapter, got {config[field]}")
+
+
+def served_config(
+    config: Mapping[str, Any], rank: int, scale: float, modules: Set[str], projections: Set[str]
+) -> dict[str, Any]:
+    """Return a config with one rank and one scale, and modules by their names.
+
+    SGLang knows the projections of experts by these names whatever the names of the tensors are, and computes the scale
+    as lora_alpha / r also with use_rslora.
+
+    Args:
+        config: config of the adapter as it was.
+        rank: rank of all factors.
+        scale: scale of all products.
+        modules: paths of the adapted modules beside experts.
+        projections: names of the projections of an expert.
+    """
+    alpha = scale * rank
+    return {
+        **{key: config.get(key) for key in ("base_model_name_or_path", "task_type", "revision")},
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
+        "target_modules": sorted({module.rpartition(".")[2] for module in modules} | projections),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "lora_dropout": 0.0,
+        "modules_to_save": None,
+        "use_dora": False,
+        "use_rslora": False,
+    }
 
 
 def _check_names(others: Mapping[str, Tensor]) -> None:

@@ -1,0 +1,71 @@
+"""Evidence for the order of the columns of B in a file that has all experts in one tensor.
+
+PEFT packs B with the expert as the fastest index. Some programs have written the columns of each expert one after the
+other: the shapes are the same, and the products are of other experts. In a trained adapter, the columns of one expert
+have similar norms, since they were trained by the same tokens: their variance within the experts is smaller in the right
+order than in a wrong one.
+"""
+
+import math
+from typing import NamedTuple
+
+from torch import Tensor
+
+from maxmoe.convert.adapter_file import BY_EXPERT, PACKING, AdapterFile
+
+# Standard deviations by which one order must explain the norms better than chance and better than the other one.
+_DECISIVE = 6.0
+
+
+class Packing(NamedTuple):
+    """How well each order of the columns of B explains their norms, in standard deviations from chance."""
+
+    expert_fastest: float
+    by_expert: float
+    marker: str | None  # that the config has
+
+    @property
+    def is_by_expert(self) -> bool:
+        """Whether the columns of an expert are read one after the other: only if the config says so."""
+        return self.marker == BY_EXPERT
+
+    def check(self, where: str) -> None:
+        """Raise if the norms say clearly that the columns are read in the wrong order."""
+        read, other = self.expert_fastest, self.by_expert
+        if self.is_by_expert:
+            read, other = other, read
+        if other > _DECISIVE and other - read > _DECISIVE:
+            wanted = "rank_major" if self.is_by_expert else BY_EXPERT
+            raise ValueError(
+                f"{where}: the norms of the columns of B must fit their experts, got {read:.1f} standard deviations "
+                f'above chance, and {other:.1f} in the other order: if they are, write "{PACKING}": "{wanted}" into '
+                "adapter_config.json"
+            )
+
+
+def packing_of(file: AdapterFile) -> Packing:
+    """Measure both orders of the columns of B in a file with packed experts."""
+    totals, count = [0.0, 0.0], 0
+    for block, experts in file.experts.items():
+        for name, module in file.parameters(block).items() if experts.kind == "packed" else ():
+            rank, _ = file.rank_and_scale(f"{block}experts.{name}")
+            norms = file.tensor(f"{module}.lora_B.weight").double().norm(dim=0)
+            if rank > 1 and norms.max() > norms.min():
+                logarithms = norms.clamp(min=norms.max() * 1e-12).log()  # experts without tokens have zeros
+                for place, groups in enumerate((logarithms.reshape(rank, -1).T, logarithms.reshape(-1, rank))):
+                    totals[place] += _deviations(groups)
+                count += 1
+    expert_fastest, by_expert = (total / math.sqrt(max(count, 1)) for total in totals)
+    return Packing(expert_fastest, by_expert, file.config.get(PACKING))
+
+
+def _deviations(groups: Tensor) -> float:
+    """Return by how many standard deviations the share of the variance between groups (E, r) is above chance.
+
+    For numbers in a random order, the share has a beta distribution with (E - 1) / 2 and (n - E) / 2, n = E r.
+    """
+    whole = groups - groups.mean()
+    share = float(groups.shape[1] * (groups.mean(1) - groups.mean()).square().sum() / whole.square().sum())
+    alpha, beta = (len(groups) - 1) / 2, (groups.numel() - len(groups)) / 2
+    mean = alpha / (alpha + beta)
+    return (share - mean) / math.sqrt(max(mean * (1 - mean) / (alpha + beta + 1), 1e-30))
