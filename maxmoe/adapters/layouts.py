@@ -91,17 +91,14 @@ class ExpertNames:
             raise ValueError(f"vLLM leaves out stacked adapters of {self.model} (vllm-project/vllm#41754)")
 
 
-def arranged(layout: AdapterLayout, experts: Experts, names: ExpertNames) -> Experts:
-    """Return the factors with gate and up apart, or in one, as a layout has them."""
-    match layout:
-        case "per_expert" | "shared_outer":
-            return apart(experts, names)
-        case "sglang_stacked":
-            separate = apart(experts, names)
-            has_one_a = separate["gate_proj"].a.equal(separate["up_proj"].a)
-            return fused(experts, names) if has_one_a else separate
-        case "peft" | "peft_0.18" | "vllm_stacked":
-            return fused(experts, names)
+def arranged(layout: AdapterLayout, experts: Experts, names: ExpertNames) -> dict[str, Factors]:
+    """Return the factors with gate and up apart, or in one, as a layout has them, and in the order of the parameters."""
+    are_apart = layout in ("per_expert", "shared_outer")
+    if layout == "sglang_stacked":
+        separate = apart(experts, names)
+        are_apart = not separate["gate_proj"].a.equal(separate["up_proj"].a)
+    found = apart(experts, names) if are_apart else fused(experts, names)
+    return {name: found[name] for name in ("gate_up_proj", *W123) if name in found}
 
 
 def tensors_of(

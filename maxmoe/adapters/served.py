@@ -5,7 +5,7 @@ of a lower rank get rows and columns of zeros, another scale is multiplied into 
 """
 
 from collections import Counter
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -21,11 +21,12 @@ _FACTORS = (".lora_A.weight", ".lora_B.weight", ".lora_embedding_A", ".lora_embe
 
 
 class ServedAdapter(NamedTuple):
-    """An adapter of a model of PEFT, with one rank and one scale for all factors."""
+    """An adapter of a model of PEFT, and one rank and one scale for all factors."""
 
-    # By the path of the module of experts in the model that PEFT wraps, then by parameter, in the parameter's layout.
+    # By the path of the module of experts in the model that PEFT wraps, then by parameter, in the parameter's layout
+    # and with their own ranks and scales.
     experts: Mapping[str, Mapping[str, LowRankFactors]]
-    others: Mapping[str, Tensor]  # factors of other modules, by their names in a file of PEFT
+    others: Mapping[str, Tensor]  # factors of other modules with this rank and scale, by their names in a file of PEFT
     rank: int
     scale: float
     config: Mapping[str, Any]  # as in a file of PEFT
@@ -61,20 +62,18 @@ def served_adapter(model: nn.Module, adapter: str | None) -> ServedAdapter:
     _check_names(others)
     scales = _scales(model, name)
     rank = max(rank for rank, _ in scales.values())
-    # The most frequent scale, so that as few factors as possible are multiplied.
-    ((scale, _),) = Counter(scale for _, scale in scales.values() if scale).most_common(1) or [(1.0, 0)]
-    folded = {
-        owner: {
-            parameter: LowRankFactors(_padded(a, 2, rank), _padded(b, 1, rank) * (own / scale), scale)
-            for parameter, (a, b, own) in factors.items()
-        }
-        for owner, factors in experts.items()
-    }
+    scale = common_scale(scale for _, scale in scales.values())
     for key, factor in others.items():
         path, _, kind = key.rpartition(".lora_")
         is_b = kind.removeprefix("embedding_").startswith("B")
         others[key] = _padded(factor, 1, rank) * (scales[path][1] / scale) if is_b else _padded(factor, 0, rank)
-    return ServedAdapter(folded, others, rank, scale, config.to_dict())
+    return ServedAdapter(experts, others, rank, scale, config.to_dict())
+
+
+def common_scale(scales: Iterable[float]) -> float:
+    """Return the most frequent scale, so that as few factors as possible are multiplied; the largest of several."""
+    counts = Counter(scale for scale in scales if scale)
+    return max(counts, key=lambda scale: (counts[scale], scale), default=1.0)
 
 
 def _padded(factor: Tensor, dim: int, rank: int) -> Tensor:

@@ -4,7 +4,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from maxmoe.adapters.factors import takes
 from maxmoe.adapters.peft import wrappers_of
 from maxmoe.adapters.stacked import packed_as_by_peft
 from maxmoe.checks.early_optimizers import mark_replaced
@@ -27,8 +26,8 @@ def share_outer_factors(model: nn.Module, adapter: str = "default") -> None:
         adapter: name of the adapter.
 
     Raises:
-        ValueError: if the model has no such adapter, if its experts do not take factors, after `parallelize`, and if an
-            adapter that is not new has different factors for the experts.
+        ValueError: if the model has no such adapter, after `parallelize`, and if an adapter that is not new has different
+            factors for the experts.
 
     Source: `--experts-shared-outer-loras` of SGLang, `--enable-moe-shared-loras` of vLLM.
 
@@ -59,9 +58,6 @@ def _first(path: str, wrapper: Any, adapter: str) -> Tensor:
     """Return the outer factor of the first expert as PEFT packs it, after checks that the others have no other one."""
     from maxmoe.adapters import _peft
 
-    if not takes(wrapper.get_base_layer(), wrapper.parameter_name):
-        kind = type(wrapper.get_base_layer()).__name__
-        raise ValueError(f"{path} must adapt experts that take low-rank factors, got {kind}.{wrapper.parameter_name}")
     if _peft.is_stacked(wrapper):
         raise ValueError(f"{path}: share_outer_factors must be called before parallelize")
     lora_a, lora_b = _peft.stored_stacks(wrapper, adapter)

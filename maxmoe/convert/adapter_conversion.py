@@ -6,7 +6,6 @@ multiplied into B. The new file takes its place only after every product of its 
 
 import json
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -29,7 +28,7 @@ from maxmoe.adapters.layouts import (
     tensors_of,
     trimmed,
 )
-from maxmoe.adapters.served import check_config, served_config
+from maxmoe.adapters.served import check_config, common_scale, served_config
 from maxmoe.convert.adapter_file import PACKING, PREFIX, AdapterFile, BaseModel
 from maxmoe.convert.safetensors_header import write_header
 from maxmoe.files import replacing
@@ -144,9 +143,7 @@ class _Writer:
         # Between the orientations of PEFT, ranks and scales stay what the config says.
         self.keeps_config = source.layout in _OF_PEFT and layout in _OF_PEFT
         self.rounded: set[str] = set()
-        scales = Counter(scale for scale in source.scales() if scale)
-        # The most frequent scale, so that as few factors as possible are multiplied.
-        ((self.scale, _),) = scales.most_common(1) or [(1.0, 0)]
+        self.scale = common_scale(source.scales())
         self.rank, self.is_shared = 1, layout in WITH_SHARED and bool(source.experts)
         found: dict[str, dict[str, Factors]] = {}
         for part in progress(self.parts, "reading"):

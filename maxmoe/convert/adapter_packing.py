@@ -30,16 +30,13 @@ class Packing(NamedTuple):
         return self.marker == BY_EXPERT
 
     def check(self, where: str) -> None:
-        """Raise if the norms say clearly that the columns are read in the wrong order."""
-        read, other = self.expert_fastest, self.by_expert
-        if self.is_by_expert:
-            read, other = other, read
-        if other > _DECISIVE and other - read > _DECISIVE:
-            wanted = "rank_major" if self.is_by_expert else BY_EXPERT
+        """Raise if the norms say clearly that the columns have the other order, and the config says nothing."""
+        fitting, other = self.expert_fastest, self.by_expert
+        if self.marker is None and other > _DECISIVE and other - fitting > _DECISIVE:
             raise ValueError(
-                f"{where}: the norms of the columns of B must fit their experts, got {read:.1f} standard deviations "
-                f'above chance, and {other:.1f} in the other order: if they are, write "{PACKING}": "{wanted}" into '
-                "adapter_config.json"
+                f"{where}: the norms of the columns of B must fit their experts, got {fitting:.1f} standard deviations "
+                f"above chance with the expert as fastest index, and {other:.1f} if the columns of an expert follow each "
+                f'other: write "{PACKING}": "{BY_EXPERT}" into adapter_config.json if they do, or else "rank_major"'
             )
 
 
@@ -49,8 +46,11 @@ def packing_of(file: AdapterFile) -> Packing:
     for block, experts in file.experts.items():
         for name, module in file.parameters(block).items() if experts.kind == "packed" else ():
             rank, _ = file.rank_and_scale(f"{block}experts.{name}")
-            norms = file.tensor(f"{module}.lora_B.weight").double().norm(dim=0)
-            if rank > 1 and norms.max() > norms.min():
+            packed = file.tensor(f"{module}.lora_B.weight")
+            norms = packed.double().norm(dim=0)
+            stack = packed.unflatten(1, (rank, -1))
+            is_shared = stack.equal(stack[..., :1].expand_as(stack))  # copies for each expert
+            if rank > 1 and not is_shared and norms.max() > norms.min():
                 logarithms = norms.clamp(min=norms.max() * 1e-12).log()  # experts without tokens have zeros
                 for place, groups in enumerate((logarithms.reshape(rank, -1).T, logarithms.reshape(-1, rank))):
                     totals[place] += _deviations(groups)

@@ -15,15 +15,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from maxmoe.adapters import adapted_module
-from maxmoe.adapters.layouts import ExpertNames, Experts, Factors, arranged, tensors_of, unified
-from maxmoe.adapters.served import served_adapter, served_config
+from maxmoe.adapters.layouts import ExpertNames, Experts, Factors, arranged, filled, padded, tensors_of, unified
+from maxmoe.adapters.served import ServedAdapter, served_adapter, served_config
 from maxmoe.convert.blocks import family_of_block
 from maxmoe.declaration import FusedGate
 from maxmoe.families.family import Family
 from maxmoe.files import replacing
 from maxmoe.integrations.transformers._transformers import is_experts
 from maxmoe.integrations.transformers.moe_block import TransformersMoE
-from maxmoe.ops import LowRankFactors
 
 ServedLayout = Literal["per_expert", "vllm_stacked", "sglang_stacked", "shared_outer"]
 _PREFIX = "base_model.model."  # of PEFT, in every name of a file
@@ -74,7 +73,7 @@ def export_adapter(
     for name, tensor in parts.others.items():
         block = next((each for each in blocks.values() if name.startswith(f"{_PREFIX}{each.path}.")), None)
         tensors[name if block is None else block.published(name)] = tensor
-    experts = {path: block.arranged(parts.experts[path]) for path, block in blocks.items()}
+    experts = {path: block.arranged(parts, path) for path, block in blocks.items()}
     for path, factors in unified(layout, experts, "export_adapter").items():
         base = f"{blocks[path].published(f'{_PREFIX}{path}'.rpartition('.')[0])}."
         tensors.update(tensors_of(layout, base, factors, blocks[path].names))
@@ -129,22 +128,21 @@ class _Block:
         block = ".".join(filter(None, (parent, self.family.published_block)))
         return f"{_PREFIX}{block}{name.removeprefix(_PREFIX + self.path)}"
 
-    def arranged(self, factors: Mapping[str, LowRankFactors]) -> Experts:
-        """Return the factors as the layout has them. A projection without an adapter has factors of zero."""
+    def arranged(self, parts: ServedAdapter, path: str) -> Experts:
+        """Return the factors of the block with one rank and scale, as the layout has them.
+
+        A projection without an adapter has factors of zero.
+        """
+        factors = parts.experts[path]
         names = "gate_up_proj" if self.experts.has_gate else "up_proj", "down_proj"
         others = sorted(set(factors) - {*names})
         if others:
             raise ValueError(
                 f"servers read adapters of {names[0]} and down_proj of {self.path}.{self._name}, got {others}"
             )
-        return arranged(self._layout, {name: self._factors(factors, name) for name in names}, self.names)
-
-    def _factors(self, factors: Mapping[str, LowRankFactors], name: str) -> Factors:
-        """Return the factors of a projection, given the factors in the layout of its parameter."""
-        if name not in factors:
-            like, (count, *matrix) = next(iter(factors.values())).a, getattr(self.experts, name).shape
-            size_in, size_out = matrix if self.experts.is_transposed else reversed(matrix)
-            rank = like.shape[2]
-            return Factors(like.new_zeros(count, rank, size_in), like.new_zeros(count, size_out, rank))
-        a, b, _ = factors[name] if self.experts.is_transposed else factors[name].transposed()
-        return Factors(a.mT, b.mT)
+        experts: dict[str, Factors] = {}
+        for name, each in factors.items():
+            a, b, scale = each if self.experts.is_transposed else each.transposed()
+            experts[name] = Factors(a.mT, b.mT * (scale / parts.scale))
+        experts = {name: padded(each, parts.rank) for name, each in filled(experts, self.names).items()}
+        return arranged(self._layout, experts, self.names)
