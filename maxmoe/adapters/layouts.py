@@ -14,13 +14,11 @@ from torch import Tensor
 
 from maxmoe.declaration import FusedGate, gate_up_slices
 
-# "peft": parameters of all experts, as PEFT saves them since 0.19. "peft_0.18": before, where A had the first dim of
+# "peft": parameters of all experts, as PEFT saves them since 0.19.1. "peft_0.18": before, where A had the first dim of
 # each matrix of a parameter and B the last one, whichever was the input. "vllm_stacked": as "peft", with published
 # names. "per_expert": every matrix a linear module of its own. "sglang_stacked" and "shared_outer": tensors with an
 # expert dim, which has size one for a factor that all experts share.
-AdapterLayout: TypeAlias = Literal[
-    "peft", "peft_0.18", "per_expert", "vllm_stacked", "sglang_stacked", "shared_outer"
-]
+AdapterLayout: TypeAlias = Literal["peft", "peft_0.18", "per_expert", "vllm_stacked", "sglang_stacked", "shared_outer"]
 WITH_SHARED = ("sglang_stacked", "shared_outer")  # others have a copy for each expert
 W123 = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
@@ -82,9 +80,7 @@ class ExpertNames:
                 f"layout 'per_expert' needs published names of the matrices of an expert; {self.model} has none"
             )
         if layout in ("vllm_stacked", "sglang_stacked", "shared_outer") and self.gate is None:
-            raise ValueError(
-                f"layout {layout!r} needs experts with a gate, {self.model} has none: use 'per_expert'"
-            )
+            raise ValueError(f"layout {layout!r} needs experts with a gate, {self.model} has none: use 'per_expert'")
         if layout == "sglang_stacked" and self.gate == "interleaved":
             raise ValueError(f"layout 'sglang_stacked' needs the gate before up, in {self.model} they alternate")
         if layout == "vllm_stacked" and self.vllm_refuses_stacks:
@@ -101,9 +97,7 @@ def arranged(layout: AdapterLayout, experts: Experts, names: ExpertNames) -> dic
     return {name: found[name] for name in ("gate_up_proj", *W123) if name in found}
 
 
-def tensors_of(
-    layout: AdapterLayout, base: str, experts: Experts, names: ExpertNames
-) -> Iterator[tuple[str, Tensor]]:
+def tensors_of(layout: AdapterLayout, base: str, experts: Experts, names: ExpertNames) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of the experts of a block by name.
 
     Args:
@@ -229,7 +223,9 @@ def unified(layout: AdapterLayout, blocks: Mapping[str, Experts], where: str) ->
     Raises a ValueError that begins with `where` if they must and do not.
     """
     once = {block: {name: collapsed(name, each) for name, each in experts.items()} for block, experts in blocks.items()}
-    are_shared = layout in WITH_SHARED and all(is_shared(*each) for experts in once.values() for each in experts.items())
+    are_shared = layout in WITH_SHARED and all(
+        is_shared(*each) for experts in once.values() for each in experts.items()
+    )
     check_shared(layout, are_shared, where)
     if are_shared:
         return dict(once)

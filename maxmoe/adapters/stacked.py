@@ -20,7 +20,9 @@ from maxmoe.declaration import Declaration, declaration_of
 
 def factor_names(module: nn.Module) -> dict[str, int]:
     """Return the number of experts for the path of each factor beside stacks of matrices."""
-    return {f"{path}.{name}": wrapper.num_experts for path, wrapper in wrappers_of(module) for name, _ in _factors(wrapper)}
+    return {
+        f"{path}.{name}": wrapper.num_experts for path, wrapper in wrappers_of(module) for name, _ in _factors(wrapper)
+    }
 
 
 @contextmanager

@@ -15,8 +15,8 @@ from maxmoe.convert.adapter_packing import packing_of
 from maxmoe.text_table import listed, readable_bytes, report
 
 LAYOUTS = {
-    "peft": "parameters of all experts in one tensor, A (E r, in) and B (out, r E), as PEFT saves them since 0.19",
-    "peft_0.18": "parameters of all experts in one tensor; A has the output and B the input, as before PEFT 0.19",
+    "peft": "parameters of all experts in one tensor, A (E r, in) and B (out, r E), as PEFT saves them since 0.19.1",
+    "peft_0.18": "parameters of all experts in one tensor; A has the output and B the input, as PEFT saved them up to 0.19.0",
     "vllm_stacked": "parameters of all experts in one tensor, A (E r, in) and B (out, r E), as vLLM reads them",
     "per_expert": "matrices of single experts, A (r, in) and B (out, r), as vLLM, SGLang and llama.cpp read them",
     "sglang_stacked": "stacks of all experts, A (E, r, in) and B (E, out, r), as SGLang reads them",
@@ -65,7 +65,9 @@ def _description(file: AdapterFile) -> list[str]:
     config, sizes = file.config, Counter(file.dtype(name) for name in file.names)
     dtypes = ", ".join(f"{count} of {dtype}" for dtype, count in sizes.items())
     kept = {key: config[key] for key in ("r", "lora_alpha", "rank_pattern", "alpha_pattern") if config.get(key)}
-    ranks = ", ".join(f"{key} {value}" for key, value in (kept | {"use_rslora": bool(config.get("use_rslora"))}).items())
+    ranks = ", ".join(
+        f"{key} {value}" for key, value in (kept | {"use_rslora": bool(config.get("use_rslora"))}).items()
+    )
     model = config.get("base_model_name_or_path")
     read = f"{file.model.model_type}, hidden size {file.model.hidden_size}" if file.model else "config.json not given"
     lines = [

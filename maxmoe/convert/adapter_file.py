@@ -6,6 +6,7 @@ Tensors are read when they are asked for. Nothing in a file is executed: safeten
 import json
 import math
 import re
+import stat
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -25,9 +26,7 @@ PREFIX = "base_model.model."  # of PEFT, in every name of a file
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<factor>A\.weight|B\.weight|embedding_A|embedding_B)")
 _EXPERTS = re.compile(r"(?P<block>.*?)(?P<key>experts(?P<levels>(\.base_layer)*)|experts\.(\w+\.)?(?P<name>\w+))")
 _EXPERT = re.compile(r"experts\.(?:expert_)?(?P<expert>\d+)\.(?P<name>\w+)")
-_PROJECTIONS = {theirs: ours for ours, theirs in W123.items()} | {
-    name: name for name in ("gate_up_proj", *W123)
-}
+_PROJECTIONS = {theirs: ours for ours, theirs in W123.items()} | {name: name for name in ("gate_up_proj", *W123)}
 # Of a marker that Unsloth writes: columns of B of each expert one after the other, as it did before September 2026.
 PACKING, BY_EXPERT = "lora_B_layout", "grouped_by_expert"
 
@@ -44,7 +43,7 @@ class BaseModel(NamedTuple):
         """Read the config of a model from its folder, or from the file itself."""
         path = Path(folder)
         path = path / "config.json" if path.is_dir() else path
-        config = json.loads(path.read_text(), object_hook=lambda fields: SimpleNamespace(**fields))
+        config = _as_object(_read_json(path))
         family, text = family_of(config), getattr(config, "text_config", None) or config
         return cls(text.model_type, text.hidden_size, family)
 
@@ -101,14 +100,18 @@ class AdapterFile:
     ) -> None:
         path = Path(path)
         self.path = path / "adapter_model.safetensors" if path.is_dir() else path
-        if config is None:
-            config = json.loads((self.path.parent / "adapter_config.json").read_text())
-        self.config = config
+        if not stat.S_ISREG(self.path.stat().st_mode):  # opening a FIFO waits for a writer
+            raise ValueError(f"{self.path} must be a safetensors file")
+        self.config = _read_config(self.path.parent / "adapter_config.json") if config is None else config
         try:
             self._file: Any = safe_open(self.path, "pt")
         except SafetensorError as error:
             raise ValueError(f"{self.path} must be in safetensors format: {error}") from error
-        if model is None and (base := self.config.get("base_model_name_or_path")) and Path(base, "config.json").exists():
+        if (
+            model is None
+            and (base := self.config.get("base_model_name_or_path"))
+            and Path(base, "config.json").exists()
+        ):
             model = BaseModel.read(base)
         self.model = model
         self.names: list[str] = list(self._file.keys())
@@ -204,7 +207,7 @@ class AdapterFile:
         return _PROJECTIONS | {key.rpartition(".")[2]: name for name, key in published.items()}
 
     def _packed(self, block: str) -> tuple[dict[str, str], bool]:
-        """Return the modules of packed parameters, innermost first, and whether A has the outputs, as before PEFT 0.19.
+        """Return the modules of packed parameters, innermost first, and whether A has the outputs, as up to PEFT 0.19.0.
 
         The shapes tell both, except for one parameter or experts without a gate: there, the hidden size.
         """
@@ -242,15 +245,16 @@ class AdapterFile:
         result = {}
         for projection, module in found.items():
             rank, scale = self.rank_and_scale(f"{block}experts.{projection}" if kind == "packed" else module)
-            factors = Factors(*map(self.tensor, self._names(module)))
             if kind == "packed":
-                self._check_rank(module, rank, factors.a.shape[0], factors.b.shape[1])
-                factors = unpacked(factors, rank, b_by_expert=self.config.get(PACKING) == BY_EXPERT)
+                by_expert = self.config.get(PACKING) == BY_EXPERT
+                factors = unpacked(self.packed(module, rank), rank, b_by_expert=by_expert)
                 factors = factors.swapped() if is_swapped else factors
-            elif factors.a.dim() != 3 or factors.b.dim() != 3:
+            else:
+                factors = Factors(*map(self.tensor, self._names(module)))
+            if factors.a.dim() != 3 or factors.b.dim() != 3:
                 shapes = [tuple(each.shape) for each in factors]
                 raise ValueError(f"{self.path}: {module} must have factors of three dims, got {shapes}")
-            self._check_pair(module, factors)
+            self._check_pair(module, rank, factors)
             result[projection] = factors, scale
         return result
 
@@ -270,29 +274,38 @@ class AdapterFile:
                 )
             a, b = zip(*(map(self.tensor, self._names(module)) for module in modules), strict=True)
             factors = Factors(torch.stack(a), torch.stack(b))
-            self._check_pair(modules[0], factors)
+            self._check_pair(modules[0], self.rank_and_scale(modules[0])[0], factors)
             result[projection] = factors, scales.pop()
         return result
 
     def read_other(self, module: str) -> tuple[Factors, float]:
         """Read the factors of another module as stacks of one matrix, with their scale."""
         a, b = map(self.tensor, self.others[module])
-        if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1]:
-            shapes = tuple(a.shape), tuple(b.shape)
-            raise ValueError(f"{self.path}: {module} must have factors (r, in) and (out, r), got {shapes}")
-        return Factors(a[None], b[None]), self.rank_and_scale(module)[1]
-
-    def _check_rank(self, module: str, rank: int, *sizes: int) -> None:
-        if sizes[0] != sizes[1] or sizes[0] % rank:
+        if a.dim() != 2 or b.dim() != 2:
             raise ValueError(
-                f"{self.path}: {module} must have a rank that divides the {sizes[0]} rows of A and the {sizes[1]} "
+                f"{self.path}: {module} must have factors (r, in) and (out, r), got {tuple(a.shape)}, {tuple(b.shape)}"
+            )
+        factors, (rank, scale) = Factors(a[None], b[None]), self.rank_and_scale(module)
+        self._check_pair(module, rank, factors)
+        return factors, scale
+
+    def packed(self, module: str, rank: int) -> Factors:
+        """Read two tensors with all experts, of the given rank each."""
+        a, b = map(self.tensor, self._names(module))
+        if a.shape[0] != b.shape[1] or a.shape[0] % rank:
+            raise ValueError(
+                f"{self.path}: {module} must have a rank that divides the {a.shape[0]} rows of A and the {b.shape[1]} "
                 f"columns of B into experts, got r={rank} in adapter_config.json"
             )
+        return Factors(a, b)
 
-    def _check_pair(self, module: str, factors: Factors) -> None:
+    def _check_pair(self, module: str, rank: int, factors: Factors) -> None:
         a, b = (tuple(each.shape) for each in factors)
-        if a[1] != b[2] or (a[0] != b[0] and 1 not in (a[0], b[0])):
-            raise ValueError(f"{self.path}: {module} must have factors (E, r, in) and (E, out, r), got {a} and {b}")
+        if (a[1], b[2]) != (rank, rank) or (a[0] != b[0] and 1 not in (a[0], b[0])):
+            raise ValueError(
+                f"{self.path}: {module} must have factors (E, r, in) and (E, out, r) with r={rank} of "
+                f"adapter_config.json, got {a} and {b}"
+            )
 
     def scales(self) -> Iterator[float]:
         """Yield the scale of each pair of tensors."""
@@ -301,6 +314,31 @@ class AdapterFile:
                 yield self.rank_and_scale(f"{block}experts.{name}" if experts.kind == "packed" else module)[1]
         for module in self.others:
             yield self.rank_and_scale(module)[1]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        fields: Any = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} must be a JSON file: {error}") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path} must have an object of JSON, got {type(fields).__name__}")
+    return fields
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    config = _read_json(path)
+    missing = [key for key in ("peft_type", "r", "lora_alpha") if key not in config]
+    if missing:
+        raise ValueError(f"{path} must have the fields of a LoRA config, got no {listed(missing)}")
+    return config
+
+
+def _as_object(value: Any) -> Any:
+    """Return a config of JSON with attributes, as the config of a transformers model has."""
+    return (
+        SimpleNamespace(**{key: _as_object(each) for key, each in value.items()}) if isinstance(value, dict) else value
+    )
 
 
 def _of_pattern(pattern: Mapping[str, Any] | None, name: str, default: Any) -> Any:

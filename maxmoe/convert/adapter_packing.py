@@ -3,7 +3,8 @@
 PEFT packs B with the expert as the fastest index. Some programs have written the columns of each expert one after the
 other: the shapes are the same, and the products are of other experts. In a trained adapter, the columns of one expert
 have similar norms, since they were trained by the same tokens: their variance within the experts is smaller in the right
-order than in a wrong one.
+order than in a wrong one. Differences between the ranks are removed first: rows of zeros up to a common rank, or copies
+of one factor for all experts, follow each other too.
 """
 
 import math
@@ -46,13 +47,11 @@ def packing_of(file: AdapterFile) -> Packing:
     for block, experts in file.experts.items():
         for name, module in file.parameters(block).items() if experts.kind == "packed" else ():
             rank, _ = file.rank_and_scale(f"{block}experts.{name}")
-            packed = file.tensor(f"{module}.lora_B.weight")
-            norms = packed.double().norm(dim=0)
-            stack = packed.unflatten(1, (rank, -1))
-            is_shared = stack.equal(stack[..., :1].expand_as(stack))  # copies for each expert
-            if rank > 1 and not is_shared and norms.max() > norms.min():
-                logarithms = norms.clamp(min=norms.max() * 1e-12).log()  # experts without tokens have zeros
-                for place, groups in enumerate((logarithms.reshape(rank, -1).T, logarithms.reshape(-1, rank))):
+            norms = file.packed(module, rank).b.double().norm(dim=0)
+            if norms.any():
+                logarithms = norms.clamp(min=norms.max() * 1e-12).log().reshape(rank, -1)  # zeros without any tokens
+                apart = logarithms - logarithms.mean(1, keepdim=True)
+                for place, groups in enumerate((apart.T, apart.reshape(-1, rank))):
                     totals[place] += _deviations(groups)
                 count += 1
     expert_fastest, by_expert = (total / math.sqrt(max(count, 1)) for total in totals)
@@ -65,6 +64,8 @@ def _deviations(groups: Tensor) -> float:
     For numbers in a random order, the share has a beta distribution with (E - 1) / 2 and (n - E) / 2, n = E r.
     """
     whole = groups - groups.mean()
+    if groups.shape[1] == 1 or not whole.any():
+        return 0.0
     share = float(groups.shape[1] * (groups.mean(1) - groups.mean()).square().sum() / whole.square().sum())
     alpha, beta = (len(groups) - 1) / 2, (groups.numel() - len(groups)) / 2
     mean = alpha / (alpha + beta)
