@@ -116,7 +116,7 @@ def factors_of_adapter(wrapper: Any, adapter: str) -> LowRankFactors:
 
 
 def stacks(wrapper: Any, adapter: str) -> tuple[Tensor, Tensor]:
-    """Return `lora_A` as ``(L, r, in)`` and `lora_B` as ``(L, r, out)``; a factor that the experts share is expanded."""
+    """Return `lora_A` as ``(L, r, in)`` and `lora_B` as ``(L, r, out)``, with views of a factor that experts share."""
     lora_a, lora_b = stored_stacks(wrapper, adapter)
     count = max(len(lora_a), len(lora_b))
     return lora_a.expand(count, -1, -1), lora_b.expand(count, -1, -1)

@@ -88,7 +88,7 @@ class ExpertNames:
 
 
 def arranged(layout: AdapterLayout, experts: Experts, names: ExpertNames) -> dict[str, Factors]:
-    """Return the factors with gate and up apart, or in one, as a layout has them, and in the order of the parameters."""
+    """Return the factors with gate and up apart, or in one, as a layout has them, in the order of the parameters."""
     are_apart = layout in ("per_expert", "shared_outer")
     if layout == "sglang_stacked":
         separate = apart(experts, names)
@@ -120,23 +120,24 @@ def tensors_of(layout: AdapterLayout, base: str, experts: Experts, names: Expert
                 yield from _pair(f"{base}experts.{name}", *factors)
         case "peft" | "peft_0.18" | "vllm_stacked":
             is_swapped = layout == "peft_0.18" and names.is_transposed
-            for level, factors in enumerate(reversed(experts.values())):
+            for level, factors in enumerate([*experts.values()][::-1]):
                 each = factors.expanded().swapped() if is_swapped else factors.expanded()
                 yield from _pair(f"{base}experts{'.base_layer' * level}", *packed(each))
 
 
 def packed(factors: Factors) -> Factors:
-    """Return factors as PEFT packs them: ``(E r, in)`` by expert, and ``(out, r E)`` with the expert as fastest index."""
+    """Return factors as PEFT packs them: ``(E r, in)`` by expert, ``(out, r E)`` with the expert as fastest index."""
     return Factors(factors.a.flatten(0, 1), factors.b.permute(1, 2, 0).flatten(1))
 
 
 def unpacked(factors: Factors, rank: int, *, b_by_expert: bool = False) -> Factors:
     """Return packed factors as stacks; `b_by_expert` if the columns of an expert in B follow each other."""
     a, b = factors
-    columns = (-1, rank) if b_by_expert else (rank, -1)
-    return Factors(
-        a.unflatten(0, (-1, rank)), b.unflatten(1, columns).permute(*((1, 0, 2) if b_by_expert else (2, 0, 1)))
-    )
+    if b_by_expert:
+        columns = b.reshape(len(b), -1, rank).permute(1, 0, 2)
+    else:
+        columns = b.reshape(len(b), rank, -1).permute(2, 0, 1)
+    return Factors(a.reshape(-1, rank, a.shape[1]), columns)
 
 
 def apart(experts: Experts, names: ExpertNames) -> dict[str, Factors]:

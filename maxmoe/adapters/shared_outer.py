@@ -26,13 +26,14 @@ def share_outer_factors(model: nn.Module, adapter: str = "default") -> None:
         adapter: name of the adapter.
 
     Raises:
-        ValueError: if the model has no such adapter, after `parallelize`, and if an adapter that is not new has different
-            factors for the experts.
+        ValueError: if the model has no such adapter, after `parallelize`, and if an adapter that is not new has
+            different factors for the experts.
 
     Source: `--experts-shared-outer-loras` of SGLang, `--enable-moe-shared-loras` of vLLM.
 
     Example:
-        >>> model = get_peft_model(model, LoraConfig(r=8, target_parameters=["experts.gate_up_proj", "experts.down_proj"]))
+        >>> experts = ["experts.gate_up_proj", "experts.down_proj"]
+        >>> model = get_peft_model(model, LoraConfig(r=8, target_parameters=experts))
         >>> maxmoe.adapters.share_outer_factors(model)
     """
     wrappers = {path: wrapper for path, wrapper in wrappers_of(model) if adapter in wrapper.lora_A}

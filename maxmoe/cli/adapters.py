@@ -3,7 +3,6 @@
 import argparse
 from collections import Counter
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from maxmoe.text_table import listed, readable_bytes, report
 
 LAYOUTS = {
     "peft": "parameters of all experts in one tensor, A (E r, in) and B (out, r E), as PEFT saves them since 0.19.1",
-    "peft_0.18": "parameters of all experts in one tensor; A has the output and B the input, as PEFT saved them up to 0.19.0",
+    "peft_0.18": "parameters of all experts in one tensor; A has the output, B the input, as PEFT saved them up to 0.19.0",
     "vllm_stacked": "parameters of all experts in one tensor, A (E r, in) and B (out, r E), as vLLM reads them",
     "per_expert": "matrices of single experts, A (r, in) and B (out, r), as vLLM, SGLang and llama.cpp read them",
     "sglang_stacked": "stacks of all experts, A (E, r, in) and B (E, out, r), as SGLang reads them",
@@ -54,8 +53,8 @@ def adapters(options: argparse.Namespace) -> str:
         [
             *_description(file),
             f"Written: {result.file}, for {options.to}. Rank {result.rank}, scale {result.scale:g}. {shared}{rounded}",
-            f"Compared in float64: {result.num_matrices} products of factors, read again from the new file. The largest "
-            f"difference is {result.difference:.3g} of the largest number of its product.",
+            f"Compared in float64: {result.num_matrices} products of factors, read again from the new file. The "
+            f"largest difference is {result.difference:.3g} of the largest number of its product.",
         ]
     )
 
@@ -87,8 +86,8 @@ def _packing(file: AdapterFile, packing: Any) -> str:
     order = "the columns of an expert follow each other" if packing.is_by_expert else "the expert is the fastest index"
     reason = f"lora_B_layout {packing.marker!r} of the config" if packing.marker else "as PEFT packs"
     return (
-        f"Columns of B: {order} ({reason}). Norms of the columns fit their experts {packing.expert_fastest:.1f} standard "
-        f"deviations better than chance with the expert as fastest index, {packing.by_expert:.1f} if the columns of an "
+        f"Columns of B: {order} ({reason}). Norms of the columns fit their experts {packing.expert_fastest:.1f} "
+        f"standard deviations better than chance with the expert as fastest index, {packing.by_expert:.1f} if the columns of an "
         "expert follow each other."
     )
 

@@ -19,8 +19,8 @@ published one. It is made on the meta device: its parameters are not allocated.
 a module with the functions build_model, parallelize, make_batch and loss, and step if there is one. It exits with 0 if
 loss, outputs and gradients are equal, with 1 if they differ, and with 2 if they cannot be compared.
 
-`adapters` tells what the files of an adapter are: layout, ranks and scales, with the norm of every product of its factors.
-With --to, it writes the adapter for PEFT, vLLM, SGLang or llama.cpp, and compares every product in float64.
+`adapters` tells what the files of an adapter are: layout, ranks and scales, with the norm of every product of its
+factors. With --to, it writes the adapter for PEFT, vLLM, SGLang or llama.cpp, and compares every product in float64.
 
 `info` prints versions, build and processor, for bug reports, and how threads wait for each other.
 """

@@ -124,7 +124,7 @@ def _check_nothing_is_dropped(source: AdapterFile, target: str) -> None:
     """Raise for tensors and fields of the config that a program would leave out, or read as something else."""
     if source.unknown:
         raise ValueError(
-            f"{target} does not read {listed(source.unknown)} of {source.path}: train the adapter without it, or merge it"
+            f"{target} does not read {listed(source.unknown)} of {source.path}: train the adapter without, or merge it"
         )
     check_config(source.config)
     if target == "sglang":

@@ -114,7 +114,7 @@ class AdapterFile:
         ):
             model = BaseModel.read(base)
         self.model = model
-        self.names: list[str] = list(self._file.keys())
+        self.names: list[str] = [*self._file.keys()]
         self.experts: dict[str, ExpertsInFile] = {}
         self.others: dict[str, tuple[str, str]] = {}  # both tensors of each other module
         self.unknown: list[str] = []  # tensors that are not factors
@@ -134,7 +134,7 @@ class AdapterFile:
                 (name,) = pair.values()
                 raise ValueError(f"{self.path}: {name} must have its other factor beside it, got none")
             match = _EXPERTS.fullmatch(module)
-            if match is None or match["block"] and not match["block"].endswith("."):
+            if match is None or (match["block"] and not match["block"].endswith(".")):
                 self.others[module] = pair["A"], pair["B"]
                 continue
             kind = "packed" if match["name"] is None else "per_expert" if _EXPERT.fullmatch(match["key"]) else "stacked"
@@ -207,7 +207,7 @@ class AdapterFile:
         return _PROJECTIONS | {key.rpartition(".")[2]: name for name, key in published.items()}
 
     def _packed(self, block: str) -> tuple[dict[str, str], bool]:
-        """Return the modules of packed parameters, innermost first, and whether A has the outputs, as up to PEFT 0.19.0.
+        """Return the modules of packed parameters, innermost first, and whether A has the outputs.
 
         The shapes tell both, except for one parameter or experts without a gate: there, the hidden size.
         """

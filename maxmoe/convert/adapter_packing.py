@@ -2,7 +2,7 @@
 
 PEFT packs B with the expert as the fastest index. Some programs have written the columns of each expert one after the
 other: the shapes are the same, and the products are of other experts. In a trained adapter, the columns of one expert
-have similar norms, since they were trained by the same tokens: their variance within the experts is smaller in the right
+have similar norms, since they were trained by the same tokens: the variance within the experts is smaller in the right
 order than in a wrong one. Differences between the ranks are removed first: rows of zeros up to a common rank, or copies
 of one factor for all experts, follow each other too.
 """
@@ -36,8 +36,8 @@ class Packing(NamedTuple):
         if self.marker is None and other > _DECISIVE and other - fitting > _DECISIVE:
             raise ValueError(
                 f"{where}: the norms of the columns of B must fit their experts, got {fitting:.1f} standard deviations "
-                f"above chance with the expert as fastest index, and {other:.1f} if the columns of an expert follow each "
-                f'other: write "{PACKING}": "{BY_EXPERT}" into adapter_config.json if they do, or else "rank_major"'
+                f"above chance with the expert as fastest index, and {other:.1f} if the columns of an expert follow "
+                f'each other: write "{PACKING}": "{BY_EXPERT}" into adapter_config.json if they do, or else "rank_major"'
             )
 
 

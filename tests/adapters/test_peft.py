@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("transformers")
 
 from maxmoe import MoE
-from maxmoe.adapters import share_outer_factors
 from maxmoe.adapters import _peft as connection
+from maxmoe.adapters import share_outer_factors
 from maxmoe.adapters.peft import wrappers_of
 from support.adapted import adapted, adapted_layer, trained
 from support.moe_layers import EVERYTHING, make, tokens

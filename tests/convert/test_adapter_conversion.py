@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path

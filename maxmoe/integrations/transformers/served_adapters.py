@@ -5,7 +5,6 @@ W + scale * B A with A [r, in] and B [out, r].
 """
 
 import json
-from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, get_args
