@@ -15,7 +15,7 @@ from maxmoe.text_table import listed, readable_bytes, report
 
 LAYOUTS = {
     "peft": "parameters of all experts in one tensor, A (E r, in) and B (out, r E), as PEFT saves them since 0.19.1",
-    "peft_0.18": "parameters of all experts in one tensor; A has the output, B the input, as PEFT saved them up to 0.19.0",
+    "peft_0.18": "parameters of all experts in one tensor; A has the output, B the input, as PEFT saved up to 0.19.0",
     "vllm_stacked": "parameters of all experts in one tensor, A (E r, in) and B (out, r E), as vLLM reads them",
     "per_expert": "matrices of single experts, A (r, in) and B (out, r), as vLLM, SGLang and llama.cpp read them",
     "sglang_stacked": "stacks of all experts, A (E, r, in) and B (E, out, r), as SGLang reads them",
@@ -87,8 +87,8 @@ def _packing(file: AdapterFile, packing: Any) -> str:
     reason = f"lora_B_layout {packing.marker!r} of the config" if packing.marker else "as PEFT packs"
     return (
         f"Columns of B: {order} ({reason}). Norms of the columns fit their experts {packing.expert_fastest:.1f} "
-        f"standard deviations better than chance with the expert as fastest index, {packing.by_expert:.1f} if the columns of an "
-        "expert follow each other."
+        "standard deviations better than chance with the expert as fastest index, "
+        f"{packing.by_expert:.1f} if the columns of an expert follow each other."
     )
 
 

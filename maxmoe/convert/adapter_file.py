@@ -107,14 +107,10 @@ class AdapterFile:
             self._file: Any = safe_open(self.path, "pt")
         except SafetensorError as error:
             raise ValueError(f"{self.path} must be in safetensors format: {error}") from error
-        if (
-            model is None
-            and (base := self.config.get("base_model_name_or_path"))
-            and Path(base, "config.json").exists()
-        ):
-            model = BaseModel.read(base)
-        self.model = model
-        self.names: list[str] = [*self._file.keys()]
+        base = self.config.get("base_model_name_or_path")
+        is_here = bool(base) and Path(str(base), "config.json").exists()
+        self.model = BaseModel.read(str(base)) if model is None and is_here else model
+        self.names: list[str] = sorted(self._file.keys())  # type: ignore[no-untyped-call]
         self.experts: dict[str, ExpertsInFile] = {}
         self.others: dict[str, tuple[str, str]] = {}  # both tensors of each other module
         self.unknown: list[str] = []  # tensors that are not factors

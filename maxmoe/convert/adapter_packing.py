@@ -37,7 +37,8 @@ class Packing(NamedTuple):
             raise ValueError(
                 f"{where}: the norms of the columns of B must fit their experts, got {fitting:.1f} standard deviations "
                 f"above chance with the expert as fastest index, and {other:.1f} if the columns of an expert follow "
-                f'each other: write "{PACKING}": "{BY_EXPERT}" into adapter_config.json if they do, or else "rank_major"'
+                f'each other: write "{PACKING}": "{BY_EXPERT}" into adapter_config.json if they do, or else '
+                '"rank_major"'
             )
 
 
