@@ -101,6 +101,9 @@ def test_round_trips_of_every_pair(tmp_path: Path) -> None:
         if {"peft", "peft-0.18"} != {one, other}:  # which have the config of PEFT
             first = config_of(tmp_path / f"from peft/{other}")
             assert config_of(tmp_path / "found").items() >= {key: first[key] for key in ("r", "lora_alpha")}.items()
+    for target in ("sglang", "vllm-shared", "vllm"):
+        export_adapter(model, tmp_path / "exported", layout=TARGETS[target])  # type: ignore[arg-type]
+        assert_same(load_file(tmp_path / "exported/adapter_model.safetensors"), files[target])
     outer = {
         "sglang": {"gate_up_proj.lora_A", "down_proj.lora_B"},
         "vllm-shared": {"w1.lora_A", "w3.lora_A", "w2.lora_B"},
