@@ -13,6 +13,7 @@ from maxmoe.adapters.peft import connect_when_imported
 from maxmoe.adapters.peft import unwrapped_name as unwrapped_name
 from maxmoe.adapters.peft import without_adapters as without_adapters
 from maxmoe.adapters.peft import wrappers_of as wrappers_of
+from maxmoe.adapters.shared_outer import share_outer_factors as share_outer_factors
 from maxmoe.adapters.stacked import adapter_state_dict as adapter_state_dict
 from maxmoe.adapters.stacked import factor_names as factor_names
 from maxmoe.adapters.stacked import packed_as_by_peft as packed_as_by_peft

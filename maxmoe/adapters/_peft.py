@@ -27,6 +27,7 @@ def replace_methods() -> None:
     """Let wrappers hand their factors over, and `target_parameters` find quantized weights."""
     replaced: tuple[tuple[type[Any], str, Callable[..., Any]], ...] = (
         (ParamWrapper, "_activate_lora", _or_hand_over),
+        (ParamWrapper, "get_delta_factors", _of_expanded_factors),
         (ParamWrapper, "get_delta_weight", _of_packed_factors),
         (BaseTuner, "_inject_parameters", _with_quantized_weights),
     )
@@ -48,6 +49,16 @@ def _or_hand_over(activate: Callable[..., AbstractContextManager[None]]) -> Call
     return activated
 
 
+def _of_expanded_factors(_get_delta_factors: Callable[..., Any]) -> Callable[..., Any]:
+    def expanded(wrapper: Any, adapter_name: str) -> tuple[Tensor, Tensor, float]:
+        """Return the factors in the layout of the parameter; `get_delta_factors` cannot read shared ones."""
+        a, b, scale = factors_of_adapter(wrapper, adapter_name)
+        dtype = wrapper.get_param().dtype
+        return a.to(dtype), b.to(dtype), scale
+
+    return expanded
+
+
 def _of_packed_factors(get_delta_weight: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def checked(wrapper: Any, adapter_name: str, *arguments: Any, **options: Any) -> Tensor:
         """Refuse stacks, whose dims the method would confuse, and quantized weights, to which nothing can be added."""
@@ -63,7 +74,10 @@ def _of_packed_factors(get_delta_weight: Callable[..., Tensor]) -> Callable[...,
                 "sum with maxmoe.convert.quantized_merge.merge_and_unload(model), which says how much of it is lost, "
                 "or call maxmoe.quantization.dequantize_experts(model) first"
             )
-        return get_delta_weight(wrapper, adapter_name, *arguments, **options)
+        if len({*map(len, stored_stacks(wrapper, adapter_name))}) == 1:
+            return get_delta_weight(wrapper, adapter_name, *arguments, **options)
+        a, b, scale = factors_of_adapter(wrapper, adapter_name)
+        return (scale * a @ b).to(weight.dtype)
 
     return checked
 
@@ -103,7 +117,14 @@ def factors_of_adapter(wrapper: Any, adapter: str) -> LowRankFactors:
 
 
 def stacks(wrapper: Any, adapter: str) -> tuple[Tensor, Tensor]:
-    """Return `lora_A` as ``(L, r, in)`` and `lora_B` as ``(L, r, out)``."""
+    """Return `lora_A` as ``(L, r, in)`` and `lora_B` as ``(L, r, out)``, with views of a factor that experts share."""
+    lora_a, lora_b = stored_stacks(wrapper, adapter)
+    count = max(len(lora_a), len(lora_b))
+    return lora_a.expand(count, -1, -1), lora_b.expand(count, -1, -1)
+
+
+def stored_stacks(wrapper: Any, adapter: str) -> tuple[Tensor, Tensor]:
+    """Return the two factors as stacks, with one matrix if the experts share it."""
     lora_a, lora_b = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
     if lora_a.dim() == 3:
         return lora_a, lora_b
@@ -112,10 +133,10 @@ def stacks(wrapper: Any, adapter: str) -> tuple[Tensor, Tensor]:
             f"the adapter {adapter!r} beside {wrapper.parameter_name} has been added after parallelize, which has not "
             "sharded it: its gradients would not be reduced. Add or load adapters before parallelize"
         )
-    count = wrapper.num_experts
+    rank = wrapper.r[adapter]
     return (
-        lora_a.reshape(count, -1, lora_a.shape[1]),
-        lora_b.reshape(lora_b.shape[0], -1, count).permute(2, 1, 0),
+        lora_a.reshape(-1, rank, lora_a.shape[1]),
+        lora_b.reshape(lora_b.shape[0], rank, -1).permute(2, 1, 0),
     )
 
 

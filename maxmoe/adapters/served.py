@@ -5,7 +5,7 @@ of a lower rank get rows and columns of zeros, another scale is multiplied into 
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -21,11 +21,12 @@ _FACTORS = (".lora_A.weight", ".lora_B.weight", ".lora_embedding_A", ".lora_embe
 
 
 class ServedAdapter(NamedTuple):
-    """An adapter of a model of PEFT, with one rank and one scale for all factors."""
+    """An adapter of a model of PEFT, and one rank and one scale for all factors."""
 
-    # By the path of the module of experts in the model that PEFT wraps, then by parameter, in the parameter's layout.
+    # By the path of the module of experts in the model that PEFT wraps, then by parameter, in the parameter's layout
+    # and with their own ranks and scales.
     experts: Mapping[str, Mapping[str, LowRankFactors]]
-    others: Mapping[str, Tensor]  # factors of other modules, by their names in a file of PEFT
+    others: Mapping[str, Tensor]  # factors of other modules with this rank and scale, by their names in a file of PEFT
     rank: int
     scale: float
     config: Mapping[str, Any]  # as in a file of PEFT
@@ -46,7 +47,7 @@ def served_adapter(model: nn.Module, adapter: str | None) -> ServedAdapter:
     if name not in model.peft_config:
         raise ValueError(f"adapter must be one of {[*model.peft_config]}, got {name!r}")
     config = model.peft_config[name]
-    _check_config(config)
+    check_config(config.to_dict())
     others = get_peft_model_state_dict(model, adapter_name=name)
     check_whole("export_adapter", others)
     experts: dict[str, dict[str, LowRankFactors]] = {}
@@ -60,20 +61,18 @@ def served_adapter(model: nn.Module, adapter: str | None) -> ServedAdapter:
     _check_names(others)
     scales = _scales(model, name)
     rank = max(rank for rank, _ in scales.values())
-    # The most frequent scale, so that as few factors as possible are multiplied.
-    ((scale, _),) = Counter(scale for _, scale in scales.values() if scale).most_common(1) or [(1.0, 0)]
-    folded = {
-        owner: {
-            parameter: LowRankFactors(_padded(a, 2, rank), _padded(b, 1, rank) * (own / scale), scale)
-            for parameter, (a, b, own) in factors.items()
-        }
-        for owner, factors in experts.items()
-    }
+    scale = common_scale(scale for _, scale in scales.values())
     for key, factor in others.items():
         path, _, kind = key.rpartition(".lora_")
         is_b = kind.removeprefix("embedding_").startswith("B")
         others[key] = _padded(factor, 1, rank) * (scales[path][1] / scale) if is_b else _padded(factor, 0, rank)
-    return ServedAdapter(folded, others, rank, scale, config.to_dict())
+    return ServedAdapter(experts, others, rank, scale, config.to_dict())
+
+
+def common_scale(scales: Iterable[float]) -> float:
+    """Return the most frequent scale, so that as few factors as possible are multiplied; the largest of several."""
+    counts = Counter(scale for scale in scales if scale)
+    return max(counts, key=lambda scale: (counts[scale], scale), default=1.0)
 
 
 def _padded(factor: Tensor, dim: int, rank: int) -> Tensor:
@@ -83,19 +82,51 @@ def _padded(factor: Tensor, dim: int, rank: int) -> Tensor:
     return torch.cat([factor, factor.new_zeros(shape)], dim)
 
 
-def _check_config(config: Any) -> None:
+def check_config(config: Mapping[str, Any]) -> None:
     """Raise for fields of a config that ask for more than two factors of each matrix."""
-    if config.peft_type != "LORA":
-        raise ValueError(f"servers read adapters of the type LORA, got {config.peft_type}")
-    init = config.init_lora_weights
+    if config["peft_type"] != "LORA":
+        raise ValueError(f"servers read adapters of the type LORA, got {config['peft_type']}")
+    init = config.get("init_lora_weights")
     if isinstance(init, str) and init.startswith(_CHANGE_WEIGHTS):
         raise ValueError(
             f"init_lora_weights={init!r} has changed the weights beside the adapter, which a server has as they were: "
             "save it with PEFT's path_initial_model_for_weight_conversion, load that, and export it"
         )
     for field in ("modules_to_save", "trainable_token_indices", "layer_replication", "alora_invocation_tokens"):
-        if getattr(config, field, None):
-            raise ValueError(f"servers do not read {field} of an adapter, got {getattr(config, field)}")
+        if config.get(field):
+            raise ValueError(f"servers do not read {field} of an adapter, got {config[field]}")
+
+
+def served_config(
+    config: Mapping[str, Any], rank: int, scale: float, modules: Set[str], projections: Set[str]
+) -> dict[str, Any]:
+    """Return a config with one rank and one scale, and modules by their names.
+
+    SGLang knows the projections of experts by these names whatever the names of the tensors are, and computes the scale
+    as lora_alpha / r also with use_rslora.
+
+    Args:
+        config: config of the adapter as it was.
+        rank: rank of all factors.
+        scale: scale of all products.
+        modules: paths of the adapted modules beside experts.
+        projections: names of the projections of an expert.
+    """
+    alpha = scale * rank
+    return {
+        **{key: config.get(key) for key in ("base_model_name_or_path", "task_type", "revision")},
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
+        "target_modules": sorted({module.rpartition(".")[2] for module in modules} | projections),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "lora_dropout": 0.0,
+        "modules_to_save": None,
+        "use_dora": False,
+        "use_rslora": False,
+    }
 
 
 def _check_names(others: Mapping[str, Tensor]) -> None:

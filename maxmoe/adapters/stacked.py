@@ -18,9 +18,11 @@ from maxmoe.checks.whole_tensors import is_dtensor
 from maxmoe.declaration import Declaration, declaration_of
 
 
-def factor_names(module: nn.Module) -> frozenset[str]:
-    """Return the paths of the factors beside stacks of matrices."""
-    return frozenset(f"{path}.{name}" for path, wrapper in wrappers_of(module) for name, _ in _factors(wrapper))
+def factor_names(module: nn.Module) -> dict[str, int]:
+    """Return the number of experts for the path of each factor beside stacks of matrices."""
+    return {
+        f"{path}.{name}": wrapper.num_experts for path, wrapper in wrappers_of(module) for name, _ in _factors(wrapper)
+    }
 
 
 @contextmanager
@@ -66,14 +68,15 @@ def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
     Returns:
         Whole tensors on the CPU, by the path of the parameter or buffer.
     """
-    factors, trained = factor_names(model), {name for name, each in model.named_parameters() if each.requires_grad}
+    counts, trained = factor_names(model), {name for name, each in model.named_parameters() if each.requires_grad}
     state_dict = {}
     tensor: Any
     for name, tensor in model.state_dict().items():
         # Names in the paths of the tensors of all adapters, active or not.
         if name in trained or ".lora_" in name or ".modules_to_save." in name:
             whole = (tensor.full_tensor() if is_dtensor(tensor) else tensor).cpu()
-            state_dict[name] = packed_as_by_peft(name, whole) if name in factors and whole.dim() == 3 else whole
+            is_stack = name in counts and whole.dim() == 3
+            state_dict[name] = packed_as_by_peft(name, whole.expand(counts[name], -1, -1)) if is_stack else whole
     return state_dict
 
 
@@ -99,12 +102,13 @@ def _factors(wrapper: Any) -> Iterator[tuple[str, nn.Linear]]:
 def _stack_factors(wrapper: Any) -> None:
     """Replace the factors of a wrapper by stacks, and declare their logical names.
 
-    The expert dim and the dims of the matrices have the names of the adapted parameter.
+    The expert dim and the dims of the matrices have the names of the adapted parameter. A factor that the experts share
+    has an expert dim of size one without a name: ranks with other experts hold it too, and sum its gradient.
     """
     from maxmoe.adapters import _peft
 
     for adapter in wrapper.lora_A:
-        for owner, stack in zip((wrapper.lora_A, wrapper.lora_B), _peft.stacks(wrapper, adapter), strict=True):
+        for owner, stack in zip((wrapper.lora_A, wrapper.lora_B), _peft.stored_stacks(wrapper, adapter), strict=True):
             weight = owner[adapter].weight
             owner[adapter].weight = nn.Parameter(stack.detach().contiguous(), weight.requires_grad)
     of_module = declaration_of(wrapper.get_base_layer())
@@ -116,7 +120,10 @@ def _stack_factors(wrapper: Any) -> None:
     of_a, of_b = reversed(dims) if _peft.is_swapped(wrapper) else dims
     ends = {"lora_A": of_a, "lora_B": of_b}
     wrapper.declaration = Declaration(
-        logical_names={path: (expert, None, ends[path.split(".")[0]]) for path, _ in _factors(wrapper)},
+        logical_names={
+            path: (expert if len(owner.weight) == wrapper.num_experts else None, None, ends[path.split(".")[0]])
+            for path, owner in _factors(wrapper)
+        },
         fsdp_unit=True,
         tensor_parallel_dims={name: size for name, size in of_module.tensor_parallel_dims.items() if name in dims},
     )

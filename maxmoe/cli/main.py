@@ -1,9 +1,10 @@
-"""Plan a model on a mesh without a cluster, compare ranks with one process, or describe this installation.
+"""Plan a model on a mesh without a cluster, compare ranks with one process, convert adapters, describe an installation.
 
     python -m maxmoe plan --preset deepseek_v3 --world-size 2048 --device h100 --batch-size 4096
     python -m maxmoe explain --preset deepseek_v3 --rules shard-exp-on-fsdp --mesh fsdp=16,expert=16
     python -m maxmoe estimate my_models:build --rules ep-as-dp --mesh fsdp=2,expert=2 --batch-size 8
     python -m maxmoe compare_ranks my_training --num-ranks 4
+    python -m maxmoe adapters trained --model Qwen3-30B-A3B --to vllm --out served
     python -m maxmoe info
 
 `plan` searches for the fastest plans of a model that fit in memory.
@@ -17,6 +18,9 @@ published one. It is made on the meta device: its parameters are not allocated.
 `compare_ranks` compares a training step on several ranks with one process, see `maxmoe.testing.compare_ranks`. It takes
 a module with the functions build_model, parallelize, make_batch and loss, and step if there is one. It exits with 0 if
 loss, outputs and gradients are equal, with 1 if they differ, and with 2 if they cannot be compared.
+
+`adapters` tells what the files of an adapter are: layout, ranks and scales, with the norm of every product of its
+factors. With --to, it writes the adapter for PEFT, vLLM, SGLang or llama.cpp, and compares every product in float64.
 
 `info` prints versions, build and processor, for bug reports, and how threads wait for each other.
 """
@@ -38,6 +42,7 @@ COMMANDS = {
     "explain": ("explain", "print the plan of a model"),
     "estimate": ("explain", "print its memory and communication"),
     "compare_ranks": ("compare_ranks", "compare training on several ranks with one process"),
+    "adapters": ("adapters", "describe an adapter of experts, or write it for another program"),
     "info": ("info", "print versions, build and processor"),
 }
 

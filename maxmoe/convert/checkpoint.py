@@ -4,17 +4,17 @@ Weights are copied one expert at a time, so that the additional memory does not 
 """
 
 import json
-import math
 import stat
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from maxmoe.checks.whole_tensors import check_whole
+from maxmoe.convert.safetensors_header import write_header
 from maxmoe.convert.stored_weights import DTYPES, PUBLISHED, StoredWeight, check_weights, read_weights
 from maxmoe.families.family import Family, families
 from maxmoe.families.layouts import Layout
@@ -93,7 +93,7 @@ def write_checkpoint(path: str | Path, layers: Mapping[str, MoE], family: str, *
                 tensors[f"{block}.{layout.prefix}{name}"] = _Tensor(dtype, shape, weight, name)
     order = dict(sorted(tensors.items(), key=lambda each: (-[*DTYPES].index(each[1].dtype), each[0])))
     with replacing(path) as new, new.open("wb") as file:
-        _write_header(file, order)
+        write_header(file, order)
         for tensor in order.values():
             for piece in tensor.weight.pieces(tensor.name):
                 file.write(piece.cpu().contiguous().view(torch.uint8).numpy().data)
@@ -179,19 +179,3 @@ def _check_block_sizes(config: Path) -> None:
         for size in block if isinstance(block, list) else [block]:
             if isinstance(size, int) and size > 0 and size & (size - 1):
                 raise ValueError(f"{config}: the block size of weights must be a power of two, got {block}")
-
-
-def _write_header(file: BinaryIO, tensors: Mapping[str, _Tensor]) -> None:
-    """Write the length of the header in 8 bytes, then the header, padded to 8 bytes.
-
-    Source: https://github.com/huggingface/safetensors#format
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    begin = 0
-    for key, tensor in tensors.items():
-        end = begin + math.prod(tensor.shape) * tensor.dtype.itemsize
-        header[key] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-        begin = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    file.write(len(text).to_bytes(8, "little") + text)

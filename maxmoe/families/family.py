@@ -99,6 +99,21 @@ class Family:
         """Layout of the weights in published checkpoints."""
         return self.stored or self.block
 
+    @property
+    def published_block(self) -> str:
+        """Name of the module around the experts in a published checkpoint, in a block of the decoder."""
+        key = next(entry.key for entry in self.checkpoint.entries if entry.is_of_experts)
+        return f"{self.checkpoint.prefix}{key}".partition("experts")[0].rstrip(".")
+
+    @property
+    def published_experts(self) -> dict[str, str] | None:
+        """Names of the projections of an expert in that module, as "experts.{expert}.w1"; None for stacks."""
+        entries = [entry for entry in self.checkpoint.entries if entry.is_of_experts]
+        if not all("experts.{expert}." in entry.key for entry in entries):
+            return None
+        names = [entry.key[entry.key.index("experts") :].removesuffix(".weight") for entry in entries]
+        return {entry.names[0].removeprefix("experts."): name for entry, name in zip(entries, names, strict=True)}
+
     def check_replaceable(self) -> None:
         """Raise if no module of transformers is the sparse block."""
         if self.lies_in_layer:

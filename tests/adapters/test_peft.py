@@ -18,6 +18,7 @@ pytest.importorskip("transformers")
 
 from maxmoe import MoE
 from maxmoe.adapters import _peft as connection
+from maxmoe.adapters import share_outer_factors
 from maxmoe.adapters.peft import wrappers_of
 from support.adapted import adapted, adapted_layer, trained
 from support.moe_layers import EVERYTHING, make, tokens
@@ -312,3 +313,51 @@ def test_autocast(model_and_inputs: tuple[PeftModel, tuple[Any, ...]]) -> None:
     assert_near(got.float(), expected, 0.05, "output")
     got.sum().backward()
     assert all(p.grad.dtype == torch.float32 and p.grad.any() for p in trained(model).values())
+
+
+# Factors that all experts share
+
+
+def as_new(model: PeftModel) -> PeftModel:
+    """An adapter whose B are zero."""
+    for name, factor in model.named_parameters():
+        factor.data.mul_(0 if "lora_B" in name else 1)
+    return model
+
+
+def test_shared_factors_have_the_sum_of_the_gradients(tmp_path: Path) -> None:
+    """They are as copies for each expert, which files have."""
+    shared, copies = adapted_layer(make()), adapted_layer(make())
+    inputs = (tokens(make()),)
+    share_outer_factors(as_new(shared))
+    for factor in trained(shared).values():
+        nn.init.normal_(factor, std=0.3)
+    copies.load_state_dict(shared.state_dict())
+    for model in (shared, copies):
+        model(*inputs).square().sum().backward()
+    for (name, factor), of_each in zip(trained(shared).items(), trained(copies).values(), strict=True):
+        wrapper, expected = shared.get_submodule(name.rpartition(".lora_")[0]), of_each.grad
+        if ("lora_A" in name) != (wrapper.parameter_name == "down_proj"):
+            dims = (0, (-1, 3)) if "lora_A" in name else (1, (3, -1))
+            expected = expected.unflatten(*dims).sum(0 if "lora_A" in name else 2)
+        assert_near(factor.grad, expected, 1e-12, name)
+    output = assert_same_both_ways(shared, inputs)
+    shared.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(copies.unload(), tmp_path).to(torch.float64)
+    share_outer_factors(loaded)
+    assert_near(loaded(*inputs), output, 1e-12, "loaded")
+    assert_near(shared.merge_and_unload()(*inputs), output, 1e-10, "merged")
+
+
+def test_shared_factors_of_adapters_that_differ() -> None:
+    model = adapted_layer(make())
+    with pytest.raises(
+        ValueError, match="the 6 experts of a trained adapter must have one lora_B for down_proj, got dif"
+    ):
+        share_outer_factors(model)
+    with pytest.raises(ValueError, match="model must have the adapter 'other' beside parameters of experts, got none"):
+        share_outer_factors(model, "other")
+    share_outer_factors(as_new(model))
+    different = adapted_layer(make()).state_dict()
+    with pytest.raises(RuntimeError, match="must be equal for all experts, which share it"):
+        model.load_state_dict(different)

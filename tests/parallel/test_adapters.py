@@ -10,11 +10,12 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
 from maxmoe import MoE, MoEConfig, MoEFeedForward, StatsAccumulator
-from maxmoe.adapters import factor_names, planned_copy
+from maxmoe.adapters import factor_names, planned_copy, share_outer_factors
 from maxmoe.costs import estimate, explain
 from maxmoe.optim import Matrix, Muon, parameter_groups
 from maxmoe.parallel import Declaration, adapter_state_dict, logical_names, parallelize, token_sharding
 from maxmoe.sharding import Mesh
+from support.adapted import trained
 from support.parallel_decoder import BLOCK, MOE, batch, decoder, loss
 from support.run_ranks import fake_rank, run_ranks
 from support.trained_decoders import TARGETS, adapted
@@ -106,6 +107,21 @@ def test_adapters_of_any_name(name: str, tmp_path: Path) -> None:
     folder = tmp_path if name == "default" else tmp_path / name
     loaded = PeftModel.from_pretrained(layer(), folder, adapter_name=name)
     assert loaded(x).equal(adapted_layer(name)(x))
+
+
+def test_shared_factors_are_saved_as_copies(tmp_path: Path) -> None:
+    x, options = torch.randn(2, 3, 16), LoraConfig(r=4, target_parameters=TARGETS, target_modules=[])
+    model: Any = get_peft_model(layer(), options)
+    share_outer_factors(model)
+    for factor in trained(model).values():
+        nn.init.normal_(factor, std=0.3)
+    expected = model(x)
+    with fake_rank(0, 1):
+        model = parallelize(model, Mesh({"expert": 1}), "ep-as-dp")
+        sizes = {len(factor.to_local()) for name, factor in model.named_parameters() if name in factor_names(model)}
+        assert sizes == {1, SQUARE.num_experts}
+        model.save_pretrained(tmp_path, state_dict=adapter_state_dict(model))
+    assert PeftModel.from_pretrained(layer(), tmp_path)(x).equal(expected)
 
 
 def test_buffers_of_modules_that_are_saved_whole(tmp_path: Path) -> None:

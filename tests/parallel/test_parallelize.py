@@ -39,6 +39,7 @@ from support.trained_decoders import (
     quantized_and_adapted,
     replayed,
     scaled,
+    sharing_outer,
     step,
     with_adamw,
     with_frozen_expert,
@@ -210,6 +211,10 @@ def adapters() -> Iterator[Case]:
     yield Case("factors are lent with their experts", EXPERT, two, step, options=LEAST_LOADED)
     yield Case("gathered factors", REPLICATED, made(adapted, not_gated, names), step, options=GATHER)
     yield Case("factors of tensor-parallel parts", PARTS, made(adapted, CONFIG), step)
+    shared = made(sharing_outer, again)
+    yield Case("the ranks of all experts sum the gradient of a shared factor", EXPERT, shared, step, options=RAGGED)
+    yield Case("a shared factor of experts on two axes", BOTH, shared, step, options=LEAST_LOADED)
+    yield Case("a shared factor of tensor-parallel parts", PARTS, made(sharing_outer, CONFIG), step)
     on_two = MeshRules("ep-as-dp", {"expert": 2})
     yield Case("AdamW trains the factors alone", on_two, made(adapted), with_adamw, tolerance=1e-9)
     for layout in (EXPERT, REPLICATED):
@@ -217,6 +222,7 @@ def adapters() -> Iterator[Case]:
             yield Case(f"{options}", layout, made(adapted, not_gated, names), step, options=options, slow=True)
     for layout in layouts(2):
         yield Case("factors", layout, made(adapted, CONFIG), step, slow=True)
+        yield Case("shared factors", layout, made(sharing_outer, CONFIG), step, slow=True)
     for layout in layouts(4)[::2]:
         options = GATHER if "expert" in layout.sizes else {}
         yield Case("factors", layout, made(adapted, ODD), step, options=options, slow=True)

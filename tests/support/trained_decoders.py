@@ -14,11 +14,13 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import maxmoe
 from maxmoe import MoEStats, StatsAccumulator, quantize_experts
+from maxmoe.adapters import share_outer_factors
 from maxmoe.models import DecoderConfig
 from maxmoe.models.decoder import DecoderOutput
 from maxmoe.nn import RoutingRecord
 from maxmoe.parallel import GradScaler, clip_grad_norm_
 from maxmoe.quantization import QuantizedWeight
+from support.adapted import trained
 from support.parallel_decoder import BLOCK, MOE, LocalSGD, batch, decoder, loss
 from support.steps_on_ranks import Part, Results
 
@@ -42,6 +44,17 @@ def add_adapters(model: Any, adapters: tuple[str, ...] = ("default",)) -> PeftMo
 
 def adapted(config: DecoderConfig = BLOCK, adapters: tuple[str, ...] = ("default",)) -> PeftModel:
     return add_adapters(decoder(config), adapters)
+
+
+def sharing_outer(config: DecoderConfig = BLOCK) -> PeftModel:
+    """Adapters of which all experts share the factors of the hidden size."""
+    model = add_adapters(decoder(config))
+    for name, factor in model.named_parameters():
+        factor.data.mul_(0 if "lora_B" in name else 1)  # as new ones, whose outer factors may be replaced
+    share_outer_factors(model)
+    for factor in trained(model).values():
+        nn.init.normal_(factor, std=0.3)
+    return model
 
 
 def quantized(format: str, config: DecoderConfig) -> nn.Module:
