@@ -55,7 +55,7 @@ def test_a_loop_in_float64_gives_the_same(options: dict[str, Any]) -> None:
         assert torch.equal(output.hidden_states, expected[0])
         assert torch.equal(layer(batches[1], ~MASK).hidden_states, expected[1])
     sums = [by_loop(layer, x, mask) for x, mask in zip(batches, (MASK, ~MASK), strict=True)]
-    total, counts = map(sum, zip(*sums, strict=True))
+    total, counts = (torch.stack(each).sum(0) for each in zip(*sums, strict=True))
     assert torch.equal(saliency.tokens_per_expert["part"], counts.long()) and (counts > 0).any()
     torch.testing.assert_close(saliency.means["part"], total / counts.clamp_min(1), rtol=1e-12, atol=0)
     assert layer.runner is runner
