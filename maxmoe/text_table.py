@@ -1,10 +1,13 @@
-"""Text tables and paragraphs that fit the terminal, and readable sizes."""
+"""Text tables and paragraphs that fit the terminal, readable sizes, and progress bars."""
 
 import re
 import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 GAP = 2  # spaces between columns
 INDENT = 2  # spaces before the continuation lines of a row and of a cell
@@ -130,3 +133,12 @@ def ranges(numbers: Sequence[int]) -> str:
     starts = [number for number in numbers if number - 1 not in numbers]
     ends = [number for number in numbers if number + 1 not in numbers]
     return ",".join(str(start) if start == end else f"{start}-{end}" for start, end in zip(starts, ends, strict=True))
+
+
+def with_bar(steps: Iterable[T], **options: Any) -> Iterable[T]:
+    """Return steps with a progress bar of tqdm, which takes the options; without tqdm, the steps alone."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return steps
+    return tqdm(steps, **options, dynamic_ncols=True)  # type: ignore[no-any-return]

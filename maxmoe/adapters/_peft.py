@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from maxmoe._torch import parameter_table
 from maxmoe.adapters.factors import hand_over, takes
+from maxmoe.adapters.stacked import stacked_from_peft
 from maxmoe.ops import LowRankFactors
 from maxmoe.quantization import QuantizedStack, QuantizedWeight
 
@@ -134,10 +135,7 @@ def stored_stacks(wrapper: Any, adapter: str) -> tuple[Tensor, Tensor]:
             "sharded it: its gradients would not be reduced. Add or load adapters before parallelize"
         )
     rank = wrapper.r[adapter]
-    return (
-        lora_a.reshape(-1, rank, lora_a.shape[1]),
-        lora_b.reshape(lora_b.shape[0], rank, -1).permute(2, 1, 0),
-    )
+    return stacked_from_peft("lora_A", lora_a, rank), stacked_from_peft("lora_B", lora_b, rank)
 
 
 def is_swapped(wrapper: Any) -> bool:

@@ -188,12 +188,14 @@ def fused(experts: Experts, names: ExpertNames) -> dict[str, Factors]:
 
 def padded(factors: Factors, rank: int) -> Factors:
     """Return factors with rows and columns of zeros up to a rank."""
-    a, b = factors
-    missing = rank - a.shape[1]
-    if not missing:
-        return factors
-    of_a, of_b = (len(a), missing, a.shape[2]), (len(b), b.shape[1], missing)
-    return Factors(torch.cat([a, a.new_zeros(of_a)], dim=1), torch.cat([b, b.new_zeros(of_b)], dim=2))
+    return Factors(with_zeros(factors.a, 1, rank), with_zeros(factors.b, 2, rank))
+
+
+def with_zeros(factor: Tensor, dim: int, rank: int) -> Tensor:
+    """Return a factor with zeros up to a rank, which is the size of a dim."""
+    shape = [*factor.shape]
+    shape[dim] = rank - shape[dim]
+    return torch.cat([factor, factor.new_zeros(shape)], dim) if shape[dim] else factor
 
 
 def trimmed(factors: Factors) -> Factors:

@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
+from maxmoe.adapters.layouts import with_zeros
 from maxmoe.adapters.peft import unwrapped_name, wrappers_of
 from maxmoe.checks.whole_tensors import check_whole
 from maxmoe.ops import LowRankFactors
@@ -65,7 +65,7 @@ def served_adapter(model: nn.Module, adapter: str | None) -> ServedAdapter:
     for key, factor in others.items():
         path, _, kind = key.rpartition(".lora_")
         is_b = kind.removeprefix("embedding_").startswith("B")
-        others[key] = _padded(factor, 1, rank) * (scales[path][1] / scale) if is_b else _padded(factor, 0, rank)
+        others[key] = with_zeros(factor, 1, rank) * (scales[path][1] / scale) if is_b else with_zeros(factor, 0, rank)
     return ServedAdapter(experts, others, rank, scale, config.to_dict())
 
 
@@ -73,13 +73,6 @@ def common_scale(scales: Iterable[float]) -> float:
     """Return the most frequent scale, so that as few factors as possible are multiplied; the largest of several."""
     counts = Counter(scale for scale in scales if scale)
     return max(counts, key=lambda scale: (counts[scale], scale), default=1.0)
-
-
-def _padded(factor: Tensor, dim: int, rank: int) -> Tensor:
-    """Return a factor with zeros up to a rank."""
-    shape = [*factor.shape]
-    shape[dim] = rank - shape[dim]
-    return torch.cat([factor, factor.new_zeros(shape)], dim)
 
 
 def check_config(config: Mapping[str, Any]) -> None:

@@ -1,11 +1,11 @@
 """Low-rank factors that all experts of a layer share on the side of the hidden states: shared-outer adapters."""
 
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from maxmoe.adapters.peft import wrappers_of
-from maxmoe.adapters.stacked import packed_as_by_peft
+from maxmoe.adapters.stacked import packed_as_by_peft, stacked_from_peft
 from maxmoe.checks.early_optimizers import mark_replaced
 
 # By this parameter, the experts write hidden states; by all others they read them.
@@ -50,7 +50,7 @@ def share_outer_factors(model: nn.Module, adapter: str = "default") -> None:
         wrapper.register_load_state_dict_pre_hook(_without_copies)
 
 
-def _outer(wrapper: Any) -> str:
+def _outer(wrapper: Any) -> Literal["lora_A", "lora_B"]:
     """Return which factor of a wrapper has the hidden size."""
     return "lora_B" if wrapper.parameter_name == _WRITER else "lora_A"
 
@@ -87,7 +87,7 @@ def _shared(wrapper: Any, prefix: str) -> dict[str, str]:
 def _with_copies(wrapper: Any, state_dict: dict[str, Tensor], prefix: str, _metadata: Any) -> None:
     """Give state dicts a copy of each shared factor for each expert."""
     for name, adapter in _shared(wrapper, prefix).items():
-        stack = _stack(state_dict[name], name, wrapper.r[adapter])
+        stack = stacked_from_peft(_outer(wrapper), state_dict[name], wrapper.r[adapter])
         state_dict[name] = packed_as_by_peft(name, stack.expand(wrapper.num_experts, -1, -1))
 
 
@@ -96,14 +96,7 @@ def _without_copies(wrapper: Any, state_dict: dict[str, Tensor], prefix: str, _m
     *_, errors = others
     for name, adapter in _shared(wrapper, prefix).items():
         if name in state_dict:
-            stack = _stack(state_dict[name], name, wrapper.r[adapter])
+            stack = stacked_from_peft(_outer(wrapper), state_dict[name], wrapper.r[adapter])
             if not stack.equal(stack[:1].expand_as(stack)):
                 errors.append(f"{name} must be equal for all experts, which share it")
             state_dict[name] = packed_as_by_peft(name, stack[:1])
-
-
-def _stack(packed: Tensor, name: str, rank: int) -> Tensor:
-    """Return a factor that PEFT has packed as a stack, ``(L, r, in)`` or ``(L, r, out)``."""
-    if name.split(".")[-3] == "lora_A":
-        return packed.reshape(-1, rank, packed.shape[1])
-    return packed.reshape(packed.shape[0], rank, -1).permute(2, 1, 0)

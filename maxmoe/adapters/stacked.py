@@ -7,7 +7,7 @@ expert as the fastest one: a shard of the experts is not a slice of it. On a mes
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -85,6 +85,13 @@ def packed_as_by_peft(name: str, stack: Tensor) -> Tensor:
     if name.split(".")[-3] == "lora_A":  # not the name of the adapter, which follows, or of a module before
         return stack.flatten(0, 1)
     return stack.permute(2, 1, 0).flatten(1)
+
+
+def stacked_from_peft(factor: Literal["lora_A", "lora_B"], packed: Tensor, rank: int) -> Tensor:
+    """Return a factor that PEFT has packed as a stack, ``(L, r, in)`` or ``(L, r, out)``."""
+    if factor == "lora_A":
+        return packed.reshape(-1, rank, packed.shape[1])
+    return packed.reshape(packed.shape[0], rank, -1).permute(2, 1, 0)
 
 
 def _packed_wrappers(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -11,7 +11,7 @@ from maxmoe.adapters.layouts import collapsed, is_shared
 from maxmoe.convert.adapter_conversion import TARGETS, convert_adapter
 from maxmoe.convert.adapter_file import AdapterFile, BaseModel
 from maxmoe.convert.adapter_packing import packing_of
-from maxmoe.text_table import listed, readable_bytes, report
+from maxmoe.text_table import listed, readable_bytes, report, with_bar
 
 LAYOUTS = {
     "peft": "parameters of all experts in one tensor, A (E r, in) and B (out, r E), as PEFT saves them since 0.19.1",
@@ -119,8 +119,4 @@ def _products(file: AdapterFile) -> list[list[str]]:
 
 
 def _with_bar(parts: Iterable[Any], work: str) -> Iterable[Any]:
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return parts
-    return tqdm(parts, desc=work, unit=" modules", dynamic_ncols=True, delay=2)  # type: ignore[no-any-return]
+    return with_bar(parts, desc=work, unit=" modules", delay=2)

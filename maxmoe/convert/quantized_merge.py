@@ -65,7 +65,7 @@ def _percent(ratio: float) -> str:
 def merge_losses(model: nn.Module) -> MergeLosses:
     """Measure what would be lost of the active adapters beside quantized experts, if they were merged.
 
-    Nothing is changed. A weight is expanded after the other, to the dtype in which the experts compute.
+    Nothing is changed. Weights are expanded one after the other, to the dtype in which the experts compute.
 
     Args:
         model: model of PEFT, not sharded, with adapters beside weights of `maxmoe.quantize_experts`.

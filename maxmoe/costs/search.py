@@ -16,6 +16,7 @@ from maxmoe.costs.stored import MIXED_PRECISION, StateDtypes
 from maxmoe.nn import set_recompute
 from maxmoe.sharding.mesh import STAGE_AXIS, Mesh
 from maxmoe.sharding.rules import LogicalRules, preset_names
+from maxmoe.text_table import with_bar
 
 MOST_MEASURED = 12  # steps
 FACTORS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64)  # of the number of ranks, tried where no plan fits
@@ -181,7 +182,8 @@ def search(
     candidates = run.candidates.of(world_size)
     is_complete = False
     try:
-        for _ in _with_bar(run.steps(candidates)) if progress else run.steps(candidates):
+        steps = run.steps(candidates)
+        for _ in with_bar(steps, desc="measuring", total=MOST_MEASURED, unit=" steps") if progress else steps:
             pass
         is_complete = True
     except KeyboardInterrupt:
@@ -200,12 +202,3 @@ def search(
     plans = tuple(sorted(run.found, key=lambda plan: plan.seconds)[:num_plans])
     num_measured = len(run.found) + len(run.too_large)
     return SearchResult(plans, len(candidates), num_measured, run.candidates.undeclared, is_complete)
-
-
-def _with_bar(steps: Iterator[None]) -> Iterator[None]:
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return steps
-    options = {"desc": "measuring", "total": MOST_MEASURED, "unit": " steps"}
-    return tqdm(steps, **options, dynamic_ncols=True)  # type: ignore[no-any-return]

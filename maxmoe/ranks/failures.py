@@ -118,9 +118,9 @@ class Line(NamedTuple):
 
 def place_of(lines: list[Line]) -> str:
     """Return the innermost line that is neither in a library nor in this package; `lines` has the outermost first."""
-    own = [line for line in lines if not re.search(LIBRARY_FILES, line.file)]
     if not lines:
         return "an unknown line"
+    own = [line for line in lines if not re.search(LIBRARY_FILES, line.file)]
     line = (own or lines)[-1]
     return f"{line.file}:{line.number} in {line.function}"
 

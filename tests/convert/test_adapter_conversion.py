@@ -21,22 +21,13 @@ from maxmoe.adapters import share_outer_factors, wrappers_of
 from maxmoe.cli.main import main
 from maxmoe.convert.adapter_conversion import TARGETS
 from maxmoe.integrations.transformers import export_adapter
-from support.adapted import trained
+from support.adapted import OTHER_RANKS, STACKS, WARNINGS, trained
 from support.replaced_models import IDS, small_model
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match"),  # PEFT looks for modules
-]
-EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
-# Ranks and scales that differ between modules: 2 and 3 / 2 elsewhere.
-OTHER_RANKS: dict[str, Any] = {
-    "rank_pattern": {"o_proj": 5, "experts.down_proj": 3},
-    "alpha_pattern": {"o_proj": 9, "experts.down_proj": 1},
-}
+pytestmark = WARNINGS
 
 
-def save(folder: Path, preset: str = "mixtral", targets: list[str] = EXPERTS, **options: Any) -> PeftModel:
+def save(folder: Path, preset: str = "mixtral", targets: list[str] = STACKS, **options: Any) -> PeftModel:
     """Save an adapter that is not zero with PEFT in "peft", and the config of its model in "base"."""
     torch.manual_seed(3)
     settings = {"r": 2, "lora_alpha": 3, "init_lora_weights": False, "target_modules": ["o_proj"]} | options
@@ -68,7 +59,7 @@ def config_of(folder: Path) -> dict[str, Any]:
     ("preset", "targets", "options"),
     [
         ("mixtral", ("vllm", "vllm-stacked", "sglang"), OTHER_RANKS),
-        ("qwen3_moe", ("vllm",), {"use_rslora": True, "target_parameters": EXPERTS[1:]}),
+        ("qwen3_moe", ("vllm",), {"use_rslora": True, "target_parameters": STACKS[1:]}),
         ("nemotron_h", ("vllm",), {"target_modules": ["shared_experts.up_proj"]}),
         ("gpt_oss", ("vllm-stacked",), {}),
     ],
@@ -78,7 +69,7 @@ def test_from_files_alone_as_from_the_model(
 ) -> None:
     """The files of `export_adapter`, whose logits test_served_adapters.py compares."""
     names = options.pop("target_parameters", None) or (
-        EXPERTS if preset != "nemotron_h" else ["experts.up_proj", EXPERTS[1]]
+        STACKS if preset != "nemotron_h" else ["experts.up_proj", STACKS[1]]
     )
     model = save(tmp_path, preset, names, **options)
     for target in targets:
@@ -183,7 +174,7 @@ def test_order_of_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     (tmp_path / "peft").mkdir()
     (tmp_path / "base").mkdir()
     (tmp_path / "base/config.json").write_text(json.dumps({"model_type": "qwen3_moe", "hidden_size": hidden}))
-    fields = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "target_parameters": EXPERTS}
+    fields = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "target_parameters": STACKS}
     (tmp_path / "peft/adapter_config.json").write_text(json.dumps(fields))
     save_file(tensors, tmp_path / "peft/adapter_model.safetensors")
     expected = convert(tmp_path, "peft", "vllm")

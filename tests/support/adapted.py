@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
@@ -9,6 +10,16 @@ from torch import Tensor, nn
 from maxmoe import MoE
 
 EXPERTS = ("gate_proj", "up_proj", "down_proj")
+STACKS = ["experts.gate_up_proj", "experts.down_proj"]  # of models of transformers
+# Ranks and scales that differ between modules: 2 and 3 / 2 elsewhere.
+OTHER_RANKS: dict[str, Any] = {
+    "rank_pattern": {"o_proj": 5, "experts.down_proj": 3},
+    "alpha_pattern": {"o_proj": 9, "experts.down_proj": 1},
+}
+WARNINGS = [
+    pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match"),  # PEFT looks for modules
+]
 
 
 class Model(nn.Module):

@@ -17,28 +17,18 @@ pytest.importorskip("peft")
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from maxmoe.integrations.transformers import export_adapter, replace_moe_blocks
+from support.adapted import OTHER_RANKS, STACKS, WARNINGS
 from support.replaced_models import IDS, small_model
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match"),  # PEFT looks for modules
-]
-EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+pytestmark = WARNINGS
 
 
-def adapted(preset: str, targets: list[str] = EXPERTS, modules: Any = ("o_proj",), **options: Any) -> PeftModel:
+def adapted(preset: str, targets: list[str] = STACKS, modules: Any = ("o_proj",), **options: Any) -> PeftModel:
     """A model with adapters that are not zero, of experts and of one linear module."""
     torch.manual_seed(3)
     settings = {"r": 2, "lora_alpha": 3, "init_lora_weights": False} | options
     model = small_model(preset).eval()
     return get_peft_model(model, LoraConfig(target_parameters=targets, target_modules=[*modules], **settings))
-
-
-# Ranks and scales that differ between modules: 2 and 3 / 2 elsewhere.
-OTHER_RANKS: dict[str, Any] = {
-    "rank_pattern": {"o_proj": 5, "experts.down_proj": 3},
-    "alpha_pattern": {"o_proj": 9, "experts.down_proj": 1},
-}
 
 
 def logits(model: nn.Module) -> Tensor:
@@ -63,7 +53,7 @@ def read(folder: Path) -> tuple[dict[str, Tensor], float, dict[str, Any]]:
 def test_per_expert_names_are_those_of_published_files(preset: str, tmp_path: Path) -> None:
     """Each pair of factors is added to the matrix of its name in a published file; transformers reads the file."""
     is_gated = preset != "nemotron_h"
-    model = adapted(preset, EXPERTS if is_gated else ["experts.up_proj", "experts.down_proj"],
+    model = adapted(preset, STACKS if is_gated else ["experts.up_proj", "experts.down_proj"],
                     ["o_proj"] if is_gated else ["shared_experts.up_proj"], **OTHER_RANKS)  # fmt: skip
     base = model.get_base_model()
     export_adapter(model, tmp_path / "served", layout="per_expert")
@@ -189,7 +179,7 @@ REFUSED: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
         "servers do not read modules_to_save of an adapter",
     ),
     (lambda: adapted("qwen3_moe", [], use_dora=True), {}, "servers read factors of two dims"),
-    (lambda: adapted("qwen3_moe", [*EXPERTS, "gate.weight"]), {}, "servers read adapters of linear modules and of "),
+    (lambda: adapted("qwen3_moe", [*STACKS, "gate.weight"]), {}, "servers read adapters of linear modules and of "),
     (lambda: changed(adapted("qwen3_moe"), init_lora_weights="pissa"), {}, "init_lora_weights='pissa' has changed the"),
     (lambda: changed(adapted("qwen3_moe"), trainable_token_indices=[1]), {}, "servers do not read trainable_token_ind"),
     (
