@@ -24,6 +24,7 @@ RouterKind = Literal["learned", "random"]
 LoadBalanceScope = Literal["sequence", "batch", "step"]
 CorrectionBiasRule = Literal["sign", "quantile"]
 Implementation = Literal["sparse", "dense"]
+Overflow = Literal["drop", "chunks"]
 
 _NO_NORMS = ExpertNorms()
 # Fields of earlier versions: the value with no effect, and where another value is now.
@@ -102,9 +103,12 @@ class MoEConfig:
         capacity_factor: with "dense" only: slots past int(max(ceil(S*K/E) * cf, cf)) per sequence and expert are
             dropped and counted. At most E, at which no slot is dropped. E counts zero, copy and constant experts here,
             which drop no slot.
-        buffer_factor: with "sparse" only: at most int(T*K * factor) rows are computed, and further slots are dropped
-            and counted. At most E. With zero, copy and constant experts, the bound is the part of it for experts that
-            compute rows.
+        buffer_factor: with "sparse" only: at most int(T*K * factor) rows are computed at a time; `overflow` says what
+            happens with further ones. At most E. With zero, copy and constant experts, the bound is the part of it for
+            experts that compute rows. On a mesh, it is a multiple of the mean over the ranks.
+        overflow: with `buffer_factor` only: further slots are dropped and counted ("drop"), or their rows are computed
+            in "chunks" that fit, one after the other, and recomputed in the backward, so that nothing is dropped and
+            the memory stays that of one buffer.
 
     Raises:
         TypeError: for an unknown keyword, with the most similar fields.
@@ -146,6 +150,7 @@ class MoEConfig:
     implementation: Implementation = "sparse"
     capacity_factor: float | None = None
     buffer_factor: float | None = None
+    overflow: Overflow = "drop"
 
     def __post_init__(self) -> None:
         self._check_choices()
@@ -202,6 +207,12 @@ class MoEConfig:
             given = self.activation.arguments(self, of_shared=of_shared)
         defaults = {"activation": "", "limit": None, "limit_target": "input", "gate_softcap": None, "up_softcap": None}
         return defaults | given
+
+    @property
+    def may_drop(self) -> bool:
+        """Whether a capacity or a buffer may drop slots."""
+        has_bound = self.buffer_factor is not None and self.overflow == "drop"
+        return has_bound or self.capacity_factor is not None
 
     @property
     def has_zero_computation_outputs(self) -> bool:
@@ -306,6 +317,8 @@ class MoEConfig:
             if value > self.num_selectable_experts:
                 raise ValueError(f"{name} ({value}) must not exceed {self._selectable}, which leaves out no slot")
             self.require(f"{name} ({value})", implementation=implementation)
+        if self.overflow == "chunks" and self.buffer_factor is None:
+            raise ValueError("overflow='chunks' needs a buffer_factor, got None")
 
     def _check_balancing(self) -> None:
         if self.correction_bias_update_rate:

@@ -25,6 +25,7 @@ TRAINING_FIELDS = (
     "correction_bias_rule",
     "correction_bias_update_rate",
     "buffer_factor",
+    "overflow",
 )
 # All fields that need not agree with the config of a block.
 _OTHER_FIELDS = (*TRAINING_FIELDS, "router", "implementation", "capacity_factor")

@@ -175,7 +175,7 @@ class _RecordingRunner(ExpertRunner):
 def _recording(path: str, layer: MoELayer, saliency: Saliency) -> _RecordingRunner:
     """Return the runner that records the saliency of a layer."""
     config, whole = layer.config, layer.runner
-    if config.capacity_factor is not None or config.buffer_factor is not None:
+    if config.may_drop:
         if whole.dispatcher != local_dispatcher(config):
             raise ValueError(
                 f"{path} must drop no slots on a mesh, got capacity_factor {config.capacity_factor} and buffer_factor "

@@ -210,7 +210,8 @@ class Decoder(nn.Module):
         """Generate tokens by sampling, each from the last `max_sequence_length` tokens.
 
         Up to this length, keys and values of earlier tokens are kept, so that a call computes new tokens only. Beyond
-        it, and with a `capacity_factor`, a `buffer_factor` or a router of documents, each call computes all tokens.
+        it, and with a `capacity_factor`, a `buffer_factor` that drops slots or a router of documents, each call
+        computes all tokens.
 
         On a mesh, all ranks must call `generate` with the same tokens and seeds.
 
@@ -252,8 +253,7 @@ class Decoder(nn.Module):
 
 def _depends_on_later_tokens(config: MoEConfig) -> bool:
     """Return whether later tokens of a sequence change what a layer computes for a token."""
-    has_bound = config.capacity_factor is not None or config.buffer_factor is not None
-    return has_bound or config.router_rule.takes_ids == "documents"
+    return config.may_drop or config.router_rule.takes_ids == "documents"
 
 
 def _sample(logits: Tensor, temperature: float, top_k: int | None) -> Tensor:

@@ -5,12 +5,15 @@ Shapes: T tokens of this process, K top_k, D hidden_size, N rows of the experts'
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from maxmoe.nn.routing import TopK
+from maxmoe.nn.windows import Windows
 from maxmoe.ops import RaggedPlan
 from maxmoe.recompute.freed_storage import Recomputation, Rematerialized
 
@@ -51,15 +54,18 @@ C = TypeVar("C")
 class Dispatcher(Protocol[D, C]):
     """Interface of dispatchers, such as `LocalDispatcher` and the strategies of `maxmoe.parallel.dispatch`."""
 
-    def exchange_counts(self, chunks: Sequence[TopK], num_sequences: int) -> Sequence[C]:
+    def exchange_counts(
+        self, chunks: Sequence[TopK], num_sequences: int, dtype: torch.dtype
+    ) -> Sequence[C | Windows[C]]:
         """Exchange the counts that processes must know of each other, once for all chunks of the tokens.
 
         Args:
             chunks: expert ids and routing weights of each chunk.
             num_sequences: B, number of sequences in all chunks.
+            dtype: dtype of the tokens.
 
         Returns:
-            Counts of each chunk, for `dispatch`.
+            Counts of each chunk, for `dispatch`; if its rows do not fit in a buffer, of each window of them.
         """
         ...
 
@@ -202,7 +208,11 @@ class ExpertRunner:
         """
         dispatch, combine = self.dispatcher.dispatch, self.dispatcher.combine
         tokens, top_k_chunks = x.tensor_split(self.num_chunks), top_k.tensor_split(self.num_chunks)
-        counts = self.dispatcher.exchange_counts(top_k_chunks, num_sequences)
+        counts = self.dispatcher.exchange_counts(top_k_chunks, num_sequences, x.dtype)
+        if any(isinstance(each, Windows) for each in counts):
+            parts = zip(tokens, top_k_chunks, counts, strict=True)
+            sums = [self._sum_over_windows(experts, *part) for part in parts]
+            return torch.cat(sums), top_k.experts.new_zeros(())
         arriving = dispatch(tokens[0], top_k_chunks[0], counts[0])
         returning, dropped, recomputed = [], [], []
         for index in range(self.num_chunks):
@@ -222,3 +232,20 @@ class ExpertRunner:
         if self.num_chunks == 1:
             return combined[0], dropped[0]
         return torch.cat(combined), torch.stack(dropped).sum()
+
+    def _sum_over_windows(self, experts: Callable[..., Tensor], x: Tensor, top_k: TopK, counts: Any) -> Tensor:
+        """Run a chunk of tokens without overlap, one window of its rows after the other; nothing is dropped.
+
+        A window saves nothing for the backward, which dispatches and computes it again before its own backward.
+        """
+
+        def compute(x: Tensor, weights: Tensor, window: Any) -> tuple[Tensor, Dispatched]:
+            dispatched = self.dispatcher.dispatch(x, top_k._replace(weights=weights), window)()
+            return dispatched.compute(experts), dispatched
+
+        def sum_of_window(window: Any) -> Tensor:
+            outputs, dispatched = checkpoint(compute, x, top_k.weights, window, use_reentrant=False)
+            combined: Tensor = self.dispatcher.combine(outputs, dispatched)()
+            return combined
+
+        return reduce(torch.add, map(sum_of_window, counts if isinstance(counts, Windows) else (counts,)))

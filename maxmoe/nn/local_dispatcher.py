@@ -5,14 +5,16 @@ With ``implementation="dense"``, batched products of static shapes compute one b
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from maxmoe._torch import is_traced
 from maxmoe.config import MoEConfig
 from maxmoe.nn.dispatcher import Dispatched, Dispatcher, Future
 from maxmoe.nn.routing import TopK
+from maxmoe.nn.windows import Agreement, Buffer, Window, Windows, plan_within
 from maxmoe.ops import RaggedPlan, ragged_gather, ragged_gather_reduce, ragged_plan, ragged_sort, ragged_unsort
 from maxmoe.recompute.freed_storage import Recomputation
 
@@ -38,12 +40,12 @@ class LocalExperts:
         """Return the range of all experts of a layer with this config."""
         return cls(0, config.num_experts, config.num_experts, config.num_selectable_experts)
 
-    def max_rows(self, num_slots: int, factor: float | None) -> int | None:
+    def max_rows(self, num_slots: int, factor: float) -> int:
         """Return the largest number of rows that the local experts accept of the slots in all processes.
 
-        `factor` is a multiple of their number if all selectable experts get equally many; None for no bound.
+        `factor` is a multiple of their number if all selectable experts get equally many.
         """
-        return None if factor is None else int(num_slots * self.count // self.num_selectable * factor)
+        return int(num_slots * self.count // self.num_selectable * factor)
 
     @property
     def are_all(self) -> bool:
@@ -55,13 +57,37 @@ class LocalExperts:
         """Whether every routed slot has a row in some process."""
         return self.total == self.num_selectable
 
+    def fit(self, factor: float) -> bool:
+        """Whether all rows fit in a buffer with this factor, whatever the routing is."""
+        return self.are_all and factor * self.count >= self.num_selectable
 
-def local_dispatcher(config: MoEConfig, experts: LocalExperts | None = None) -> Dispatcher[Any, int]:
-    """Return the dispatcher of a layer to the experts of this process, by default all of them."""
+
+class LocalCounts(NamedTuple):
+    """Counts of a chunk for dispatchers to experts in the same process.
+
+    Attributes:
+        num_sequences: B, number of sequences.
+        window: rows that are computed; None for all rows.
+    """
+
+    num_sequences: int
+    window: Window | None = None
+
+
+def local_dispatcher(
+    config: MoEConfig, experts: LocalExperts | None = None, agreement: Agreement | None = None
+) -> Dispatcher[Any, LocalCounts]:
+    """Return the dispatcher of a layer to the experts of this process, by default all of them.
+
+    `agreement` is for processes with other tokens that compute the same experts, see `Buffer`.
+    """
     experts = LocalExperts.all_of(config) if experts is None else experts
     scales_input = config.apply_weights_to == "input"
     if config.implementation == "sparse":
-        return LocalDispatcher(experts, scales_input, config.buffer_factor)
+        buffer = Buffer.of(config, agreement)
+        if buffer is not None and not buffer.drops and experts.fit(buffer.factor):
+            buffer = None
+        return LocalDispatcher(experts, scales_input, buffer)
     if config.capacity_factor is None:
         return DenseDispatcher(experts, scales_input)
     return CapacityDispatcher(experts, scales_input, factor=config.capacity_factor)
@@ -76,14 +102,16 @@ class LocallyDispatched(Dispatched):
 
 @dataclass(frozen=True)
 class InProcess:
-    """Base of dispatchers to experts in the same process, whose counts are the number of sequences."""
+    """Base of dispatchers to experts in the same process, whose counts are `LocalCounts`."""
 
     experts: LocalExperts
     scales_input: bool = False
 
-    def exchange_counts(self, chunks: Sequence[TopK], num_sequences: int) -> list[int]:
+    def exchange_counts(
+        self, chunks: Sequence[TopK], num_sequences: int, dtype: torch.dtype
+    ) -> Sequence[LocalCounts | Windows[LocalCounts]]:
         """Return the number of sequences for each chunk; nothing is communicated."""
-        return [num_sequences] * len(chunks)
+        return [LocalCounts(num_sequences)] * len(chunks)
 
     def combine(self, outputs: Tensor, dispatched: LocallyDispatched) -> Future[Tensor]:
         """Sum the outputs ``(N, D)`` over the experts of each token, unless `expert_ffn` has summed them."""
@@ -122,14 +150,27 @@ class LocalDispatcher(InProcess):
     Args:
         experts: experts of this process.
         scales_input: whether the routing weights multiply the input of the experts.
-        buffer_factor: bounds the number of rows by this multiple of the mean over processes; None for no bound.
+        buffer: bound on the number of rows; None for no bound.
     """
 
-    buffer_factor: float | None = None
+    buffer: Buffer | None = None
 
-    def dispatch(self, x: Tensor, top_k: TopK, num_sequences: int) -> Future[LocallyDispatched]:
+    def exchange_counts(
+        self, chunks: Sequence[TopK], num_sequences: int, dtype: torch.dtype
+    ) -> Sequence[LocalCounts | Windows[LocalCounts]]:
+        """Return the number of sequences for each chunk, and the windows of its rows if they overflow the buffer."""
+        counts, buffer = [LocalCounts(num_sequences)] * len(chunks), self.buffer
+        if buffer is None or buffer.drops:
+            return counts
+        sizes = [self.experts.max_rows(chunk.experts.numel(), buffer.factor) for chunk in chunks]
+        rows = [self._num_rows(chunk) for chunk in chunks]
+        return buffer.in_windows(counts, rows, sizes, chunks[0].experts.device)
+
+    def dispatch(self, x: Tensor, top_k: TopK, counts: LocalCounts) -> Future[LocallyDispatched]:
         """Sort the slots of x ``(T, D)`` by expert; return a function that returns the input of the experts."""
         plan = self._plan(top_k)
+        if counts.window is not None:
+            plan = plan_within(plan, counts.window)
         if not self.scales_input:
             dispatched = LocallyDispatched(x=x, weights=top_k.weights, plan=plan, dropped=plan.dropped)
             return lambda: dispatched
@@ -141,10 +182,18 @@ class LocalDispatcher(InProcess):
             lambda outputs: ragged_unsort(outputs, plan),
         )
 
+    def _num_rows(self, top_k: TopK) -> int:
+        """Return the number of rows; in traced code, where it is not known, a bound."""
+        is_known = self.experts.are_all and self.experts.are_selectable and top_k.is_unpadded
+        if is_known or is_traced():
+            return top_k.experts.numel()
+        return int(_local_ids(top_k.experts, self.experts)[1].sum())
+
     def _plan(self, top_k: TopK) -> RaggedPlan:
-        num_slots = top_k.experts.numel()
-        max_rows = self.experts.max_rows(num_slots, self.buffer_factor)
-        num_rows = None
+        num_slots, buffer = top_k.experts.numel(), self.buffer
+        max_rows = num_rows = None
+        if buffer is not None and buffer.drops:
+            max_rows = self.experts.max_rows(num_slots, buffer.factor)
         if self.experts.are_all:
             # The number of slots is a bound that drops nothing. It tells operators the largest number of rows.
             max_rows = num_slots if max_rows is None else min(num_slots, max_rows)
@@ -166,7 +215,7 @@ class DenseDispatcher(InProcess):
     Experts that a token is not routed to have the weight zero.
     """
 
-    def dispatch(self, x: Tensor, top_k: TopK, num_sequences: int) -> Future[LocallyDispatched]:
+    def dispatch(self, x: Tensor, top_k: TopK, counts: LocalCounts) -> Future[LocallyDispatched]:
         """Copy x ``(T, D)`` for each local expert."""
         num_experts = self.experts.count
         zeros = top_k.weights.new_zeros(x.shape[0], num_experts)
@@ -202,9 +251,9 @@ class CapacityDispatcher(InProcess):
 
     factor: float
 
-    def dispatch(self, x: Tensor, top_k: TopK, num_sequences: int) -> Future[LocallyDispatched]:
+    def dispatch(self, x: Tensor, top_k: TopK, counts: LocalCounts) -> Future[LocallyDispatched]:
         """Gather rows ``(L * B * capacity, D)`` of x ``(T, D)``."""
-        num_experts, num_choices = self.experts.count, top_k.experts.shape[1]
+        num_sequences, num_experts, num_choices = counts.num_sequences, self.experts.count, top_k.experts.shape[1]
         slots_per_sequence = top_k.experts.numel() // max(num_sequences, 1)
         slots = top_k.experts.view(num_sequences, slots_per_sequence)
         assigned, is_local = _local_ids(slots, self.experts)

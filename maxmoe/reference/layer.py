@@ -233,7 +233,8 @@ def moe(
         kept = torch.cat([apply_capacity(part, num_experts, factor) for part in sequences(experts, lengths)])
         kept = torch.where(experts < config.num_experts, kept, experts)  # other experts have no capacity
     num_rows = config.num_balanced_rows(is_valid.numel() * config.top_k)
-    max_rows = None if config.buffer_factor is None else int(num_rows * config.buffer_factor)
+    bound = config.buffer_factor if config.overflow == "drop" else None
+    max_rows = None if bound is None else int(num_rows * bound)
     plan = ragged_plan(kept, config.num_selectable_experts, num_local_experts=config.num_experts, max_rows=max_rows)
 
     rows, norms = tokens, config.norms

@@ -57,12 +57,12 @@ def test_the_layer_takes_any_dispatcher() -> None:
         def __init__(self, inner: Dispatcher[Any, Any]) -> None:
             self.inner = inner
 
-        def exchange_counts(self, chunks: Sequence[TopK], num_sequences: int) -> Sequence[int]:
-            return self.inner.exchange_counts(chunks, num_sequences)
+        def exchange_counts(self, chunks: Sequence[TopK], *sizes: Any) -> Sequence[Any]:
+            return self.inner.exchange_counts(chunks, *sizes)
 
-        def dispatch(self, x: Tensor, top_k: TopK, num_sequences: int) -> Future[Dispatched]:
+        def dispatch(self, x: Tensor, top_k: TopK, counts: Any) -> Future[Dispatched]:
             reversed_top_k = TopK(*(part.flip(0) for part in top_k[:2]))
-            return self.inner.dispatch(x.flip(0), reversed_top_k, num_sequences)
+            return self.inner.dispatch(x.flip(0), reversed_top_k, counts)
 
         def combine(self, outputs: Tensor, dispatched: Dispatched) -> Future[Tensor]:
             combined = self.inner.combine(outputs, dispatched)
@@ -81,14 +81,14 @@ def test_the_next_chunk_is_on_its_way_while_experts_compute() -> None:
         def __init__(self, inner: Dispatcher[Any, Any]) -> None:
             self.inner, self.count = inner, 0
 
-        def exchange_counts(self, chunks: Sequence[TopK], num_sequences: int) -> Sequence[int]:
+        def exchange_counts(self, chunks: Sequence[TopK], *sizes: Any) -> Sequence[Any]:
             order.append(f"exchange {len(chunks)}")
-            return self.inner.exchange_counts(chunks, num_sequences)
+            return self.inner.exchange_counts(chunks, *sizes)
 
-        def dispatch(self, x: Tensor, top_k: TopK, num_sequences: int) -> Future[Dispatched]:
+        def dispatch(self, x: Tensor, top_k: TopK, counts: Any) -> Future[Dispatched]:
             number, self.count = self.count, self.count + 1
             order.append(f"send {number}")
-            arrived = self.inner.dispatch(x, top_k, num_sequences)
+            arrived = self.inner.dispatch(x, top_k, counts)
 
             def arrive() -> Dispatched:
                 order.append(f"receive {number}")

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from maxmoe import MoE
+from maxmoe.nn.local_dispatcher import LocalCounts
 from support.moe_layers import COMPUTE, LOSSES, Options, assert_meets_specification, make, outcome, tokens
 
 
@@ -41,7 +42,8 @@ def test_capacity_beyond_the_slots_of_a_sequence_costs_nothing() -> None:
     """A sequence of one token has two slots: the buffer has two rows per expert, not the capacity of 64."""
     layer = make(implementation="dense", num_experts=64, top_k=2, capacity_factor=64.0)
     x = tokens(layer, 3, 1)
-    dispatched = layer.runner.dispatcher.dispatch(x.flatten(0, 1), layer.router(x.flatten(0, 1)).top_k, 3)()
+    top_k = layer.router(x.flatten(0, 1)).top_k
+    dispatched = layer.runner.dispatcher.dispatch(x.flatten(0, 1), top_k, LocalCounts(3))()
     assert dispatched.x.shape[0] == 64 * 3 * 2 and dispatched.dropped == 0
     assert_meets_specification(layer, x)
 

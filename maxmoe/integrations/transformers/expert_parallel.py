@@ -34,7 +34,8 @@ class _DispatcherEP(EPImplementation):
         self.experts = experts
         count, num_ranks = experts.num_experts, ep_mesh.size()
         local_experts = LocalExperts(ep_mesh.get_local_rank() * count, count, num_ranks * count, num_ranks * count)
-        self.runner = ExpertRunner(self._dispatcher(LocalDispatcher(local_experts), local_experts))
+        ranks = ExpertRanks(ep_mesh.get_group(), local_experts, tuple(range(0, local_experts.total, count)))
+        self.runner = ExpertRunner(self._dispatcher(LocalDispatcher(local_experts), ranks))
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Compute the output ``(T, D)`` of this rank's tokens; `top_k_index` ``(T, K)`` are experts of all ranks."""
@@ -49,28 +50,25 @@ class _DispatcherEP(EPImplementation):
         return combined
 
     @abstractmethod
-    def _dispatcher(self, local: LocalDispatcher, experts: LocalExperts) -> Dispatcher[Any, Any]: ...
+    def _dispatcher(self, local: LocalDispatcher, ranks: ExpertRanks) -> Dispatcher[Any, Any]: ...
 
 
 class RingOfExpertsEP(_DispatcherEP):
     """All-gathers the tokens, computes the local experts, and reduce-scatters the partial sums."""
 
-    def _dispatcher(self, local: LocalDispatcher, experts: LocalExperts) -> Dispatcher[Any, Any]:
-        return RingOfExperts(local, self.ep_mesh.get_group())
+    def _dispatcher(self, local: LocalDispatcher, ranks: ExpertRanks) -> Dispatcher[Any, Any]:
+        return RingOfExperts(local, ranks)
 
 
 class RaggedAllToAllEP(_DispatcherEP):
     """Sends every routed row to the rank of its expert, and the weighted output back."""
 
-    def _dispatcher(self, local: LocalDispatcher, experts: LocalExperts) -> Dispatcher[Any, Any]:
-        return RaggedAllToAll(local, self._ranks(experts))
-
-    def _ranks(self, experts: LocalExperts) -> ExpertRanks:
-        return ExpertRanks(self.ep_mesh.get_group(), experts, tuple(range(0, experts.total, experts.count)))
+    def _dispatcher(self, local: LocalDispatcher, ranks: ExpertRanks) -> Dispatcher[Any, Any]:
+        return RaggedAllToAll(local, ranks)
 
 
 class LeastLoadedEP(RaggedAllToAllEP):
     """As `RaggedAllToAllEP`, but ranks with few rows receive rows and weights of other ranks' experts."""
 
-    def _dispatcher(self, local: LocalDispatcher, experts: LocalExperts) -> Dispatcher[Any, Any]:
-        return LeastLoaded(local, self._ranks(experts))
+    def _dispatcher(self, local: LocalDispatcher, ranks: ExpertRanks) -> Dispatcher[Any, Any]:
+        return LeastLoaded(local, ranks)

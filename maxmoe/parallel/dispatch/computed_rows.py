@@ -5,13 +5,14 @@ rank sends, R rows that it receives.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from maxmoe.nn.windows import Window, rows_within
 from maxmoe.parallel.dispatch.expert_moves import Move
 
 
@@ -60,6 +61,18 @@ class ComputedRows:
     def of_rank(self, rank: int) -> Tensor:
         """Return the number of rows ``(P, n)`` that each rank sends to each of the n experts of a rank."""
         return self.rows[:, self._bounds[rank] : self._bounds[rank + 1]]
+
+    def within(self, window: Window | None) -> "ComputedRows":
+        """Return the rows in a window of the rows of each computing rank, in the order of the sending ranks."""
+        if window is None:
+            return self
+        parts = [self.of_rank(rank) for rank in range(len(self.experts))]
+        parts = [rows_within(part.flatten(), window).view_as(part) for part in parts]
+        return replace(self, rows=torch.cat(parts, dim=1))
+
+    def loads(self) -> list[int]:
+        """Return the number of rows that each rank computes."""
+        return [int(self.of_rank(rank).sum()) for rank in range(len(self.experts))]
 
     def sent(self, rank: int) -> list[int]:
         """Return the number of rows that a rank sends to each rank."""

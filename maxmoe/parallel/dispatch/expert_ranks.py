@@ -1,6 +1,7 @@
 """Distribution of the experts over ranks, and the order of rows by rank and expert."""
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -10,9 +11,11 @@ from torch import Tensor
 from maxmoe.config import MoEConfig
 from maxmoe.nn import local_dispatcher
 from maxmoe.nn.dispatcher import Dispatcher
-from maxmoe.nn.local_dispatcher import LocalExperts
+from maxmoe.nn.local_dispatcher import LocalCounts, LocalExperts
 from maxmoe.nn.routing import TopK
+from maxmoe.nn.windows import Buffer
 from maxmoe.ops import RaggedPlan, ragged_plan
+from maxmoe.parallel.dispatch.agreed_windows import LargestOnMesh
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding, PartitionSpec
 
@@ -48,10 +51,15 @@ class ExpertLayout:
         (part,) = NamedSharding(self.mesh, PartitionSpec(self.expert_axes)).slices((total,), rank)
         return LocalExperts(part.start, part.stop - part.start, total, self.config.num_selectable_experts)
 
-    def local_dispatcher(self, *, is_bounded: bool = True) -> Dispatcher[Any, int]:
-        """Make the dispatcher to the experts of this process; unbounded if the strategy itself drops rows."""
-        config = self.config if is_bounded else replace(self.config, buffer_factor=None)
-        return local_dispatcher(config, self.local_experts())
+    def local_dispatcher(self, *, is_bounded: bool = True) -> Dispatcher[Any, LocalCounts]:
+        """Make the dispatcher to the experts of this process; unbounded if the strategy itself bounds the rows."""
+        config = self.config if is_bounded else replace(self.config, buffer_factor=None, overflow="drop")
+        return local_dispatcher(config, self.local_experts(), self.agreement(()))
+
+    def agreement(self, exchanged: tuple[str, ...]) -> LargestOnMesh | None:
+        """Return how ranks agree on numbers of windows that those along the axes `exchanged` know of each other."""
+        axes = tuple(axis for axis in self.mesh.axes if axis not in exchanged)
+        return LargestOnMesh(self.mesh, axes) if axes else None
 
     def group(self) -> dist.ProcessGroup:
         """Return the group of this process in which a strategy communicates."""
@@ -60,7 +68,8 @@ class ExpertLayout:
     def ranks(self) -> "ExpertRanks":
         """Return the ranks of the group with their experts."""
         first_experts = tuple(self.local_experts(rank).first for rank in self.mesh.ranks_along(*self.group_axes))
-        return ExpertRanks(self.group(), self.local_experts(), first_experts, self.config.buffer_factor)
+        buffer = Buffer.of(self.config, self.agreement(self.group_axes))
+        return ExpertRanks(self.group(), self.local_experts(), first_experts, buffer)
 
 
 @dataclass(frozen=True)
@@ -71,13 +80,13 @@ class ExpertRanks:
         group: process group of the ranks.
         experts: experts of this rank.
         first_experts: index of the first expert of each rank of the group.
-        buffer_factor: bounds the rows of a rank by this multiple of the mean over the ranks; None for no bound.
+        buffer: bound on the rows of a rank; None for no bound.
     """
 
     group: dist.ProcessGroup
     experts: LocalExperts
     first_experts: tuple[int, ...]
-    buffer_factor: float | None = None
+    buffer: Buffer | None = None
 
     @property
     def size(self) -> int:
@@ -98,6 +107,12 @@ class ExpertRanks:
             experts, num_ids = self._position_of_expert(experts.device)[experts], self.size * count
         return ragged_plan(experts, num_ids, num_local_experts=self.size * count, num_rows=num_rows)
 
+    def rows_of_ranks(self, top_k: TopK) -> Tensor:
+        """Count the rows ``(P,)`` of the experts of each rank."""
+        position = self._position_of_expert(top_k.experts.device)[top_k.experts.flatten()]
+        rank = torch.where(position < 0, self.size, position // self.experts.count)
+        return rank.new_zeros(self.size + 1).scatter_add(0, rank, torch.ones_like(rank))[: self.size]
+
     def _position_of_expert(self, device: torch.device) -> Tensor:
         """Return the index of each expert in the order of the ranks, and -1 for experts of other ranks or of none.
 
@@ -109,17 +124,11 @@ class ExpertRanks:
         return position
 
 
-def without_last_rows(plan: RaggedPlan, routed: list[int], kept: list[int]) -> RaggedPlan:
-    """Drop the last rows of each rank from a plan, so that `kept` of its `routed` rows remain for each rank.
-
-    `group_sizes` of the result still counts the dropped rows.
-    """
-    if kept == routed:
-        return plan
-    starts = torch.tensor([0, *routed[:-1]]).cumsum(0).tolist()
-    rows_kept = torch.cat([torch.arange(start, start + count) for start, count in zip(starts, kept, strict=True)])
-    plan = with_rows(plan, rows_kept.to(plan.slots.device))
-    return plan._replace(dropped=plan.dropped + (sum(routed) - sum(kept)))
+def rows_to_send(routed: list[int], skip: list[int], send: list[int]) -> Tensor:
+    """Return the numbers ``(R,)`` of the rows that are sent, of those `routed` to each rank: `send` after `skip`."""
+    ends = list(accumulate(routed))
+    starts = [end - count + skipped for end, count, skipped in zip(ends, routed, skip, strict=True)]
+    return torch.cat([torch.arange(start, start + count) for start, count in zip(starts, send, strict=True)])
 
 
 def with_rows(plan: RaggedPlan, rows: Tensor) -> RaggedPlan:

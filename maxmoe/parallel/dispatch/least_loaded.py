@@ -10,6 +10,7 @@ from torch import Tensor
 from maxmoe.nn.dispatcher import Future
 from maxmoe.nn.local_dispatcher import LocalDispatcher, LocalExperts
 from maxmoe.nn.routing import TopK
+from maxmoe.nn.windows import Window
 from maxmoe.ops import RaggedPlan
 from maxmoe.parallel.dispatch.computed_rows import ComputedRows
 from maxmoe.parallel.dispatch.expert_moves import TRIED_PERCENT, plan_moves
@@ -52,19 +53,22 @@ class LeastLoaded(RaggedAllToAll):
 
     @classmethod
     def check(cls, layout: ExpertLayout) -> None:
-        """Raise for experts whose rows cannot be computed on several ranks, and for a bound that drops rows."""
+        """Raise for experts whose rows cannot be computed on several ranks, and for a buffer that drops rows."""
         config = layout.config
         if config.implementation != "sparse":
             raise ValueError(
                 "least_loaded computes the rows of an expert on several ranks: implementation must be 'sparse', "
                 f"got {config.implementation!r}"
             )
-        if config.buffer_factor is not None:
-            raise ValueError(f"least_loaded drops no rows: buffer_factor must be None, got {config.buffer_factor}")
+        if config.may_drop:
+            raise ValueError(
+                f"least_loaded drops no rows: buffer_factor ({config.buffer_factor}) must be None or with "
+                f"overflow='chunks', got overflow={config.overflow!r}"
+            )
 
-    def exchange_counts(self, chunks: Sequence[TopK], num_sequences: int) -> list[RaggedCounts]:
-        """Sort the slots and all-gather the number of rows for every expert; raise if ranks plan differently."""
-        counts = super().exchange_counts(chunks, num_sequences)
+    def _gather_counts(self, chunks: Sequence[TopK], dtype: torch.dtype) -> list[RaggedCounts]:
+        """Plan the moves of experts from the counts of all ranks; raise if ranks plan differently."""
+        counts = super()._gather_counts(chunks, dtype)
         checksums: list[int] = counts[0].facts[:, 1].tolist()
         if len(set(checksums)) > 1:
             raise RuntimeError(
@@ -72,17 +76,25 @@ class LeastLoaded(RaggedAllToAll):
                 + ", ".join(f"rank {rank} {checksum:08x}" for rank, checksum in enumerate(checksums))
                 + ". Run the same version of maxmoe, on devices of one type, under the same autocast, on all ranks"
             )
-        return counts
+        cost = rows_per_expert(chunks[0].experts.device.type, dtype)
+        return [each._replace(moved=self._moved(each.host_rows, cost)) for each in counts]
+
+    def _moved(self, rows: Tensor, cost: int) -> ComputedRows | None:
+        moves = plan_moves(rows.sum(0).tolist(), self.ranks.size, cost)
+        return ComputedRows.of(rows, moves) if moves else None
+
+    def _loads(self, counts: RaggedCounts) -> list[int]:
+        return super()._loads(counts) if counts.moved is None else counts.moved.loads()
 
     def dispatch(self, x: Tensor, top_k: TopK, counts: RaggedCounts) -> Future[Received[SentRows]]:
         """Start the all-to-all of the rows of x ``(T, D)`` to the ranks that compute them."""
-        moves = plan_moves(counts.host_rows.sum(0).tolist(), self.ranks.size, rows_per_expert(x.device.type, x.dtype))
-        if not moves:
+        if counts.moved is None:
             return super().dispatch(x, top_k, counts)
-        computed, rank = ComputedRows.of(counts.host_rows, moves), self.ranks.group.rank()
-        plan = with_rows(counts.plan, computed.order(rank).to(x.device))
-        num_sent, num_experts = computed.sent(rank), len(computed.experts[rank])
-        splits = Splits(num_sent, num_sent, computed.received(rank))
+        moved, window, rank = counts.moved, counts.window, self.ranks.group.rank()
+        computed, before = moved.within(window), moved.within(Window(0, 0 if window is None else window.start))
+        splits = Splits(moved.sent(rank), computed.sent(rank), computed.received(rank), before.sent(rank))
+        plan = splits.sent_part(with_rows(counts.plan, moved.order(rank).to(x.device)))
+        num_experts = len(computed.experts[rank])
         local = replace(self.local, experts=LocalExperts(0, num_experts, num_experts, num_experts))
         arriving = self.send(x, top_k, (plan, splits), computed.expert_ids(rank).to(x.device), local)
 
@@ -110,9 +122,9 @@ class LeastLoaded(RaggedAllToAll):
         )
         return own, foreign
 
-    def _facts(self, chunk: TopK) -> list[int]:
+    def _facts(self, chunk: TopK, dtype: torch.dtype) -> list[int]:
         device = chunk.experts.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        cost = rows_per_expert(device, chunk.weights.dtype)
+        cost = rows_per_expert(device, dtype)
         settings = (TRIED_PERCENT, cost, self.ranks.first_experts, chunk.weights.dtype, autocast)
-        return [*super()._facts(chunk), zlib.crc32(repr(settings).encode())]
+        return [*super()._facts(chunk, dtype), zlib.crc32(repr(settings).encode())]

@@ -12,10 +12,13 @@ import torch
 from torch import Tensor
 
 from maxmoe.nn.dispatcher import Dispatcher, Future
+from maxmoe.nn.local_dispatcher import LocalCounts
 from maxmoe.nn.routing import TopK
+from maxmoe.nn.windows import Window, Windows, rows_within
 from maxmoe.ops import RaggedPlan, ragged_gather, ragged_sort, ragged_unsort
 from maxmoe.parallel.dispatch.collectives import all_gather_counts, ragged_all_to_all
-from maxmoe.parallel.dispatch.expert_ranks import ExpertLayout, ExpertRanks, without_last_rows
+from maxmoe.parallel.dispatch.computed_rows import ComputedRows
+from maxmoe.parallel.dispatch.expert_ranks import ExpertLayout, ExpertRanks, rows_to_send, with_rows
 from maxmoe.parallel.dispatch.strategy import OUTPUTS, TOKENS, WEIGHTS, Received, Strategy
 from maxmoe.recompute.freed_storage import Recomputation
 
@@ -28,41 +31,52 @@ class RaggedCounts(NamedTuple):
         rows: ``(P, E)``, int64, number of rows of each rank for each expert.
         host_rows: `rows` on the host.
         facts: ``(P, n)``, int64 on the host, numbers that each rank has added to its counts: first its number of slots.
+        moved: rows by the rank that computes them, if experts move.
+        window: rows of each rank that are computed; None for all rows.
     """
 
     plan: RaggedPlan
     rows: Tensor
     host_rows: Tensor
     facts: Tensor
+    moved: ComputedRows | None = None
+    window: Window | None = None
 
 
 class Splits(NamedTuple):
     """Numbers of rows that this rank sends to each rank and receives from it.
 
     Attributes:
-        routed: number of rows for each rank, dropped rows included.
+        routed: number of rows for each rank, also those that are not sent.
         send: number of rows that are sent to each rank.
         receive: number of rows that are received from each rank.
+        skip: number of rows for each rank before those that are sent.
     """
 
     routed: list[int]
     send: list[int]
     receive: list[int]
+    skip: list[int]
+
+    def sent_part(self, plan: RaggedPlan) -> RaggedPlan:
+        """Return the plan of the rows that are sent, given that of all rows; its `dropped` counts the others."""
+        if self.send == self.routed:
+            return plan
+        kept = rows_to_send(self.routed, self.skip, self.send).to(plan.slots.device)
+        return with_rows(plan, kept)._replace(dropped=plan.dropped + (sum(self.routed) - sum(self.send)))
 
 
-def splits_of(matrix: Tensor, rank: int, max_rows: int | None = None) -> Splits:
+def splits_of(matrix: Tensor, rank: int, window: Window | None = None) -> Splits:
     """Compute the splits of a rank from the rows ``(P, P)`` of each rank (first dim) for the experts of each rank.
 
-    If a rank would receive more than `max_rows` rows, it accepts them in the order of the sending ranks, and the rows
-    past the bound are dropped.
+    A rank receives its rows in the window, in the order of the sending ranks.
 
-    Source: MaxText, `get_all_to_all_params` and its `ragged_buffer_factor`.
+    Source: MaxText, `get_all_to_all_params` and its `ragged_buffer_factor`, for the first window.
     """
-    accepted = matrix
-    if max_rows is not None:
-        filled = matrix.cumsum(0).clamp_max(max_rows)
-        accepted = filled.diff(dim=0, prepend=filled.new_zeros(1, filled.shape[1]))
-    return Splits(matrix[rank].tolist(), accepted[rank].tolist(), accepted[:, rank].tolist())
+    accepted, before = rows_within(matrix, window), Window(0, 0 if window is None else window.start)
+    skipped = rows_within(matrix, before)
+    lists = (matrix[rank], accepted[rank], accepted[:, rank], skipped[rank])
+    return Splits(*(counts.tolist() for counts in lists))
 
 
 # The plan by which this rank has sorted the rows that it sends, and the splits of the all-to-all.
@@ -88,7 +102,7 @@ class RaggedAllToAll(Strategy):
     Source: MaxText, `ragged_all_to_all`; torchtitan and Megatron-LM "alltoall".
     """
 
-    local: Dispatcher[Any, int]
+    local: Dispatcher[Any, LocalCounts]
     ranks: ExpertRanks
 
     @classmethod
@@ -96,11 +110,24 @@ class RaggedAllToAll(Strategy):
         """Make the dispatcher of this process."""
         return cls(layout.local_dispatcher(is_bounded=False), layout.ranks())
 
-    def exchange_counts(self, chunks: Sequence[TopK], num_sequences: int) -> list[RaggedCounts]:
+    def exchange_counts(
+        self, chunks: Sequence[TopK], num_sequences: int, dtype: torch.dtype
+    ) -> Sequence[RaggedCounts | Windows[RaggedCounts]]:
         """Sort the slots and all-gather the number of rows for every expert: steps 1 and 2."""
+        counts, buffer = self._gather_counts(chunks, dtype), self.ranks.buffer
+        if buffer is None:
+            return counts
+        num_slots = [int(each.facts[:, 0].sum()) for each in counts]
+        sizes = [self.ranks.experts.max_rows(number, buffer.factor) for number in num_slots]
+        if buffer.drops:
+            return [each._replace(window=Window(0, size)) for each, size in zip(counts, sizes, strict=True)]
+        rows = [max(self._loads(each)) for each in counts]
+        return buffer.in_windows(counts, rows, sizes, chunks[0].experts.device)
+
+    def _gather_counts(self, chunks: Sequence[TopK], dtype: torch.dtype) -> list[RaggedCounts]:
         plans = [self.ranks.plan(chunk) for chunk in chunks]
         counts = [
-            torch.cat([plan.group_sizes, plan.group_sizes.new_tensor(self._facts(chunk))])
+            torch.cat([plan.group_sizes, plan.group_sizes.new_tensor(self._facts(chunk, dtype))])
             for plan, chunk in zip(plans, chunks, strict=True)
         ]
         num_experts = self.ranks.size * self.ranks.experts.count
@@ -113,16 +140,23 @@ class RaggedAllToAll(Strategy):
             for plan, rows, host_rows in zip(plans, device, host, strict=True)
         ]
 
+    def _matrix(self, counts: RaggedCounts) -> Tensor:
+        """Return the number of rows ``(P, P)`` of each rank (first dim) for the experts of each rank."""
+        return counts.host_rows.reshape(self.ranks.size, self.ranks.size, self.ranks.experts.count).sum(2)
+
+    def _loads(self, counts: RaggedCounts) -> list[int]:
+        """Return the number of rows that each rank computes."""
+        loads: list[int] = self._matrix(counts).sum(0).tolist()
+        return loads
+
     def dispatch(self, x: Tensor, top_k: TopK, counts: RaggedCounts) -> Future[Received[SentRows]]:
         """Start the all-to-all of the rows of x ``(T, D)`` to the ranks of their experts: steps 3 to 5."""
-        matrix = counts.host_rows.reshape(self.ranks.size, self.ranks.size, self.ranks.experts.count).sum(2)
-        max_rows = self.ranks.experts.max_rows(int(counts.facts[:, 0].sum()), self.ranks.buffer_factor)
-        splits = splits_of(matrix, self.ranks.group.rank(), max_rows)
-        plan = without_last_rows(counts.plan, splits.routed, splits.send)
-        return self.send(x, top_k, (plan, splits), self._expert_ids(counts.rows, splits.receive), self.local)
+        splits = splits_of(self._matrix(counts), self.ranks.group.rank(), counts.window)
+        sent, expert_ids = (splits.sent_part(counts.plan), splits), self._expert_ids(counts, sum(splits.receive))
+        return self.send(x, top_k, sent, expert_ids, self.local)
 
     def send(
-        self, x: Tensor, top_k: TopK, sent: SentRows, expert_ids: Tensor, local: Dispatcher[Any, int]
+        self, x: Tensor, top_k: TopK, sent: SentRows, expert_ids: Tensor, local: Dispatcher[Any, LocalCounts]
     ) -> Future[Received[SentRows]]:
         """Start the all-to-all of rows and of their weights, which `local` dispatches to `expert_ids` ``(R, 1)``."""
         plan, splits = sent
@@ -132,7 +166,8 @@ class RaggedAllToAll(Strategy):
         def arrive() -> Received[SentRows]:
             arrived = rows()
             again = Recomputation(arrived, lambda x: self._sent(ragged_sort(x(), plan), splits, TOKENS))
-            return Received.of(local.dispatch(arrived, TopK(weights(), expert_ids), 1)(), again, plan.dropped, sent)
+            dispatched = local.dispatch(arrived, TopK(weights(), expert_ids), LocalCounts(1))()
+            return Received.of(dispatched, again, plan.dropped, sent)
 
         return arrive
 
@@ -146,16 +181,14 @@ class RaggedAllToAll(Strategy):
     def _sent(self, rows: Tensor, splits: Splits, what: str) -> Future[Tensor]:
         return ragged_all_to_all(rows, splits.send, splits.receive, self.ranks.group, what)
 
-    def _facts(self, chunk: TopK) -> list[int]:
+    def _facts(self, chunk: TopK, dtype: torch.dtype) -> list[int]:
         """Return the numbers that are exchanged with the row counts of a chunk."""
         return [chunk.experts.numel()]
 
-    def _expert_ids(self, counts: Tensor, receive: Sequence[int]) -> Tensor:
+    def _expert_ids(self, counts: RaggedCounts, num_rows: int) -> Tensor:
         """Return the expert ``(R, 1)`` of each received row: the rows of a rank are in the order of their experts."""
         experts = self.ranks.experts
         first = self.ranks.group.rank() * experts.count
-        ends = counts[:, first : first + experts.count].cumsum(1)
-        ends = ends.clamp_max(torch.tensor(receive, device=counts.device).unsqueeze(1))
-        lengths = ends.diff(dim=1, prepend=ends.new_zeros(len(receive), 1)).flatten()
-        ids = torch.arange(experts.count, device=counts.device) + experts.first
-        return ids.repeat(len(receive)).repeat_interleave(lengths, output_size=sum(receive)).unsqueeze(1)
+        lengths = rows_within(counts.rows[:, first : first + experts.count].flatten(), counts.window)
+        ids = torch.arange(experts.count, device=lengths.device) + experts.first
+        return ids.repeat(self.ranks.size).repeat_interleave(lengths, output_size=num_rows).unsqueeze(1)

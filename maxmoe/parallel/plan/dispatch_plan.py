@@ -80,11 +80,10 @@ class DispatchPlan(ExpertLayout):
     @property
     def partial_sums(self) -> PartialSums:
         """The parts of the layer that ranks compute for the same tokens."""
-        drops = self.config.buffer_factor is not None or self.config.capacity_factor is not None
         return PartialSums(
             self.mesh,
             self.partial_axes,
-            dropped_axes=self.replicated_axes if drops else (),
+            dropped_axes=self.replicated_axes if self.config.may_drop else (),
             embed_axes=self.embed_axes,
             shared_is_partial=self.shared_is_partial,
             routed_is_partial=not self.config.maps_rows,

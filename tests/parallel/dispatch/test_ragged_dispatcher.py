@@ -2,12 +2,15 @@
 
 import copy
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from maxmoe import MoE, MoEConfig, parallelize
+from maxmoe.config.moe_config import Overflow
+from maxmoe.nn.windows import Window
 from maxmoe.parallel.dispatch.ragged_dispatcher import splits_of
 from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.sharding import LogicalRules, Mesh
@@ -22,28 +25,31 @@ MIXED = LogicalRules.load("ep-tp").override(
 STRATEGIES = ("ring_of_experts", "ragged_all_to_all")
 
 
-def uneven_layer() -> MoE:
+def uneven_layer(overflow: Overflow = "drop") -> MoE:
     """The first experts are preferred."""
     torch.manual_seed(0)
-    layer = MoE(CONFIG, dtype=torch.float64)
+    layer = MoE(replace(CONFIG, overflow=overflow), dtype=torch.float64)
     layer.router.weight.data[:4] += 0.5
     return layer
 
 
-def test_no_rank_computes_more_rows_than_its_share() -> None:
+@pytest.mark.parametrize("overflow", ["drop", "chunks"])
+def test_no_rank_computes_more_rows_than_its_share_at_a_time(overflow: Overflow) -> None:
     x = torch.rand(1, 32, 6, dtype=torch.float64)
     routed = torch.bincount(uneven_layer().router(x[0]).experts.flatten(), minlength=8).view(4, 2).sum(1)
     bound = 32 * 2 // 4
     dropped = int((routed - bound).clamp_min(0).sum())
-    assert dropped > 0
+    num_windows = -(-int(routed.max()) // bound)
+    assert dropped > 0 and num_windows > 1
 
     def check(sizes: dict[str, int], rules: LogicalRules, dispatch: Dispatch) -> None:
         mesh = Mesh(sizes)
-        layer = parallelize(uneven_layer(), mesh, rules, dispatch=dispatch)
+        layer = parallelize(uneven_layer(overflow), mesh, rules, dispatch=dispatch)
         part = x.view(2, 16, 6)[mesh.coordinates()["data"]].unsqueeze(0) if "data" in sizes else x
         counts: list[int] = []
         layer.experts.register_forward_pre_hook(lambda _, arguments: counts.append(len(arguments[2].slots)))
-        assert layer(part).stats.dropped == dropped and counts[0] <= bound
+        assert layer(part).stats.dropped == (dropped if overflow == "drop" else 0) and max(counts) <= bound
+        assert len(counts) == (1 if overflow == "drop" else num_windows)
 
     meshes = [({"expert": 4}, LogicalRules.load("ep-tp")), ({"data": 2, "expert": 2}, MIXED)]
     run_cases(check, 4, [(*mesh, dispatch) for mesh, dispatch in itertools.product(meshes, STRATEGIES)])
@@ -66,8 +72,8 @@ def offsets(sizes: list[int]) -> list[int]:
 def test_splits_and_offsets_are_maxtexts(kind: str, bounded: bool) -> None:
     """Row s of each table is computed by rank s; `output_offsets` are offsets in the receivers' buffers."""
     arrays, meta = golden_fixtures.load("a2a_params")
-    max_rows = meta["buffer"] if bounded else None
-    splits = [splits_of(arrays["matrix"], rank, max_rows) for rank in range(meta["ep"])]
+    window = Window(0, meta["buffer"]) if bounded else None
+    splits = [splits_of(arrays["matrix"], rank, window) for rank in range(meta["ep"])]
     routed, send, receive = ([list(split[field]) for split in splits] for field in range(3))
     of_routed, of_receive = (torch.tensor([offsets(sizes) for sizes in lists]) for lists in (routed, receive))
     tables = {
@@ -84,4 +90,4 @@ def test_splits_and_offsets_are_maxtexts(kind: str, bounded: bool) -> None:
     assert not wrong
     if bounded:
         assert torch.tensor(send).equal(arrays["truncated_matrix"])
-        assert torch.tensor(receive).sum(1).max() == max_rows
+        assert torch.tensor(receive).sum(1).max() == meta["buffer"]

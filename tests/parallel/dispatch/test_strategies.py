@@ -74,8 +74,8 @@ def quadratic(gate: Tensor | None, up: Tensor) -> Tensor:
     return gate.sigmoid() * up.square()
 
 
-def make(name: str, dtype: torch.dtype = torch.float64, frozen: tuple[str, ...] = ()) -> MoE:
-    config, parts = CONFIGS[name], {}
+def make(name: str, dtype: torch.dtype = torch.float64, frozen: tuple[str, ...] = (), **changes: Any) -> MoE:
+    config, parts = replace(CONFIGS[name], **changes), {}
     if name in ALL_ROUTERS:
         parts["router"] = ALL_ROUTERS[name][1](config).to(dtype)
     if name == "TopP":
@@ -101,6 +101,11 @@ class Case(NamedTuple):
     forward: str = "plain"
     backward: str = "backward"
     frozen: tuple[str, ...] = ()
+    factor: float | None = None  # of a buffer whose overflow is computed in chunks
+
+    @property
+    def buffer(self) -> dict[str, Any]:
+        return {} if self.factor is None else {"buffer_factor": self.factor, "overflow": "chunks"}
 
     @property
     def rules(self) -> str:
@@ -121,7 +126,7 @@ class Case(NamedTuple):
         # Of these checkpoints torch allows one `.backward()` only; a reentrant one needs an input with a gradient.
         is_once = self.forward in ("reentrant", "keep_routing") and self.backward != "backward"
         is_without_gradient = self.forward == "reentrant" and "x" in self.frozen
-        refused = (is_dense and self.dispatch == "least_loaded") or needs_sequences
+        refused = (is_dense and (self.dispatch == "least_loaded" or self.factor is not None)) or needs_sequences
         return not (refused or is_once or is_without_gradient)
 
     @property
@@ -209,6 +214,7 @@ TABLE: dict[str, list[Case]] = {
         forward=FORWARDS,
         backward=BACKWARDS,
         frozen=[(), ("experts",), ("router",), ("x",), ("experts", "x"), ("router", "x")],
+        factor=[None, 0.5],
     ),
     "experts that move in any checkpoint and on any mesh": cases(
         layout=[BOTH, TRANSPOSED, CONTEXT_EXPERT, ON_FSDP],
@@ -219,6 +225,31 @@ TABLE: dict[str, list[Case]] = {
         is_padded=[True],
         recompute=[(), *NAMES],
         forward=["plain", "non-reentrant", "keep_routing"],
+    ),
+    # One rank has all rows of a load, or none.
+    "buffers of any size": [
+        Case(EXPERT_4, dispatch, "mixtral", load, num_sequences=sequences, factor=factor)
+        for dispatch in STRATEGIES
+        for factor in (1.0, 1.25, 4.0)
+        for load, sequences in (
+            ("even", ()),
+            ("all to one expert", ()),
+            ("three quarters to one expert", ()),
+            ("of the router", (4, 0, 2, 1)),
+        )
+    ],
+    # Ranks with other rows and the same parameters: all compute the same number of windows.
+    "buffers on any mesh and in any checkpoint": cases(
+        layout=[BOTH, TRANSPOSED, CONTEXT_EXPERT, ON_FSDP, TENSOR, DATA, SAME_TOKENS],
+        dispatch=STRATEGIES,
+        config=["gpt_oss", "llama4", "longcat_flash", "muse_spark", "hash"],
+        load=["of the router", "three quarters to one expert"],
+        factor=[0.4, 0.9],
+        num_chunks=[1, 3],
+        is_padded=[False, True],
+        recompute=[(), *NAMES],
+        forward=["plain", "non-reentrant", "keep_routing", "nested", "saved on the CPU"],
+        frozen=[(), ("experts",), ("router",), ("x",)],
     ),
     # Rows are rounded once more on their way, and sums over ranks in another order.
     "bfloat16 within its rounding": cases(
@@ -278,7 +309,7 @@ def part_of(case: Case, mesh: Mesh, rules: LogicalRules, batch: Batch) -> tuple[
 def check(case: Case, batch: Batch, expected: Outcome) -> None:
     """Compare this rank's part of all results, twice, since foreign weights are freed and refilled."""
     mesh, rules = Mesh(case.sizes), LogicalRules.load(case.rules)
-    layer = make(case.config, case.dtype, case.frozen)
+    layer = make(case.config, case.dtype, case.frozen, **case.buffer)
     shardings = parameter_shardings(layer, mesh, rules)
     options: dict[str, Any] = {"num_chunks": case.num_chunks, "recompute": case.recompute}
     parallelize(layer, mesh, rules, dispatch=case.dispatch, **options)
@@ -293,7 +324,9 @@ def check(case: Case, batch: Batch, expected: Outcome) -> None:
             got = take_step(layer, batch.part(part), forward, differentiate, trains_input="x" not in case.frozen)
         check_part(got, expected, part, shardings, tolerance)
         assert set(counts) == {case.num_experts}, counts
-        if not case.recompute and case.forward == "plain":
+        if case.factor is not None and case.factor < 1.0:
+            assert len(counts) > layer.runner.num_chunks  # several windows
+        if not case.recompute and case.forward == "plain" and case.factor is None:
             assert len(counts) == layer.runner.num_chunks  # one product if no token is sent
         if case.load == "three quarters to one expert" and case.dispatch == "least_loaded":
             assert moves() == (case.rules != "ep-tp")  # where all ranks hold the same tokens, none is sent
