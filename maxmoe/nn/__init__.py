@@ -9,7 +9,7 @@ from maxmoe.nn.dispatcher import Dispatched, Dispatcher, ExpertRunner, Future, L
 from maxmoe.nn.experts import Experts, ExpertWeights, ForeignExperts
 from maxmoe.nn.feed_forward import MoEFeedForward, set_aux_loss_scale
 from maxmoe.nn.layer import MoELayer
-from maxmoe.nn.local_dispatcher import LocalDispatcher, LocalExperts, local_dispatcher
+from maxmoe.nn.local_dispatcher import LocalCounts, LocalDispatcher, LocalExperts, local_dispatcher
 from maxmoe.nn.losses import BalanceLoss, count_tokens, load_balance_loss, mean_over_tokens, router_z_loss
 from maxmoe.nn.moe import MoE
 from maxmoe.nn.output import MoEOutput, StatefulMoEOutput
@@ -22,12 +22,14 @@ from maxmoe.nn.routing import Routing, TopK
 from maxmoe.nn.routing_record import RoutingRecord
 from maxmoe.nn.selection import Selection
 from maxmoe.nn.sum_normalization import SumNormalization
+from maxmoe.nn.windows import Buffer, Window, Windows
 from maxmoe.ranks.token_group import LocalTokens, TokenGroup, TokenGroupAttribute, same_tokens_everywhere
 from maxmoe.recompute.named_parts import Checkpointed, check_recompute, recompute_of, set_recompute
 from maxmoe.recompute.selective import keep_routing
 
 __all__ = [
     "BalanceLoss",
+    "Buffer",
     "Checkpointed",
     "Declaration",
     "Dispatched",
@@ -40,6 +42,7 @@ __all__ = [
     "LatentNorm",
     "LatentProjection",
     "LayerInputs",
+    "LocalCounts",
     "LocalDispatcher",
     "LocalExperts",
     "LocalTokens",
@@ -60,6 +63,8 @@ __all__ = [
     "TokenGroup",
     "TokenGroupAttribute",
     "TopK",
+    "Window",
+    "Windows",
     "ZeroComputationExperts",
     "balanced_bias",
     "check_recompute",

@@ -74,7 +74,7 @@ def parallelize(
             Where all ranks hold the same tokens, each of these means one all-reduce of the outputs. With
             "gather_weights", tokens are not communicated and each rank gathers all experts.
         num_chunks: number of chunks of the tokens of a MoE layer; one chunk is communicated while another is computed.
-            Layers that do not communicate tokens have one chunk. The bound of `buffer_factor` is per chunk.
+            Layers that do not communicate tokens have one chunk. The bound of `buffer_factor` is per chunk of tokens.
         recompute: names of the parts that are recomputed in the backward, see `maxmoe.set_recompute`; None to keep the
             setting of the module.
         strict: raise for names without rules, parameters without names, and dims that their axes do not divide.

@@ -174,18 +174,24 @@ def skewed_batch(config: MoEConfig, imbalance: float, num_ranks: int) -> Batch:
     return replace(batch, experts=of_rank.repeat(num_ranks).view(*batch.x.shape[:2], config.top_k))
 
 
-IMBALANCES: list[tuple[Dispatch, float]] = [("ragged_all_to_all", 4.0), ("least_loaded", 1.1), ("least_loaded", 2.5)]
+IN_CHUNKS: dict[str, Any] = {"buffer_factor": 1.25, "overflow": "chunks"}
+IMBALANCES: list[tuple[Dispatch, float, dict[str, Any]]] = [
+    ("ragged_all_to_all", 4.0, {}),
+    ("ragged_all_to_all", 4.0, IN_CHUNKS),
+    ("least_loaded", 1.1, {}),
+    ("least_loaded", 2.5, {}),
+]
 
 
 def test_a_load_that_is_not_balanced() -> None:
     """All-to-alls of the rank that has the first expert; with an imbalance of P it gets all rows."""
     family = FAMILIES["mixtral"]
-    batches = [skewed_batch(family, imbalance, 4) for _, imbalance in IMBALANCES]
+    batches = [skewed_batch(family, imbalance, 4) for _, imbalance, _ in IMBALANCES]
 
     def check() -> list[list[int]]:
         mesh, found = Mesh({"expert": 4}), []
-        for (dispatch, _), batch in zip(IMBALANCES, batches, strict=True):
-            layer = parallelize(make_layer(family), mesh, "ep-as-dp", dispatch=dispatch)
+        for (dispatch, _, buffer), batch in zip(IMBALANCES, batches, strict=True):
+            layer = parallelize(make_layer(replace(family, **buffer)), mesh, "ep-as-dp", dispatch=dispatch)
             part = token_sharding(mesh, LogicalRules.load("ep-as-dp")).slices(batch.x.shape[:2])
             with free_moves(), CountedCollectives(mesh) as counted:
                 take_step(layer, batch.part(part))
@@ -193,16 +199,33 @@ def test_a_load_that_is_not_balanced() -> None:
         return found
 
     real, *_ = run_ranks(check, 4)
-    for (dispatch, imbalance), batch, expected in zip(IMBALANCES, batches, real, strict=True):
+    for (dispatch, imbalance, buffer), batch, expected in zip(IMBALANCES, batches, real, strict=True):
         sizes = {"batch_size": batch.x.shape[0], "sequence_length": batch.x.shape[1]}
         options: dict[str, Any] = {"dispatch": dispatch, "imbalance": imbalance, **sizes}
         options["inputs"] = lambda *shape: (
             torch.empty(*shape, family.hidden_size, dtype=torch.float64, requires_grad=True),
         )
         with free_moves():
-            traffic = estimate(make_layer(family), Mesh.planned({"expert": 4}), "ep-as-dp", **options).traffic
+            layer = make_layer(replace(family, **buffer))
+            traffic = estimate(layer, Mesh.planned({"expert": 4}), "ep-as-dp", **options).traffic
         assert by_kind_and_axis(*traffic)["all-to-all", "expert"] == expected
         assert any("moved experts" in row.purpose for row in traffic) == (imbalance == 2.5)
+
+
+@pytest.mark.parametrize("dispatch", ["ring_of_experts", "ragged_all_to_all"])
+def test_the_memory_of_an_overflow_is_that_of_a_balanced_step(dispatch: Dispatch) -> None:
+    """Without a buffer, one rank has four times the rows."""
+
+    def peak(imbalance: float, **buffer: Any) -> int:
+        config = replace(CONFIG, num_layers=4, num_dense_layers=0, max_sequence_length=128)
+        model = decoder(replace(config, moe=replace(MOE, intermediate_size=32, **NO_SHARED, **buffer)))
+        options = {"dispatch": dispatch, "imbalance": imbalance, "batch_size": 4, "sequence_length": 128}
+        memory = estimated(model, MeshRules("ep-as-dp", {"expert": 4}), **options).memory
+        return memory["activations"] + memory["temporary"]
+
+    balanced = peak(1.0, **IN_CHUNKS)
+    assert balanced == peak(1.0)
+    assert peak(4.0, **IN_CHUNKS) <= 1.1 * balanced < 1.4 * balanced < peak(4.0)
 
 
 @pytest.mark.parametrize(

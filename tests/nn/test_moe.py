@@ -102,6 +102,7 @@ OPTIONS: list[list[Options]] = [
     ],
     [
         *({"buffer_factor": factor} for factor in (None, 0.01, 0.6, 6.0)),
+        *({"buffer_factor": factor, "overflow": "chunks"} for factor in (0.01, 0.6, 1.0)),
         *({"implementation": "dense", "capacity_factor": factor} for factor in (None, 0.1, 0.7, 1.0, 1.3, 6.0)),
     ],
     [{"shape": (2, 5)}, {"shape": (11,)}, {"shape": (1, 2, 1, 6)}, *({"mask": mask} for mask in MASKS)],

@@ -143,6 +143,7 @@ def test_an_int_is_a_float_and_none_is_no_factor() -> None:
         ({"routed_scaling_factor": 10**400}, ("routed_scaling_factor", "finite", "1000")),
         ({"hidden_size": 2**31}, ("hidden_size", "2^31", "2147483648")),
         ({"buffer_factor": 2.0, "implementation": "dense"}, ("buffer_factor", "2.0", "sparse", "dense")),
+        ({"overflow": "chunks"}, ("overflow='chunks'", "buffer_factor", "None")),
     ],
     ids=str,
 )

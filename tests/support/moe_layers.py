@@ -151,6 +151,7 @@ LAYERS: dict[str, Options] = {
 COMPUTE = {
     "sparse": {},
     "buffer": {"buffer_factor": 0.6},
+    "windows": {"buffer_factor": 0.4, "overflow": "chunks"},
     "dense": {"implementation": "dense"},
     "capacity": {"implementation": "dense", "capacity_factor": 0.7},
     "wide_capacity": {"implementation": "dense", "capacity_factor": 2.5},

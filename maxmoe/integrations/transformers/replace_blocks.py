@@ -46,8 +46,8 @@ def replace_moe_blocks(model: nn.Module, **training: Any) -> tuple[ReplacedBlock
 
     Args:
         model: model, or a module that contains one, before `get_peft_model`, `parallelize` and `fully_shard`.
-        training: fields of `maxmoe.MoEConfig` about losses and correction biases, and `buffer_factor`. The weights of
-            losses are 0 by default; correction biases move as the preset of the family says.
+        training: fields of `maxmoe.MoEConfig` about losses and correction biases, `buffer_factor` and `overflow`. The
+            weights of losses are 0 by default; correction biases move as the preset of the family says.
 
     Returns:
         What was replaced, in the order of the model.

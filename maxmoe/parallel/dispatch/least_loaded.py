@@ -44,7 +44,7 @@ class LeastLoaded(RaggedAllToAll):
     4. The weights of the moved experts are sent while the ranks compute the rows of their own experts: `LentExperts`.
     5. Each rank computes the rows of the foreign experts. Combination as in `RaggedAllToAll`.
 
-    Nothing is dropped.
+    Nothing is dropped. A buffer has windows of the rows that each rank computes after the moves.
 
     Source: arXiv:2601.17111 (least-loaded expert parallelism).
     """
