@@ -49,6 +49,7 @@ def test_hooks_on_the_experts(compute: Options, weights_to: str) -> None:
     assert isinstance(plan, RaggedPlan) and rows.shape[1] == 7
     hidden_states.sum().backward()
     assert len(seen) == len(others) + 1
+    assert len(calls) == len(seen) * (2 if "overflow" in compute else 1)  # windows are computed again
     assert all(gradient.isfinite().all() and gradient.abs().sum() > 0 for gradient in seen)
 
 
