@@ -182,20 +182,6 @@ def test_update_refuses(options: dict[str, Any], counts: tuple[int, ...], messag
         make(**options).update_correction_bias(torch.zeros(counts, dtype=torch.int64))
 
 
-def test_bias_selects_but_does_not_weigh() -> None:
-    layer = make(score_function="sigmoid", normalization="none", top_k=1, load_balance_loss_weight=1.0, **BALANCING)
-    x = tokens(layer, 12)
-    correction_bias(layer).copy_(torch.tensor([0.0, 0.0, 0.0, 5.0, 0.0, 0.0]))
-    routing, stats = layer.router(x), layer(x).stats
-    assert routing.experts.unique().tolist() == [3]
-    torch.testing.assert_close(routing.weights, torch.sigmoid(routing.logits[:, 3:4]))
-    # The bias changes neither the probabilities of the balance loss nor the entropy.
-    share = torch.sigmoid(routing.logits) / torch.sigmoid(routing.logits).sum(-1, keepdim=True)
-    torch.testing.assert_close(layer(x).aux_loss, 6 * share[:, 3].mean())
-    correction_bias(layer).zero_()
-    torch.testing.assert_close(layer(x).stats.router_entropy, stats.router_entropy)
-
-
 @pytest.mark.parametrize("options", [BALANCING, {"router": "random"}], ids=["learned", "random"])
 def test_forward_and_backward_change_no_state(options: dict[str, Any]) -> None:
     layer = make(load_balance_loss_weight=0.3, **options)

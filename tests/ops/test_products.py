@@ -13,7 +13,6 @@ from support.operator_calls import (
     assert_same,
     cotangents_of,
     expected_result,
-    refusal,
     result,
     saved_for_backward,
     tolerance,
@@ -292,12 +291,3 @@ def test_a_bias_alone_needs_no_input(path: str) -> None:
     with saved_for_backward() as saved:
         call()
     assert {tensor.numel() for tensor in saved} == {0, call.arguments["bias"].numel()}
-
-
-@pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
-def test_a_weight_on_meta(path: str, trained: bool) -> None:
-    """A parameter that was never loaded."""
-    call = TestLinear().call(SKEWED)
-    call = call.replace(weight=call.arguments["weight"].to("meta"))
-    with refusal("linear", "weight", "cpu", "meta"):
-        (call.trainable() if trained else call)()

@@ -250,14 +250,6 @@ def test_the_number_of_rows_that_the_caller_knows(every_path: str) -> None:
     assert_same_plan(more._replace(slots=exact.slots), exact)
 
 
-def test_shares_of_the_experts_partition_the_rows(every_path: str) -> None:
-    experts = SKEWED.experts()
-    whole = ops.ragged_plan(experts, 8)
-    shares = [ops.ragged_plan(experts, 8, first_expert=first, num_local_experts=2) for first in range(0, 8, 2)]
-    assert torch.equal(torch.cat([share.slots for share in shares]), whole.slots)
-    assert torch.equal(torch.cat([share.group_sizes for share in shares]), whole.group_sizes)
-
-
 @emulated
 def test_is_a_stable_sort(every_path: str) -> None:
     """More slots than the blocks that are counted in parallel."""

@@ -1,11 +1,10 @@
-"""The tables of docs/ are those that its scripts print now, and the scripts draw pictures."""
-
-from typing import Any, get_args
+"""The tables of docs/ are those that scripts print now, and the scripts of its pictures draw."""
 
 import pytest
 
-from maxmoe.parallel.plan.dispatch_plan import Dispatch
-from maxmoe.sharding.rules import PRESETS
+from benchmarks import device_report
+from benchmarks.published_steps import ROWS
+from maxmoe.costs.search_result import ERRORS
 from support.docs_module import DOCS, docs_module
 
 TABLES = [
@@ -25,23 +24,25 @@ def test_a_table_is_up_to_date(page: str, script: str, table: str) -> None:
     assert getattr(docs_module(script), table)().strip("\n") + "\n" in (DOCS / f"{page}.md").read_text()
 
 
+@pytest.mark.slow
+def test_the_tables_of_measurements_are_up_to_date() -> None:
+    costs, *pages = ((DOCS / f"{name}.md").read_text() for name in ("costs", "devices", "performance"))
+    assert not [row for row in (published.row() for published in ROWS) if row not in costs.splitlines()]
+    errors = [int(line.split("|")[-2].split()[0]) for line in costs.splitlines() if "http" in line and "% |" in line]
+    assert (min(errors), max(errors)) == ERRORS  # which a search prints
+    for folder in (DOCS.parent / "benchmarks/device_results").iterdir():
+        tables = device_report.tables(device_report.read(folder))
+        assert tables and not [table for table in tables if not any(table in page for page in pages)]
+
+
 @pytest.mark.parametrize(
-    ("script", "picture", "arguments"),
+    ("script", "picture"),
     [
-        ("concept_pictures", "ragged_picture", []),
-        ("concept_pictures", "routing_picture", []),
-        ("dispatch_pictures", "picture", ["least_loaded"]),
-        ("overview_picture", "picture", []),
-        ("pipeline_pictures", "schedules_picture", []),
-        ("sharding_tables", "picture", ["ep-tp"]),
+        ("concept_pictures", "ragged_picture"),
+        ("concept_pictures", "routing_picture"),
+        ("overview_picture", "picture"),
+        ("pipeline_pictures", "schedules_picture"),
     ],
 )
-def test_a_picture_is_drawn(script: str, picture: str, arguments: list[Any]) -> None:
-    figure = getattr(docs_module(script), picture)(*arguments)
-    assert any(axes.texts for axes in figure.axes)
-
-
-def test_every_strategy_and_preset_is_described() -> None:
-    dispatch, sharding = ((DOCS / f"{page}.md").read_text() for page in ("dispatch", "sharding"))
-    assert not [name for name in get_args(Dispatch) if f'`"{name}"`' not in dispatch]
-    assert not [path.stem for path in PRESETS.glob("*.yaml") if f"| {path.stem} | " not in sharding]
+def test_a_picture_is_drawn(script: str, picture: str) -> None:
+    assert any(axes.texts for axes in getattr(docs_module(script), picture)().axes)
