@@ -130,16 +130,6 @@ def test_small_steps_are_not_lost_in_16_bits(dtype: torch.dtype) -> None:
     assert torch.equal(correction_bias(layer), torch.tensor([1e-3, -1e-3, 0, 0, 0, 0], dtype=torch.float32))
 
 
-def test_bias_of_a_converted_layer() -> None:
-    layer = make(torch.float32, **BALANCING)
-    values = correction_bias(layer).clone()
-    assert correction_bias(copy.deepcopy(layer).double()).dtype == torch.float64
-    assert torch.equal(correction_bias(copy.deepcopy(layer).half()), values)
-    assert correction_bias(copy.deepcopy(layer).to("meta")).is_meta
-    assert correction_bias(layer.to(torch.bfloat16)) is layer.get_buffer("router.score_correction_bias")
-    assert "router.score_correction_bias" in layer.state_dict()
-
-
 @pytest.mark.parametrize(("assign", "device"), [(False, "cpu"), (True, "cpu"), (True, "meta")])
 def test_bias_of_a_loaded_state_of_16_bits(assign: bool, device: str) -> None:
     """The loaded values are kept, and later updates are not rounded away."""
