@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 from maxmoe.parallel import RankError, clip_grad_norm_, parallelize, token_sharding
 from maxmoe.sharding import Mesh
@@ -130,22 +129,6 @@ def test_an_interruption_leaves_nothing_behind(world_size: int) -> None:
     cases = [(number, *case) for number, case in enumerate(CASES) if case[0].world_size == world_size]
     with_place = [(*case, interrupt) for case in cases for interrupt in (interrupt_forward, interrupt_backward)]
     run_cases(functools.partial(check_interruptions, without_interruption()), world_size, with_place)
-
-
-def test_a_checkpoint_that_ends_its_recomputation_early_is_no_interruption() -> None:
-    """torch ends the recomputation by an exception when it has all tensors that the backward needs."""
-    expected = without_interruption()[1]
-
-    def check(layout: MeshRules) -> None:
-        model, tokens, targets = parallel(layout)
-        for _ in range(2):
-            model.zero_grad()
-            loss(checkpoint(model, tokens, use_reentrant=False), targets).backward()
-            LocalSGD(model).step()
-        for name, parameter in model.named_parameters():
-            assert_same(parameter.grad.full_tensor(), expected[name], name)
-
-    run_cases(check, 2, [(EXPERT,), (FSDP,)])
 
 
 def test_one_rank_that_goes_on_alone_is_an_error() -> None:

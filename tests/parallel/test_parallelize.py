@@ -31,8 +31,10 @@ from support.steps_on_ranks import Case, check_cases, each_topic, made
 from support.trained_decoders import (
     accumulated,
     adapted,
+    checkpointed,
     clipped,
     counted,
+    embedding_alone,
     padded,
     partly_frozen,
     quantized,
@@ -41,6 +43,7 @@ from support.trained_decoders import (
     scaled,
     sharing_outer,
     step,
+    stepped_between,
     with_adamw,
     with_frozen_expert,
 )
@@ -138,6 +141,12 @@ def batches() -> Iterator[Case]:
     yield Case("accumulated gradients, none of frozen weights", BOTH, made(partly_frozen), accumulated, options=RAGGED)
     yield Case("the norm has each gradient once", EXPERT, block, clipped, options=RAGGED)
     yield Case("the capacity of whole sequences", EXPERT, made(decoder, with_capacity), step)
+    for layout in layouts(2):
+        slow = layout.rules not in ("pure-fsdp", "ep-as-dp")
+        yield Case("a recomputation that ends early is no interruption", layout, block, checkpointed, slow=slow)
+        yield Case(
+            "what the backward does not need may change", layout, made(embedding_alone), stepped_between, slow=slow
+        )
     for layout in layouts(4):
         for name, config in (("sequence", BLOCK), ("batch", over_batch)):
             yield Case(f"padding, balance over the {name}", layout, made(decoder, config), padded, slow=True)

@@ -17,11 +17,11 @@ from maxmoe.models import Decoder
 from maxmoe.parallel import Declaration, PipelineParts, parallelize
 from maxmoe.pipelining import Pipeline, pipeline
 from maxmoe.sharding import Mesh
+from pipelining.staged_models import BY_IDS, Model, Scaled, X, squares
 from support.failing_ranks import FAILURES, TIMEOUT, check_rank_2_is_named, outcomes, patience_with
 from support.run_ranks import check_at_once, run_ranks
 from support.slow_cases import by_default
 from support.staged_decoder import batch, config, decoder, loss, staged
-from support.staged_models import BY_IDS, Model, Scaled, X, squares
 
 MIXTRAL = config("mixtral")
 SMALL = config("mixtral", num_layers=2)

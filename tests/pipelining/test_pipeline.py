@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from maxmoe.models import Decoder
 from maxmoe.models.decoder import Block  # type: ignore[attr-defined]
 from maxmoe.sharding import Mesh
+from pipelining.staged_models import OWN, SUBJECTS
 from support.parts import assert_same
 from support.run_ranks import run_cases, run_ranks
 from support.staged_decoder import (
@@ -30,7 +31,6 @@ from support.staged_decoder import (
     step_of,
     step_of_one_process,
 )
-from support.staged_models import OWN, SUBJECTS
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import nn
 from maxmoe import MoE, MoEConfig, parallelize
 from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.sharding import LogicalRules, Mesh
-from support.run_ranks import run_ranks
+from support.run_ranks import fake_rank, run_ranks
 
 SIZES: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 4, "num_experts": 4, "top_k": 2}
 
@@ -111,16 +111,10 @@ def test_experts_that_an_axis_does_not_divide() -> None:
     decoder = DecoderConfig(vocab_size=16, hidden_size=8, num_layers=1, num_heads=2, moe=moe, max_sequence_length=8)
     strategies = [("ep-as-dp", "ring_of_experts"), ("ep-as-dp", "ragged_all_to_all"), ("ep-tp", "auto")]
 
-    def check() -> list[str]:
+    rule = "the axes ('expert',) of the rule 'activation_exp'"
+    with fake_rank(1, 4):
         mesh = Mesh({"expert": 4})
-        return [
-            message_of(partial(parallelize, module, mesh, rules, dispatch=dispatch))
-            for rules, dispatch in strategies
-            for module in (MoE(moe), Decoder(decoder))
-        ]
-
-    first, *others = run_ranks(check, 4)
-    assert others == [first] * 3
-    for message, path in zip(first, ["the layer", "blocks.0.feed_forward"] * 3, strict=True):
-        rule = "the axes ('expert',) of the rule 'activation_exp'"
-        assert message.startswith(f"{path}: num_experts must be divisible by {rule}: 6 is not divisible by 4; ")
+        for rules, dispatch in strategies:
+            for module, path in ((MoE(moe), "the layer"), (Decoder(decoder), "blocks.0.feed_forward")):
+                message = message_of(partial(parallelize, module, mesh, rules, dispatch=dispatch))
+                assert message.startswith(f"{path}: num_experts must be divisible by {rule}: 6 is not divisible by 4; ")

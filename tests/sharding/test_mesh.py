@@ -94,7 +94,8 @@ def test_large_worlds() -> None:
     assert time.process_time() - begin < 5
 
 
-def wait_for_a_rank_that_stays_away() -> float:
+def wait_for_a_rank_that_stays_away(level: dist.DebugLevel) -> float:
+    dist.set_debug_level(level)
     mesh = Mesh({"fsdp": 2, "expert": 2}, timeout=timedelta(seconds=1))
     begin = time.monotonic()
     axis = {1: "fsdp", 2: "expert"}.get(dist.get_rank())  # in groups with rank 3
@@ -104,9 +105,9 @@ def wait_for_a_rank_that_stays_away() -> float:
     return time.monotonic() - begin
 
 
-@pytest.mark.parametrize("debug", [False, True])
-def test_the_timeout_reaches_every_group(debug: bool) -> None:
-    _, *victims, _ = run_ranks(wait_for_a_rank_that_stays_away, 4, debug=debug)
+@pytest.mark.parametrize("level", [dist.DebugLevel.OFF, dist.DebugLevel.DETAIL])
+def test_the_timeout_reaches_every_group(level: dist.DebugLevel) -> None:
+    _, *victims, _ = run_ranks(wait_for_a_rank_that_stays_away, 4, level)
     assert all(0.9 < seconds < 100 for seconds in victims)
 
 
