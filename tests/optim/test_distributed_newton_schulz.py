@@ -13,11 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from maxmoe.optim import Matrix, Muon, parameter_groups
 from maxmoe.optim import distributed_newton_schulz as collective
-from maxmoe.optim.distributed_newton_schulz import (
-    DistributedNewtonSchulz,
-    ShardedParameter,
-    distributed_newton_schulz,
-)
+from maxmoe.optim.distributed_newton_schulz import DistributedNewtonSchulz, ShardedParameter, distributed_newton_schulz
 from maxmoe.parallel import ParameterSharding, parallelize, parameter_shardings
 from maxmoe.sharding import LogicalRules, Mesh
 from support.counted_collectives import CountedCollectives

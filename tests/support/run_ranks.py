@@ -54,11 +54,7 @@ def start_server() -> None:
 
 
 def run_ranks(
-    function: Callable[..., Any],
-    world_size: int,
-    *arguments: Any,
-    timeout: float = 60.0,
-    deadline: float = 120.0,
+    function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 60.0, deadline: float = 120.0
 ) -> list[Any]:
     """Call a function on every rank, closures included, and return the results by rank; see `RankProcesses`."""
     __tracebackhide__ = True  # by pytest

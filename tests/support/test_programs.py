@@ -45,10 +45,7 @@ def torchrun(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     ("command", "functions"),
-    [
-        (python, ["hang_in_parent", "hang_in_child"]),
-        (torchrun, ["hang_in_rank", "hang_in_rank"]),
-    ],
+    [(python, ["hang_in_parent", "hang_in_child"]), (torchrun, ["hang_in_rank", "hang_in_rank"])],
     ids=["python", "torchrun"],
 )
 def test_a_program_that_hangs_ends_with_the_stacks_of_its_processes(

@@ -242,7 +242,7 @@ WRONG = {
     "experts summed, the rest averaged": Mistake(
         Case(expert_parallel, step=partial(average, names=REPLICATED)), f"4 times: {RANKS}", "experts.down"
     ),
-    "loss not divided by positions": Mistake(Case(ddp, step=sum_over_positions), "5 times: sequence length"),
+    "loss not divided by positions": Mistake(Case(ddp, 2, step=sum_over_positions), "5 times: sequence length"),
     "backward twice": Mistake(Case(ddp, step=backward_twice), "2 times: micro-batches or summed twice"),
     "clipped by each rank": Mistake(
         Case(alone, step=clipped_by_each_rank),
@@ -251,20 +251,20 @@ WRONG = {
     "not finite": Mistake(Case(overflow, 2), "not finite", "first.bias"),
     # Terms of the loss
     "auxiliary loss times micro-batches": Mistake(
-        Case(ddp, step=times_micro_batches), "the term 'aux' is 3 times: micro-batches", "router.bias"
+        Case(ddp, 2, step=times_micro_batches), "the term 'aux' is 3 times: micro-batches", "router.bias"
     ),
     "routing weights detached": Mistake(
-        Case(ddp, build=partial(build, DetachedWeights)), "the term 'tokens' is missing", "router.bias"
+        Case(ddp, 2, build=partial(build, DetachedWeights)), "the term 'tokens' is missing", "router.bias"
     ),
     "scale of an auxiliary loss over the batch forgotten": Mistake(
-        Case(ddp, loss=loss_of_tokens, build=build_feed_forward, step=forgotten_scale),
+        Case(ddp, 2, loss=loss_of_tokens, build=build_feed_forward, step=forgotten_scale),
         "mean of the gradients of each rank's batch alone, not the gradient of the whole batch; "
         "the auxiliary gradient added in the backward is 3 times: micro-batches, see set_aux_loss_scale",
         "1.router.weight",
     ),
     # Tokens
     "gradients of micro-batches lost": Mistake(
-        Case(ddp, step=gradients_wiped), "gradient of the tokens of micro-batch 1, 2 of each rank: missing"
+        Case(ddp, 2, step=gradients_wiped), "gradient of the tokens of micro-batch 1, 2 of each rank: missing"
     ),
     "ranks with different numbers of tokens": Mistake(
         Case(ddp, make_batch=other_lengths),
@@ -286,7 +286,7 @@ WRONG = {
         place="in the update after step 1",
     ),
     "replaced parameters": Mistake(
-        Case(ddp, make_update=of_replaced_parameters, steps=2), "no update", place="in the update after step 1"
+        Case(ddp, 2, make_update=of_replaced_parameters, steps=2), "no update", place="in the update after step 1"
     ),
     "gradients of the step before": Mistake(
         Case(ddp, 2, make_update=never_cleared, steps=2),

@@ -112,7 +112,7 @@ build_decoder = partial(staged_decoder.decoder, staged_decoder.TWO_BLOCKS)
 # One of each kind of parallelism, and of each way in which ranks have parts of batch and parameters.
 RIGHT = {
     "DDP, sequences dealt in turn": Case(ddp, 2, make_batch=every_second),
-    "DDP, micro-batches without reduction": Case(ddp, step=no_sync),
+    "DDP, micro-batches without reduction": Case(ddp, 2, step=no_sync),
     "DDP, frozen and tied parameters": Case(ddp, 2, build=build_frozen_and_tied),
     "FSDP2, recomputation, sizes that the ranks do not divide": Case(fsdp2, 3, build=partial(build, Recomputed)),
     "FSDP2 with replicas": Case(hsdp),
