@@ -119,7 +119,7 @@ def qwen3() -> nn.Module:
 
 LENGTH = 24
 MODELS: dict[str, Callable[[], UserModel]] = {
-    "GPT, attention written out": lambda: UserModel(LanguageModel(Block(dense()), Block(dense())), ids),
+    "GPT, attention written out": lambda: UserModel(LanguageModel(*(Block(dense()) for _ in range(3))), ids),
     "tied embeddings, MoE in each second block": lambda: UserModel(
         LanguageModel(Block(dense()), Block(MoEFeedForward(MOE)), is_tied=True), ids
     ),

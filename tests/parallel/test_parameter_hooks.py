@@ -73,7 +73,7 @@ def test_a_model_keeps_no_gathered_parameter() -> None:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            output = model(batch()[0])
+            output = model(batch()[0][:2, :4])  # hidden states of no shape of a weight
         named = model.named_parameters()
         shapes = {tuple(parameter.shape) for name, parameter in named if ".experts." in name and parameter.dim() == 3}
         weights = [tensor for tensor in saved if tuple(tensor.shape) in shapes]
