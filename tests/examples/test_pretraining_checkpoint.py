@@ -5,15 +5,14 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from maxmoe.parallel import RankError
 from pretraining import InputError, checkpoint, integrity
-from support.run_ranks import run_alone
 
 TENSORS = "shard-00001-model-00001-of-00001.safetensors"
 TRAINING: dict[str, Any] = {"configuration": {}, "steps": 1, "training": [7.5], "held_out": [[1, 7.25]]}
@@ -32,38 +31,38 @@ def loaded(folder: Path) -> float:
     return float(value)
 
 
-def save_and_die(folder: Path, value: float, moment: int) -> None:
-    """Save in a new process, which ends before or after one of the calls that change the disk."""
-    left = moment
+class Killed(BaseException):
+    """The end of a process, after which it changes nothing."""
+
+
+def test_a_kill_at_any_moment_leaves_the_old_or_the_new_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before and after every call that changes the disk."""
+    found, moment, left, died = set(), 0, 0, True
 
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
             nonlocal left
             for action in (lambda: None, lambda: function(*arguments, **options)):
+                if left < 0:
+                    raise Killed
                 result = action()
                 left -= 1
-                if left == -1:
-                    os._exit(9)
             return result
 
         return call
 
-    for owner, name in [(Path, "mkdir"), (Path, "write_text"), (Path, "rename"), (os, "fsync"), (shutil, "rmtree")]:
-        setattr(owner, name, counted(getattr(owner, name)))
-    save(folder, value)
-
-
-def test_a_kill_at_any_moment_leaves_the_old_or_the_new_checkpoint(tmp_path: Path) -> None:
-    found, moment, died = set(), 0, True
     while died:
-        folder = tmp_path / str(moment) / "checkpoint"
+        folder, left = tmp_path / str(moment) / "checkpoint", moment
         folder.parent.mkdir()
         save(folder, 1.0)
-        died = False
-        try:
-            run_alone(save_and_die, folder, 2.0, moment)
-        except RankError as error:
-            died = "it died: exit code 9" in str(error)
+        with monkeypatch.context() as patch, suppress(Killed):
+            for owner, name in ((Path, "mkdir"), (Path, "write_text"), (Path, "rename"), (os, "fsync")):
+                patch.setattr(owner, name, counted(getattr(owner, name)))
+            patch.setattr(shutil, "rmtree", counted(shutil.rmtree))
+            save(folder, 2.0)
+            died = False
         found.add(loaded(folder))
         assert [path.name for path in folder.parent.iterdir()] == ["checkpoint"]
         moment += 1

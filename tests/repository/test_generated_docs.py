@@ -1,5 +1,7 @@
 """The tables of docs/ are those that scripts print now, and the scripts of its pictures draw."""
 
+from pathlib import Path
+
 import pytest
 
 from benchmarks import device_report
@@ -14,7 +16,7 @@ TABLES = [
     pytest.param("optimizers", "optimizer_tables", "traffic", marks=pytest.mark.slow),
     pytest.param("recomputation", "recomputation_tables", "kept", marks=pytest.mark.slow),
     ("sharding", "sharding_tables", "placements"),
-    ("sharding", "sharding_tables", "collectives"),
+    pytest.param("sharding", "sharding_tables", "collectives", marks=pytest.mark.slow),
 ]
 
 
@@ -24,15 +26,19 @@ def test_a_table_is_up_to_date(page: str, script: str, table: str) -> None:
     assert getattr(docs_module(script), table)().strip("\n") + "\n" in (DOCS / f"{page}.md").read_text()
 
 
+@pytest.mark.parametrize("folder", (DOCS.parent / "benchmarks/device_results").iterdir(), ids=lambda path: path.name)
+def test_the_tables_of_a_device_are_up_to_date(folder: Path) -> None:
+    pages = [(DOCS / f"{name}.md").read_text() for name in ("devices", "performance")]
+    tables = device_report.tables(device_report.read(folder))
+    assert tables and not [table for table in tables if not any(table in page for page in pages)]
+
+
 @pytest.mark.slow
-def test_the_tables_of_measurements_are_up_to_date() -> None:
-    costs, *pages = ((DOCS / f"{name}.md").read_text() for name in ("costs", "devices", "performance"))
-    assert not [row for row in (published.row() for published in ROWS) if row not in costs.splitlines()]
-    errors = [int(line.split("|")[-2].split()[0]) for line in costs.splitlines() if "http" in line and "% |" in line]
+def test_the_table_of_published_steps_is_up_to_date() -> None:
+    lines = (DOCS / "costs.md").read_text().splitlines()
+    assert not [row for row in (published.row() for published in ROWS) if row not in lines]
+    errors = [int(line.split("|")[-2].split()[0]) for line in lines if line.endswith(" % |") and "http" in line]
     assert (min(errors), max(errors)) == ERRORS  # which a search prints
-    for folder in (DOCS.parent / "benchmarks/device_results").iterdir():
-        tables = device_report.tables(device_report.read(folder))
-        assert tables and not [table for table in tables if not any(table in page for page in pages)]
 
 
 @pytest.mark.parametrize(
@@ -41,7 +47,7 @@ def test_the_tables_of_measurements_are_up_to_date() -> None:
         ("concept_pictures", "ragged_picture"),
         ("concept_pictures", "routing_picture"),
         ("overview_picture", "picture"),
-        ("pipeline_pictures", "schedules_picture"),
+        pytest.param("pipeline_pictures", "schedules_picture", marks=pytest.mark.slow),
     ],
 )
 def test_a_picture_is_drawn(script: str, picture: str) -> None:
