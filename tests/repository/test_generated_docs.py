@@ -9,6 +9,7 @@ from benchmarks.published_steps import ROWS
 from maxmoe.costs.search_result import ERRORS
 from support.docs_module import DOCS, docs_module
 
+RESULTS = sorted((DOCS.parent / "benchmarks/device_results").iterdir())
 TABLES = [
     ("dispatch", "dispatch_pictures", "bytes_table"),
     ("layer", "config_table", "config_table"),
@@ -26,7 +27,7 @@ def test_a_table_is_up_to_date(page: str, script: str, table: str) -> None:
     assert getattr(docs_module(script), table)().strip("\n") + "\n" in (DOCS / f"{page}.md").read_text()
 
 
-@pytest.mark.parametrize("folder", (DOCS.parent / "benchmarks/device_results").iterdir(), ids=lambda path: path.name)
+@pytest.mark.parametrize("folder", RESULTS, ids=lambda folder: folder.name)
 def test_the_tables_of_a_device_are_up_to_date(folder: Path) -> None:
     pages = [(DOCS / f"{name}.md").read_text() for name in ("devices", "performance")]
     tables = device_report.tables(device_report.read(folder))
