@@ -9,23 +9,10 @@ from torch import Tensor
 
 from maxmoe.nn import Dispatched, ExpertRunner, Future, TopK
 from maxmoe.nn.dispatcher import Dispatcher
-from maxmoe.nn.local_dispatcher import CapacityDispatcher, DenseDispatcher, LocalDispatcher, local_dispatcher
 from maxmoe.ops import RaggedPlan
-from support.moe_layers import COMPUTE, Options, each_compute, make, tokens
+from support.moe_layers import Options, each_compute, make, tokens
 
 each_weights = pytest.mark.parametrize("weights_to", ["output", "input"])
-
-
-def test_an_implementation_has_one_dispatcher() -> None:
-    kinds = {name: type(local_dispatcher(make(**options).config)) for name, options in COMPUTE.items()}
-    assert kinds == {
-        "sparse": LocalDispatcher,
-        "buffer": LocalDispatcher,
-        "windows": LocalDispatcher,
-        "dense": DenseDispatcher,
-        "capacity": CapacityDispatcher,
-        "wide_capacity": CapacityDispatcher,
-    }
 
 
 @each_weights
