@@ -53,7 +53,7 @@ EDGES_OF_BYTES = {
     "mxfp4": (0, 1, 2, 3, 26, 27, 28, 126, 127, 128, 253, 254),
     "nvfp4": (0, 1, 7, 8, 15, 16, 56, 126, 128, 129, 184, 254),  # 126 is 448, and the last ones are negative
 }
-BYTES = {"mxfp4": range(116, 125), "nvfp4": range(1, 72)}
+BYTES = {"mxfp4": range(116, 125), "nvfp4": range(1, 34)}
 EDGES_OF_ROWS = (0.0, 2.0**-149, 2.0**-140, 2.0**-126, 2.0**-109, 2.0**-100, 0.3, -0.7, 7.5e35)
 
 
