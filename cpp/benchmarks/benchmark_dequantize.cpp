@@ -13,12 +13,10 @@ struct Format {
   int log2_rows_per_scale;
   int log2_columns_per_scale;
 };
-constexpr Format kFormats[] = {{"mxfp4", &Mxfp4::kCodes, ScaleType::e8m0, 0, 5},
-                               {"nvfp4", &Nvfp4::kCodes, ScaleType::e4m3, 0, 4},
-                               {"nf4", &Nf4::kCodes, ScaleType::float32, 0, 6},
-                               {"int4", &Int4::kCodes, ScaleType::bfloat16, 0, 7},
-                               {"int8", &Int8::kCodes, ScaleType::float32, 0, 62},
-                               {"fp8", &Fp8::kCodes, ScaleType::float32, 7, 7}};
+constexpr Format kFormats[] = {
+    {"mxfp4", &Mxfp4::kCodes, ScaleType::e8m0, 0, 5},   {"nvfp4", &Nvfp4::kCodes, ScaleType::e4m3, 0, 4},
+    {"nf4", &Nf4::kCodes, ScaleType::float32, 0, 6},    {"int4", &Int4::kCodes, ScaleType::bfloat16, 0, 7},
+    {"int8", &Int8::kCodes, ScaleType::float32, 0, 62}, {"fp8", &Fp8::kCodes, ScaleType::float32, 7, 7}};
 
 template <class T>
 void benchmark(Session& session, const RowsShape& shape, const Format& format) {

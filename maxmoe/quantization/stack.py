@@ -185,7 +185,8 @@ class QuantizedStack:
             return torch.empty(self.shape, dtype=dtype, device=self.device)
         parts = {name: part if part.dim() == 3 else part.unsqueeze(0) for name, part in self.parts().items()}
         dequantize = torch.ops.maxmoe.dequantize if torch.compiler.is_compiling() else _C.dequantize
-        matrices: Tensor = dequantize(*(parts.get(name) for name in PARTS), self.format, self.columns, dtype)
+        beside = (parts["scales"], parts.get("zeros"), parts.get("row_scales"))
+        matrices: Tensor = dequantize(parts["codes"], *beside, self.format, self.columns, dtype)
         matrices = matrices.view(*self.codes.shape[:-1], self.columns)
         return matrices.mT if self.is_transposed else matrices
 

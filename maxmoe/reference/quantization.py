@@ -84,11 +84,10 @@ def dequantize(
         dtype: dtype of the result.
     """
     if codes.dim() == 3:  # one matrix at a time, because the products are float32
-        given = (codes, scales, zeros, row_scales)
-        parts = [
-            dequantize(*(None if each is None else each[expert] for each in given), format, columns, dtype)
-            for expert in range(len(codes))
-        ]
+        parts = []
+        for expert in range(len(codes)):
+            zero, row_scale = (None if each is None else each[expert] for each in (zeros, row_scales))
+            parts.append(dequantize(codes[expert], scales[expert], zero, row_scale, format, columns, dtype))
         return torch.stack(parts) if parts else codes.new_empty((0, codes.shape[1], columns), dtype=dtype)
     rows, known = codes.shape[0], _FORMATS[format]
     if known.bits == 4:
