@@ -81,10 +81,16 @@ def build_info() -> dict[str, typing.Any]:
     """
 
 def dequantize(
-    codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, format: str, columns: int, dtype: torch.dtype
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    row_scales: torch.Tensor | None,
+    format: str,
+    columns: int,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     """
-    Return the matrices (L, rows, columns) of codes, scales and zero points.
+    Return the matrices (L, rows, columns) of codes, scales, zero points and scales of rows.
     """
 
 def empty_cache() -> None:

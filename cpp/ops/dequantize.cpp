@@ -39,6 +39,13 @@ Tensor of_elements(const Tensor& blocks, const QuantizedMatrix& m) {
   return rows_repeated.repeat_interleave(columns, 2).narrow(2, 0, m.columns);
 }
 
+// The scales of blocks in float32; with scales of rows, their products.
+Tensor scales_of(const Weights& w, ScaleType type) {
+  if (type == ScaleType::e8m0) return (w.scales->to(at::kFloat) - 127).exp2();
+  const Tensor scales = type == ScaleType::e4m3 ? w.scales->contiguous().view(at::kFloat8_e4m3fn) : *w.scales;
+  return w.row_scales.has_value() ? scales.to(at::kFloat) * *w.row_scales : scales.to(at::kFloat);
+}
+
 }  // namespace
 
 Tensor values_of_codes(const Weights& w) {
@@ -54,16 +61,15 @@ Tensor dequantize_aten(const Weights& w, at::ScalarType dtype, const Tensor& val
   const QuantizedMatrix m = quantized_view(w).first;
   Tensor numbers = looked_up(m, *w.tensor, values);
   if (w.zeros.has_value()) numbers = numbers - of_elements(w.zeros->to(at::kFloat), m);
-  Tensor scales = w.scales->to(at::kFloat);
-  if (m.scale_type == ScaleType::e8m0) scales = (scales - 127).exp2();
-  return (numbers * of_elements(scales, m)).to(dtype);
+  return (numbers * of_elements(scales_of(w, m.scale_type), m)).to(dtype);
 }
 
 namespace {
 
 Tensor dequantize_backend(const Tensor& codes, const Tensor& scales, const OptionalTensor& zeros,
-                          std::string_view format, int64_t columns, at::ScalarType dtype) {
-  const Weights given{codes, scales, zeros, format, columns};
+                          const OptionalTensor& row_scales, std::string_view format, int64_t columns,
+                          at::ScalarType dtype) {
+  const Weights given{codes, scales, zeros, row_scales, format, columns};
   check_weights(kDequantize, "codes", "", given);
   check_floating(kDequantize, "dtype", dtype);
   if (!uses_kernels(codes)) return dequantize_aten(given, dtype, values_of_codes(given));
@@ -79,7 +85,8 @@ Tensor dequantize_backend(const Tensor& codes, const Tensor& scales, const Optio
 TORCH_LIBRARY_FRAGMENT(maxmoe, library) {
   dequantize.define<dequantize_backend>(
       library,
-      "dequantize(Tensor codes, Tensor scales, Tensor? zeros, str format, int columns, ScalarType dtype) -> Tensor");
+      "dequantize(Tensor codes, Tensor scales, Tensor? zeros, Tensor? row_scales, str format, int columns, "
+      "ScalarType dtype) -> Tensor");
 }
 
 }  // namespace

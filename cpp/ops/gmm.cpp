@@ -116,14 +116,14 @@ class GmmNode : public torch::autograd::Function<GmmNode> {
 struct GmmGradient {
   static Tensor apply(const auto&... arguments) {
     const GmmArguments a{arguments...};
-    check_is_frozen(kGmm, "rhs", a.rhs.scales);
+    check_is_frozen(kGmm, "rhs", a.rhs);
     return GmmNode::apply(a, a.lhs, a.rhs.tensor, a.rhs.bias, a.rhs.a, a.rhs.b);
   }
 
   // The operator is not linear in lhs and rhs, but each of its terms is: the bias as a product with a column of ones.
   static Tensor with_tangents(const auto&... arguments) {
     const GmmArguments a{arguments...};
-    check_is_frozen(kGmm, "rhs", a.rhs.scales);
+    check_is_frozen(kGmm, "rhs", a.rhs);
     check_gmm_shapes(a);
     const auto multiply = [&](const Tensor& lhs, const Tensor& matrices) {
       return gmm(lhs, {matrices}, a.group_sizes, a.group_offset);

@@ -29,7 +29,8 @@ inline constexpr Operator<"ragged_plan", std::tuple<Tensor, Tensor, Tensor, Tens
     ragged_plan;
 
 inline constexpr Operator<"dequantize", Tensor(const Tensor& codes, const Tensor& scales, const OptionalTensor& zeros,
-                                               std::string_view format, int64_t columns, at::ScalarType dtype)>
+                                               const OptionalTensor& row_scales, std::string_view format,
+                                               int64_t columns, at::ScalarType dtype)>
     dequantize;
 
 struct GmmArguments {

@@ -11,8 +11,9 @@ OptionalTensor transposed_matrices(const OptionalTensor& matrices) {
 
 std::string Projection::schema(const std::string& name) {
   const auto tensor = [&](const char* field) { return ", Tensor? " + name + field + "=None"; };
-  return "Tensor? " + name + "=None" + tensor("_scales") + tensor("_zeros") + ", str? " + name + "_format=None, int " +
-         name + "_columns=0, bool " + name + "_is_transposed=False" + tensor("_bias") + tensor("_a") + tensor("_b");
+  return "Tensor? " + name + "=None" + tensor("_scales") + tensor("_zeros") + tensor("_row_scales") + ", str? " + name +
+         "_format=None, int " + name + "_columns=0, bool " + name + "_is_transposed=False" + tensor("_bias") +
+         tensor("_a") + tensor("_b");
 }
 
 Projection Projection::transposed() const {

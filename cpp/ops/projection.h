@@ -24,7 +24,7 @@ struct Projection : Weights {
   // All fields, in the order of the schema.
   template <class Self>
   static auto fields(Self& p) {
-    return std::tie(p.tensor, p.scales, p.zeros, p.format, p.columns, p.is_transposed, p.bias, p.a, p.b);
+    return std::tie(p.tensor, p.scales, p.zeros, p.row_scales, p.format, p.columns, p.is_transposed, p.bias, p.a, p.b);
   }
   // The tensors that may have a gradient.
   template <class Self>

@@ -17,6 +17,7 @@ struct Format {
   std::span<const ScaleType> scale_types;
   int64_t rows_per_scale;
   int64_t columns_per_scale;  // as in NamedFormat
+  bool has_row_scales;
 };
 
 constexpr int64_t kSmallestGroup = 32;
@@ -27,15 +28,19 @@ constexpr auto kFormats = [] {
   size_t i = 0;
   Formats::with_each([&]<class F> {
     for (const NamedFormat& named : F::kNames) {
-      all[i++] = {named.name, {&F::kCodes, F::Scales::kAll, named.rows_per_scale, named.columns_per_scale}};
+      all[i++] = {named.name,
+                  {&F::kCodes, F::Scales::kAll, named.rows_per_scale, named.columns_per_scale, named.has_row_scales}};
     }
   });
   return all;
 }();
 
 // The dtypes of scales, in the order of ScaleType.
-constexpr std::pair<at::ScalarType, const char*> kScaleDtypes[] = {
-    {at::kByte, "uint8"}, {at::kFloat, "float32"}, {at::kBFloat16, "bfloat16"}, {at::kHalf, "float16"}};
+constexpr std::pair<at::ScalarType, const char*> kScaleDtypes[] = {{at::kByte, "uint8"},
+                                                                   {at::kByte, "uint8"},
+                                                                   {at::kFloat, "float32"},
+                                                                   {at::kBFloat16, "bfloat16"},
+                                                                   {at::kHalf, "float16"}};
 
 // Without an overflow for any size: `columns` may be any number.
 int64_t blocks_of(int64_t size, int64_t block) {
@@ -83,6 +88,17 @@ void check_scales(const char* op, const std::string& prefix, const Format& forma
   MAXMOE_CHECK(scales.dim() == 3 && scales.size(0) == w.count() && scales.size(1) == rows && scales.size(2) == columns,
                op, prefix, "scales must have shape [", w.count(), ", ", rows, ", ", columns, "] for the format ",
                *w.format, " of ", w.tensor->size(1), " x ", w.columns, " matrices, got ", scales.sizes());
+  if (!format.has_row_scales) {
+    MAXMOE_CHECK(!w.row_scales.has_value(), op, prefix, "row_scales must be None with the format ", *w.format,
+                 ", got shape ", w.row_scales->sizes());
+    return;
+  }
+  MAXMOE_CHECK(w.row_scales.has_value(), op, prefix, "row_scales must be given with the format ", *w.format,
+               ", got None");
+  const Tensor& of_rows = *w.row_scales;
+  MAXMOE_CHECK(of_rows.scalar_type() == at::kFloat && of_rows.sizes() == at::IntArrayRef({w.count(), rows, 1}), op,
+               prefix, "row_scales must be float32 of shape [", w.count(), ", ", rows, ", 1], got ",
+               of_rows.scalar_type(), " of shape ", of_rows.sizes());
 }
 
 }  // namespace
@@ -99,13 +115,13 @@ Weights Weights::transposed() const {
 
 Tensor Weights::dequantized(at::ScalarType dtype) const {
   if (!is_quantized()) return *tensor;
-  const Tensor matrices = dequantize(*tensor, *scales, zeros, *format, columns, dtype);
+  const Tensor matrices = dequantize(*tensor, *scales, zeros, row_scales, *format, columns, dtype);
   return is_transposed ? matrices.transpose(1, 2) : matrices;
 }
 
 Weights Weights::matrix(int64_t index) const {
   Weights one = *this;
-  for (OptionalTensor* part : {&one.tensor, &one.scales, &one.zeros}) {
+  for (OptionalTensor* part : {&one.tensor, &one.scales, &one.zeros, &one.row_scales}) {
     if (part->has_value()) *part = (*part)->narrow(0, index, 1);
   }
   return one;
@@ -120,6 +136,7 @@ Weights Weights::in_kernel_layout() const {
   if (tensor->size(2) > 1 && tensor->stride(2) != 1) result.tensor = tensor->contiguous();
   result.scales = scales->contiguous();
   if (zeros.has_value()) result.zeros = zeros->contiguous();
+  if (row_scales.has_value()) result.row_scales = row_scales->contiguous();
   return result;
 }
 
@@ -129,9 +146,11 @@ void check_weights(const char* op, const char* name, const char* shape, const We
   const std::string prefix = argument == "codes" ? "" : argument + "_";
   if (!w.is_quantized()) {
     Argument(op, name, *w.tensor).has_dims(3, shape);
-    MAXMOE_CHECK(!w.scales.has_value() && !w.zeros.has_value(), op, prefix, w.scales.has_value() ? "scales" : "zeros",
-                 " must be None without ", prefix, "format, got shape ",
-                 (w.scales.has_value() ? w.scales : w.zeros)->sizes());
+    for (const auto& [part, given] :
+         {std::pair("scales", w.scales), std::pair("zeros", w.zeros), std::pair("row_scales", w.row_scales)}) {
+      MAXMOE_CHECK(!given.has_value(), op, prefix, part, " must be None without ", prefix, "format, got shape ",
+                   given->sizes());
+    }
     return;
   }
   const auto format = parse<Format>(op, prefix + "format", *w.format, kFormats);
@@ -151,9 +170,11 @@ void check_weights(const char* op, const char* name, const char* shape, const We
                " of shape ", w.zeros->sizes());
 }
 
-void check_is_frozen(const char* op, const char* name, const OptionalTensor& scales) {
-  MAXMOE_CHECK(!requires_grad(scales) && !has_tangent(scales), op, name,
-               "_scales must not require a gradient: quantized weights are frozen, got scales that do");
+void check_is_frozen(const char* op, const char* name, const Weights& w) {
+  for (const auto& [part, scales] : {std::pair("_scales", w.scales), std::pair("_row_scales", w.row_scales)}) {
+    MAXMOE_CHECK(!requires_grad(scales) && !has_tangent(scales), op, name, part,
+                 " must not require a gradient: quantized weights are frozen, got scales that do");
+  }
 }
 
 QuantizedStack quantized_view(const Weights& w) {
@@ -171,6 +192,7 @@ QuantizedStack quantized_view(const Weights& w) {
   m.scale_type = *scale_type(format, scales.scalar_type());
   m.scales = static_cast<const std::byte*>(scales.const_data_ptr());
   m.zeros = w.zeros.has_value() ? const_pointer<uint8_t>(*w.zeros) : nullptr;
+  m.row_scales = w.row_scales.has_value() ? const_pointer<float>(*w.row_scales) : nullptr;
   m.scales_per_row = scales.size(2);
   const auto log2 = [](int64_t block) { return std::countr_zero(static_cast<uint64_t>(block)); };
   m.log2_rows_per_scale = log2(format.rows_per_scale);
@@ -180,6 +202,7 @@ QuantizedStack quantized_view(const Weights& w) {
   stack.count = w.count();
   stack.stride = w.tensor->stride(0);
   stack.scales_stride = scales.size(1) * scales.size(2);
+  stack.row_scales_stride = m.rows;
   return stack;
 }
 

@@ -9,13 +9,14 @@
 
 namespace maxmoe::ops {
 
-// A stack of matrices [L, in, out]. A quantized one has codes [L, rows, bytes], scales and maybe zero points, and is
-// read as the stack [L, rows, columns] or, if it is transposed, [L, columns, rows]. maxmoe.quantization describes the
-// formats.
+// A stack of matrices [L, in, out]. A quantized one has codes [L, rows, bytes], scales, maybe zero points and maybe
+// scales of rows [L, rows, 1], and is read as the stack [L, rows, columns] or, if it is transposed, [L, columns, rows].
+// maxmoe.quantization describes the formats.
 struct Weights {
   OptionalTensor tensor = {};  // [L, in, out], or the codes; none without matrices
   OptionalTensor scales = {};
   OptionalTensor zeros = {};
+  OptionalTensor row_scales = {};
   std::optional<std::string_view> format = {};  // none for a tensor
   int64_t columns = 0;                          // number of codes per row
   bool is_transposed = false;
@@ -41,9 +42,9 @@ struct Weights {
 // argument with the codes, and <name>_scales and so on the other arguments. Sizes are left to the caller.
 void check_weights(const char* op, const char* name, const char* shape, const Weights& weights);
 
-// Raises if the scales of the argument `name` require a gradient or have a tangent. Sizes, which may be symbolic, are
-// not read.
-void check_is_frozen(const char* op, const char* name, const OptionalTensor& scales);
+// Raises if scales of the argument `name` require a gradient or have a tangent. Sizes, which may be symbolic, are not
+// read.
+void check_is_frozen(const char* op, const char* name, const Weights& weights);
 
 // A view of a quantized stack that in_kernel_layout returned.
 QuantizedStack quantized_view(const Weights& weights);

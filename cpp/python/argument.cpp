@@ -114,6 +114,7 @@ void read_weights(const Place& place, py::handle given, ops::Projection& value) 
                     py::str(py::tuple(py::list(given.attr("shape")))).cast<std::string>());
   value.scales = attribute<at::Tensor>(given, "scales");
   value.zeros = attribute<std::optional<at::Tensor>>(given, "zeros");
+  value.row_scales = attribute<std::optional<at::Tensor>>(given, "row_scales");
   // The string lives as long as the stack, which the caller holds.
   read(place, given.attr("format"), value.format);
   value.columns = attribute<int64_t>(given, "columns");

@@ -20,9 +20,9 @@ void define_products(py::module_& module) {
   define<ops::tgmm>(module, py::arg("lhs"), py::arg("rhs"), py::arg("group_sizes"), py::arg("num_local_groups"),
                     py::arg("group_offset") = 0,
                     "out[l] = lhs_g^T @ rhs_g   over the rows of group g = l + group_offset");
-  define<ops::dequantize>(module, py::arg("codes"), py::arg("scales"), py::arg("zeros"), py::arg("format"),
-                          py::arg("columns"), py::arg("dtype"),
-                          "Return the matrices (L, rows, columns) of codes, scales and zero points.");
+  define<ops::dequantize>(module, py::arg("codes"), py::arg("scales"), py::arg("zeros"), py::arg("row_scales"),
+                          py::arg("format"), py::arg("columns"), py::arg("dtype"),
+                          "Return the matrices (L, rows, columns) of codes, scales, zero points and scales of rows.");
 }
 
 }  // namespace maxmoe::python

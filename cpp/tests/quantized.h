@@ -21,7 +21,7 @@ struct QuantizedFormat {
   ScaleType scale_type;
   int log2_rows;
   int log2_columns;
-  bool has_zeros;
+  bool has_zeros = false;
 };
 
 constexpr int kLog2WholeRow = 62;
@@ -36,7 +36,8 @@ inline const std::vector<QuantizedFormat> kQuantizedFormats = {
     {&Int8::kCodes, ScaleType::float16, 0, kLog2WholeRow, false},
     {&Fp8::kCodes, ScaleType::bfloat16, 0, kLog2WholeRow, false},
     {&Fp8::kCodes, ScaleType::float32, 7, 7, false},
-    // Blocks of 16 columns, as NVFP4 has them.
+    {&Nvfp4::kCodes, ScaleType::e4m3, 0, 4, false},
+    // Other formats with blocks of 16 columns.
     {&Mxfp4::kCodes, ScaleType::e8m0, 0, 4, false},
     {&Nf4::kCodes, ScaleType::bfloat16, 0, 4, false}};
 
@@ -68,6 +69,7 @@ class QuantizedTestMatrix {
       zeros_.push_back(static_cast<uint8_t>(random_.below(16)));
     }
     scales_.resize(scales_.size() + 1);  // without scales the pointer must not be null either
+    for (int64_t row = 0; row <= rows; ++row) row_scales_.push_back(random_row_scale(scales));
   }
 
   QuantizedMatrix view() const {
@@ -80,18 +82,19 @@ class QuantizedTestMatrix {
     m.scale_type = format_.scale_type;
     m.scales = scales_.data();
     m.zeros = format_.has_zeros ? zeros_.data() : nullptr;
+    m.row_scales = has_row_scales() ? row_scales_.data() : nullptr;
     m.scales_per_row = scales_per_row_;
     m.log2_rows_per_scale = format_.log2_rows;
     m.log2_columns_per_scale = format_.log2_columns;
     return m;
   }
 
-  // An element by definition: one product in float.
+  // An element by definition: one product in float, with a scale that may be another one.
   float element(int64_t row, int64_t column) const {
     const int64_t block = (row >> format_.log2_rows) * scales_per_row_ + (column >> format_.log2_columns);
     float value = values_[code(row, column)];
     if (format_.codes == &Int4::kCodes) value -= format_.has_zeros ? zeros_[static_cast<size_t>(block)] : 8.0F;
-    return value * scale(block);
+    return value * (has_row_scales() ? scale(block) * row_scales_[static_cast<size_t>(row)] : scale(block));
   }
 
   template <class T>
@@ -127,6 +130,11 @@ class QuantizedTestMatrix {
       push(scales == Scales::any ? kEdges[random_.below(10)] : static_cast<uint8_t>(119 + random_.below(9)));
       return;
     }
+    if (format_.scale_type == ScaleType::e4m3) {
+      const auto byte = static_cast<uint8_t>(random_.bits());
+      push(scales == Scales::any && byte % 128 != 127 ? byte : static_cast<uint8_t>(8 + byte % 48));
+      return;
+    }
     constexpr float kEdges[] = {0.0F,      0x1p-149F, 0x1p-133F, 0x1p-127F, 0x1p-126F,
                                 0x1p-101F, 0x1p-100F, -0.5F,     1.0F,      3e38F};
     float scale = static_cast<float>(random_.uniform(1.0 / 256, 1.0));
@@ -140,6 +148,13 @@ class QuantizedTestMatrix {
     }
   }
 
+  bool has_row_scales() const { return format_.scale_type == ScaleType::e4m3; }
+
+  float random_row_scale(Scales scales) {
+    constexpr float kEdges[] = {0.0F, 0x1p-149F, 0x1p-133F, 0x1p-127F, 0x1p-126F, 0x1p-101F, -0.3F, 1.0F, 0x1p118F};
+    return scales == Scales::any ? kEdges[random_.below(9)] : static_cast<float>(random_.uniform(0.1, 1.0));
+  }
+
   template <class Scale>
   void push(Scale scale) {
     const auto* bytes = reinterpret_cast<const std::byte*>(&scale);
@@ -151,6 +166,8 @@ class QuantizedTestMatrix {
     switch (format_.scale_type) {
       case ScaleType::e8m0:
         return static_cast<float>(std::ldexp(1.0, static_cast<int>(memory[block]) - 127));
+      case ScaleType::e4m3:
+        return small_float(static_cast<int>(memory[block]), 4, 3);
       case ScaleType::float32:
         return load<float>(block);
       case ScaleType::bfloat16:
@@ -193,7 +210,7 @@ class QuantizedTestMatrix {
                                     0.5626170039176941F,
                                     0.7229568362236023F,
                                     1.0F};
-    if (format_.codes == &Mxfp4::kCodes) return small_float(code, 2, 1);
+    if (format_.codes == &Mxfp4::kCodes || format_.codes == &Nvfp4::kCodes) return small_float(code, 2, 1);
     if (format_.codes == &Nf4::kCodes) return kQuantiles[code % 16];
     if (format_.codes == &Int4::kCodes) return code;
     if (format_.codes == &Int8::kCodes) return static_cast<int8_t>(code);
@@ -210,6 +227,7 @@ class QuantizedTestMatrix {
   std::vector<uint8_t> codes_;
   std::vector<std::byte> scales_;
   std::vector<uint8_t> zeros_;
+  std::vector<float> row_scales_;
 };
 
 // Whether two numbers are the same bit by bit, where NaN is NaN.

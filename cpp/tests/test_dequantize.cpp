@@ -75,21 +75,23 @@ TYPED_TEST(DequantizeTest, ManyTasks) {
 
 // Matrices of a stack, with memory of others between them.
 TYPED_TEST(DequantizeTest, Stack) {
-  const QuantizedFormat format = kQuantizedFormats[4];
-  const QuantizedTestMatrix all(format, 60, 130, Scales::moderate, 2);
-  QuantizedStack stack;
-  stack.first = all.view();
-  stack.first.rows = 10;
-  stack.count = 3;
-  stack.stride = 20 * stack.first.row_bytes;
-  stack.scales_stride = 20 * stack.first.scales_per_row;
-  const auto out = this->run(stack, SerialExecutor());
-  for (int64_t i = 0; i < 3; ++i) {
-    for (int64_t r = 0; r < 10; ++r) {
-      for (int64_t c = 0; c < 130; ++c) {
-        const auto want = narrow<TypeParam>(static_cast<Accumulator<TypeParam>>(all.element(20 * i + r, c)));
-        ASSERT_TRUE(is_same_number(out[static_cast<size_t>((i * 10 + r) * 130 + c)], want))
-            << i << " " << r << " " << c;
+  for (const QuantizedFormat& format : {kQuantizedFormats[4], QuantizedFormat{&Nvfp4::kCodes, ScaleType::e4m3, 0, 4}}) {
+    const QuantizedTestMatrix all(format, 60, 130, Scales::moderate, 2);
+    QuantizedStack stack;
+    stack.first = all.view();
+    stack.first.rows = 10;
+    stack.count = 3;
+    stack.stride = 20 * stack.first.row_bytes;
+    stack.scales_stride = 20 * stack.first.scales_per_row;
+    stack.row_scales_stride = 20;
+    const auto out = this->run(stack, SerialExecutor());
+    for (int64_t i = 0; i < 3; ++i) {
+      for (int64_t r = 0; r < 10; ++r) {
+        for (int64_t c = 0; c < 130; ++c) {
+          const auto want = narrow<TypeParam>(static_cast<Accumulator<TypeParam>>(all.element(20 * i + r, c)));
+          ASSERT_TRUE(is_same_number(out[static_cast<size_t>((i * 10 + r) * 130 + c)], want))
+              << text(format) << " " << i << " " << r << " " << c;
+        }
       }
     }
   }

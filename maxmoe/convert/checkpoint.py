@@ -30,7 +30,8 @@ def read_checkpoint(path: str | Path, layers: Mapping[str, MoE], family: str) ->
     """Read the weights of layers from a checkpoint, with one tensor per expert or with stacked experts.
 
     Experts that `maxmoe.quantize_experts` has quantized are read from checkpoints of their format without expansion:
-    "mxfp4" as in gpt-oss, "fp8_block" as in DeepSeek-V3, "int4" as in the format pack-quantized of compressed-tensors.
+    "mxfp4" as in gpt-oss, "nvfp4" as in ModelOpt and in the format nvfp4-pack-quantized of compressed-tensors,
+    "fp8_block" as in DeepSeek-V3, "int4" as in the format pack-quantized of compressed-tensors.
     The dtype of the scales, the group size and zero points are taken from the checkpoint. Such experts may be on the
     meta device; they get memory on the CPU.
 
@@ -96,7 +97,7 @@ def write_checkpoint(path: str | Path, layers: Mapping[str, MoE], family: str, *
         write_header(file, order)
         for tensor in order.values():
             for piece in tensor.weight.pieces(tensor.name):
-                file.write(piece.cpu().contiguous().view(torch.uint8).numpy().data)
+                file.write(piece.cpu().reshape(-1).view(torch.uint8).numpy().data)
 
 
 class _Tensor(NamedTuple):
@@ -149,7 +150,8 @@ def _layout_of(keys: Sequence[str], family: Family, where: str) -> Layout:
 
     def has(layout: Layout) -> bool:
         ends = [f"{layout.prefix}{entry.key}".split("{expert}") for entry in layout.entries if entry.is_of_experts]
-        codes = {each.ends[0] for each in PUBLISHED.values()}  # codes of "fp8_block" have the names of ordinary weights
+        # Codes of "fp8_block" and "nvfp4" have the names of ordinary weights.
+        codes = {each.ends[0] for kinds in PUBLISHED.values() for each in kinds}
         ends_of_codes = [(end[0], tuple(f"{end[-1]}{each}" for each in codes)) for end in ends]
         return any(key.startswith(begin) and key.endswith(end) for begin, end in ends_of_codes for key in keys)
 

@@ -1,6 +1,8 @@
 """Weights of a layer, also quantized ones, in the tensors of a checkpoint: their names and dtypes, reading, writing."""
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -9,7 +11,6 @@ from torch.nn import functional
 
 from maxmoe.families.layouts import Held, Layout, check_tensors
 from maxmoe.quantization import FORMATS, QuantizedStack, on_meta, put_stack, state_with_stacks
-from maxmoe.quantization.formats import check_values
 
 # Names of dtypes in safetensors, in the order in which its library writes tensors, last first.
 DTYPES = {
@@ -33,6 +34,8 @@ class Published:
 
     format: ClassVar[str | None] = None  # of quantized weights
     ends: ClassVar[tuple[str, ...]] = ("",)  # of the names of the codes, the scales, and other tensors
+    number: ClassVar[str | None] = None  # end of the name of a tensor with one number, for an expert or for all
+    unused: ClassVar[tuple[str, ...]] = ()  # ends of names, which replace "weight", of tensors that are not read
 
     def tensors(self, weight: Any) -> dict[str, Tensor]:
         """Return the published tensors of one matrix, by the ends of their names."""
@@ -44,7 +47,7 @@ class Published:
 
     def check(self, tensors: Mapping[str, Tensor], like: Any) -> None:
         """Raise unless the values of the tensors beside the codes fit a quantized matrix such as `like`."""
-        check_values(tensors[self.ends[1]], None)
+        FORMATS[like.format].check_values(tensors[self.ends[1]])
 
 
 class _Mxfp4(Published):
@@ -108,24 +111,101 @@ class _PackedInt4(Published):
         return like.map(codes=codes, scales=tensors["_scale"], zeros=zeros)
 
 
-PUBLISHED: dict[str, Published] = {"mxfp4": _Mxfp4(), "fp8_block": _BlockFp8(), "int4": _PackedInt4()}
+class _Nvfp4(Published):
+    """Tensors of ModelOpt: bytes ``(out, in / 2)``, E4M3 ``(out, in / 16)``, and a float32 for the matrix.
+
+    In the layout of a stack with the dims in and out, as of gpt-oss and Llama 4, bytes and scales are transposed.
+    Scales of activations are not read: rows are not quantized.
+    """
+
+    format = "nvfp4"
+    ends = ("", "_scale", "_scale_2")
+    number = "_scale_2"
+    unused = ("input_scale",)
+
+    def tensors(self, weight: QuantizedStack) -> dict[str, Tensor]:
+        return dict(zip(self.ends, self._tensors(weight), strict=True))
+
+    def _tensors(self, weight: QuantizedStack) -> tuple[Tensor, Tensor, Tensor]:
+        codes, scales = weight.codes, weight.scales.view(torch.float8_e4m3fn)
+        if weight.is_transposed:
+            codes, scales = codes.mT, scales.mT
+        row_scales = weight.parts()["row_scales"]
+        if not row_scales.is_meta and bool((row_scales != row_scales[0]).any()):
+            low, high = (each.item() for each in row_scales.aminmax())
+            raise ValueError(f"checkpoints in nvfp4 have one scale for all rows of a matrix, got {low:g} to {high:g}")
+        return codes, scales, row_scales[0, 0]
+
+    def check(self, tensors: Mapping[str, Tensor], like: QuantizedStack) -> None:
+        _, scales, number = self.ends
+        values = (tensors[scales].view(torch.uint8), None, self._row_scale(tensors[number]))
+        FORMATS["nvfp4"].check_values(*values)
+
+    def weight(self, tensors: Mapping[str, Tensor], like: QuantizedStack) -> QuantizedStack:
+        codes, scales, number = (tensors[end] for end in self.ends)
+        if like.is_transposed:
+            codes, scales = codes.mT, scales.mT
+        row_scales = self._row_scale(number).expand(like.rows, 1)
+        return like.map(codes=codes, scales=scales.view(torch.uint8), row_scales=row_scales)
+
+    def _row_scale(self, number: Tensor) -> Tensor:
+        """Return the scale of all rows, ``(1, 1)``, from the published number."""
+        return number.reshape(1, 1)
 
 
-def published(weight: Any, name: str) -> Published:
-    """Return how checkpoints store a weight; raise for a format of no published checkpoint."""
+class _StackedNvfp4(_Nvfp4):
+    """Tensors of ModelOpt for a weight that is no module."""
+
+    ends = ("", "_weight_scale", "_weight_scale_2")
+    number = "_weight_scale_2"
+    unused = ("_input_scale",)
+
+
+class _PackedNvfp4(_Nvfp4):
+    """Tensors of the format nvfp4-pack-quantized of compressed-tensors, whose number the scales are divided by.
+
+    They are read with its reciprocal, rounded to float32, as vLLM reads them.
+    """
+
+    ends = ("_packed", "_scale", "_global_scale")
+    number = "_global_scale"
+    unused = ("input_global_scale",)
+
+    def _row_scale(self, number: Tensor) -> Tensor:
+        return number.reshape(1, 1).reciprocal()
+
+
+# The first one is written. "weight" ends the name of the weight of a module, not of a stack.
+PUBLISHED: dict[str, tuple[Published, ...]] = {
+    "mxfp4": (_Mxfp4(),),
+    "nvfp4": (_Nvfp4(), _PackedNvfp4()),
+    "fp8_block": (_BlockFp8(),),
+    "int4": (_PackedInt4(),),
+}
+_STACKED: dict[str, Published] = {"nvfp4": _StackedNvfp4()}
+
+
+def published(weight: Any, key: str, slices: Slices = MappingProxyType({})) -> Published:
+    """Return how checkpoints store a weight with a name, or one with these tensors.
+
+    Raises for a format of no published checkpoint.
+    """
     if not isinstance(weight, QuantizedStack):
         return Published()
-    if weight.format not in PUBLISHED:
-        raise ValueError(f"{name} must be quantized as {', '.join(PUBLISHED)}, as checkpoints are, got {weight.format}")
-    return PUBLISHED[weight.format]
+    format = weight.format
+    if format not in PUBLISHED:
+        raise ValueError(f"{key} must be quantized as {', '.join(PUBLISHED)}, as checkpoints are, got {format}")
+    if format in _STACKED and not key.endswith("weight"):
+        return _STACKED[format]
+    return next((each for each in PUBLISHED[format] if f"{key}{each.ends[0]}" in slices), PUBLISHED[format][0])
 
 
 class StoredWeight:
     """A weight in a checkpoint: one tensor, or several if it is quantized."""
 
-    def __init__(self, key: str, held: Held) -> None:
+    def __init__(self, key: str, held: Held, slices: Slices = MappingProxyType({})) -> None:
         self.key, self.held = key, held
-        self.published = published(held.parameters[0], key)
+        self.published = published(held.parameters[0], key, slices)
         if held.is_flat and self.published.format:
             raise ValueError(f"{key} has the matrices of all experts in one, which cannot be {self.published.format}")
         _, parameters = next(self.experts())
@@ -155,12 +235,29 @@ class StoredWeight:
         for _, parameters in self.experts():
             yield self.published.tensors(self.held.entry.join(parameters))[name.removeprefix(self.key)]
 
+    def has_shape(self, name: str, found: Sequence[int], expected: Sequence[int]) -> bool:
+        """Return whether a tensor of a checkpoint has the expected shape; a number may be of all experts."""
+        is_number = self.published.number is not None and name == f"{self.key}{self.published.number}"
+        return tuple(found) == tuple(expected) or (is_number and math.prod(found) == 1)
+
+    @property
+    def unused(self) -> set[str]:
+        """Names of tensors of checkpoints that are not read."""
+        return {f"{self.key.removesuffix('weight')}{end}" for end in self.published.unused}
+
+    def _read(self, slices: Slices, names: Mapping[str, str], index: Any) -> dict[str, Tensor]:
+        """Return the tensors of an expert; a number may be of all experts."""
+        is_whole = {
+            end: end == self.published.number and math.prod(slices[names[end]].get_shape()) == 1 for end in names
+        }
+        return {end: slices[name][... if is_whole[end] else index] for end, name in names.items()}
+
     def check(self, where: str, slices: Slices) -> None:
         """Read the tensors beside the codes of a quantized weight; raise unless their values fit the weight."""
         names = {end: f"{self.key}{end}" for end in self.published.ends[1:] if f"{self.key}{end}" in slices}
         for index, _ in self.experts():
             try:
-                self.published.check({end: slices[name][index] for end, name in names.items()}, self.matrix)
+                self.published.check(self._read(slices, names, index), self.matrix)
             except ValueError as error:
                 expert = "" if index is ... else f" of expert {index}"
                 raise ValueError(f"{where}: {self.key}{expert}: {error}") from error
@@ -169,7 +266,7 @@ class StoredWeight:
         """Copy the tensors into the parameters, one expert at a time."""
         names = {end: f"{self.key}{end}" for end in self.published.ends if f"{self.key}{end}" in slices}
         for index, parameters in self.experts():
-            weight = self.published.weight({end: slices[name][index] for end, name in names.items()}, self.matrix)
+            weight = self.published.weight(self._read(slices, names, index), self.matrix)
             for view, parameter in zip(self.held.entry.views(weight), parameters, strict=True):
                 parameter.copy_(view)
 
@@ -188,9 +285,13 @@ def check_weights(where: str, layer: nn.Module, layout: Layout, slices: Slices) 
         for name in held.entry.names:
             if isinstance(own[name], QuantizedStack) and state[name] is own[name]:
                 state[name] = _as_stored(own[name], key, slices)
-    weights = [StoredWeight(key, held) for key, held in layout.tensors(state).items()]
+    weights = [StoredWeight(key, held, slices) for key, held in layout.tensors(state).items()]
     expected = {name: (each, *tensor) for each in weights for name, tensor in each.tensors().items()}
-    found = {name: each.get_shape() for name, each in slices.items()}
+    unused = {name for each in weights for name in each.unused}
+    found = {name: each.get_shape() for name, each in slices.items() if name not in unused}
+    for name, (weight, _, shape) in expected.items():
+        if name in found and weight.has_shape(name, found[name], shape):
+            found[name] = shape
     check_tensors(where, found, {name: shape for name, (_, _, shape) in expected.items()})
     for name, (weight, dtype, _) in expected.items():
         allowed: tuple[str, ...] = _FLOATS
@@ -209,7 +310,7 @@ def _as_stored(stack: QuantizedStack, key: str, slices: Slices) -> QuantizedStac
     """Return a stack on the meta device with the scales and zero points that a weight has in a checkpoint."""
     format, dtype, (*of_scales, num_scales) = FORMATS[stack.format], stack.scales.dtype, stack.scales.shape
     stored = slices.get(f"{key}{published(stack, key).ends[1]}")
-    if stored is not None:
+    if stored is not None and format.scale_bytes is None:
         shape = stored.get_shape()
         if format.has_groups and shape and format.block_columns(stack.columns, shape[-1]):
             num_scales = shape[-1]
@@ -225,7 +326,7 @@ def read_weights(layer: nn.Module, layout: Layout, slices: Slices, state: Mappin
         if isinstance(stack, QuantizedStack):
             _prepare(layer, name, stack)
     for key, held in layout.tensors(state_with_stacks(layer)).items():
-        StoredWeight(key, held).read(slices)
+        StoredWeight(key, held, slices).read(slices)
 
 
 def _prepare(layer: nn.Module, name: str, stack: QuantizedStack) -> None:

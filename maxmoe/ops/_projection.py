@@ -90,6 +90,7 @@ class Projection(NamedTuple):
                 name: weights.codes,
                 f"{name}_scales": weights.scales,
                 f"{name}_zeros": weights.zeros,
+                f"{name}_row_scales": weights.row_scales,
                 f"{name}_format": weights.format,
                 f"{name}_columns": weights.columns,
                 f"{name}_is_transposed": weights.is_transposed,

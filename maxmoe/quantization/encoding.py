@@ -17,11 +17,12 @@ def quantize(weights: Tensor, format: str, group_size: int | None = None) -> Qua
     Each weight becomes the code with the nearest value, with ties to even codes; the largest magnitude of a block
     determines its scale. "mxfp4": 2^(floor(log2(max)) - 2), as in the OCP Microscaling specification, with larger
     weights saturated. E4M3: max / 448. "int4": max / 7.5, as in compressed-tensors, without zero points. "int8":
-    max / 127. "nf4": max. The additional memory beside the result is a part of one expert.
+    max / 127. "nf4": max. "nvfp4": max / 6 divided by the scale of the row, which is the max of the matrix / (6 * 448).
+    The additional memory beside the result is a part of one expert.
 
     Args:
         weights: ``(L, in, out)``, floating, finite in float32.
-        format: "mxfp4", "fp8_block", "fp8_row", "int4", "int8" or "nf4".
+        format: "mxfp4", "nvfp4", "fp8_block", "fp8_row", "int4", "int8" or "nf4".
         group_size: number of weights of one output that share a scale, for "int4": 32, 64, 128, ...; 128 by default.
 
     Returns:
@@ -48,6 +49,7 @@ def quantize(weights: Tensor, format: str, group_size: int | None = None) -> Qua
     stack = QuantizedStack(
         weights.new_zeros((num_experts, *of_codes), dtype=torch.uint8),
         weights.new_zeros((num_experts, *of_scales), dtype=scale_dtype),
+        row_scales=weights.new_ones((num_experts, rows, 1), dtype=torch.float32) if known.has_row_scales else None,
         format=format,
         columns=columns,
         is_transposed=True,
@@ -58,16 +60,28 @@ def quantize(weights: Tensor, format: str, group_size: int | None = None) -> Qua
     slab = known.rows_per_scale * max(1, _ELEMENTS // max(1, known.rows_per_scale * stack.columns))
     for expert in range(len(weights)):
         matrix = weights[expert].mT
+        of_rows = None
+        if stack.row_scales is not None:
+            of_rows = stack.row_scales[expert].fill_(_row_scale(matrix, known))[0]
         for begin in range(0, stack.rows, slab):
-            codes, scales = _encode(matrix[begin : begin + slab], known, group, stack.scales.dtype)
+            codes, scales = _encode(matrix[begin : begin + slab], known, group, stack.scales.dtype, of_rows)
             stack.codes[expert, begin : begin + slab] = codes
             first = begin // known.rows_per_scale
             stack.scales[expert, first : first + len(scales)] = scales
     return stack
 
 
-def _encode(matrix: Tensor, format: Format, group: int, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the codes, packed, and the scales of a matrix ``(rows, columns)``."""
+def _row_scale(matrix: Tensor, format: Format) -> float:
+    """Return the scale of all rows of a matrix: its largest magnitude becomes the largest code and scale."""
+    largest = max(abs(each.item()) for each in matrix.aminmax())
+    tiny = torch.finfo(torch.float32).tiny
+    return max(largest / format.reach / torch.finfo(torch.float8_e4m3fn).max, tiny)
+
+
+def _encode(
+    matrix: Tensor, format: Format, group: int, scale_dtype: torch.dtype, row_scale: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the codes, packed, and the scales of a matrix ``(rows, columns)``, whose rows have one scale, if any."""
     rows, columns = matrix.shape
     # Quotients of numbers with 24 bits or less never round to a tie in float64.
     wide = functional.pad(matrix.double(), (0, -columns % group, 0, -rows % format.rows_per_scale))
@@ -76,21 +90,25 @@ def _encode(matrix: Tensor, format: Format, group: int, scale_dtype: torch.dtype
     is_small = largest <= torch.finfo(torch.float32).max  # False for NaN
     if not bool(is_small.all()):
         raise ValueError(f"weights must be finite in float32, got {largest[~is_small][0].item()}")
-    scales, factors = _scales(largest, format, scale_dtype)
+    scales, factors = _scales(largest, format, scale_dtype, row_scale)
     codes = _codes(blocks / factors[:, None, :, None], format)
     codes = codes.flatten(2, 3).flatten(0, 1)[:rows, :columns]
     return (codes if format.bits == 8 else _packed(codes, format)), scales
 
 
-def _scales(largest: Tensor, format: Format, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the scales for the largest magnitudes of blocks, and their values in float64."""
-    if dtype == torch.uint8:
+def _scales(largest: Tensor, format: Format, dtype: torch.dtype, row_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the scales for the largest magnitudes of blocks, and what codes are multiplied by, in float64."""
+    if format.scale_bytes == "E8M0":
         _, exponents = torch.frexp(largest)  # magnitude in [0.5, 1) * 2^exponent; E2M1 reaches up to 6 = 1.5 * 2^2
         exponents = (exponents - 1 - 2).clamp(-127, 127).masked_fill(largest == 0, -127)
         return (exponents + 127).to(torch.uint8), torch.ldexp(torch.ones_like(largest), exponents)
+    dtype = torch.float8_e4m3fn if format.scale_bytes == "E4M3" else dtype
     smallest = torch.finfo(dtype).tiny * torch.finfo(dtype).eps  # subnormal; a scale of zero would divide by zero
-    scales = (largest / format.reach).clamp(smallest, torch.finfo(dtype).max).to(dtype)
-    return scales, scales.double()
+    wanted = largest / format.reach if row_scale is None else largest / format.reach / row_scale.double()
+    scales = wanted.clamp(smallest, torch.finfo(dtype).max).to(dtype)
+    if row_scale is None:
+        return scales, scales.double()
+    return scales.view(torch.uint8), (scales.float() * row_scale).double()
 
 
 def _codes(values: Tensor, format: Format) -> Tensor:

@@ -62,7 +62,9 @@ class Format:
         columns_per_scale: columns of a block; None for the whole row, and for a group size, which follows from the
             shape of the scales.
         has_groups: whether the number of columns of a block is a group size: a power of two from 32 on.
-        scale_dtypes: dtypes of the scales; uint8 for E8M0, 2^(byte - 127).
+        scale_dtypes: dtypes of the scales; uint8 for scales of one byte.
+        scale_bytes: what scales of one byte are, "E8M0", 2^(byte - 127), or "E4M3"; None for others.
+        has_row_scales: whether each row has a float32 that its scales are multiplied by.
         low_nibble_first: whether the even columns are in the low halves of the bytes, for 4 bits.
     """
 
@@ -75,6 +77,8 @@ class Format:
     columns_per_scale: int | None = None
     has_groups: bool = False
     scale_dtypes: tuple[torch.dtype, ...] = _FLOATS
+    scale_bytes: str | None = None
+    has_row_scales: bool = False
     low_nibble_first: bool = True
 
     @property
@@ -102,8 +106,10 @@ class Format:
         """Return the shapes of the codes and of the scales of a matrix, given the columns of a block."""
         return (rows, self.bytes_per_row(columns)), (-(-rows // self.rows_per_scale), -(-columns // block))
 
-    def check(self, codes: Tensor, scales: Tensor, zeros: Tensor | None, columns: int) -> None:
-        """Raise unless codes, scales and zero points fit the format and each other."""
+    def check(
+        self, codes: Tensor, scales: Tensor, zeros: Tensor | None, row_scales: Tensor | None, columns: int
+    ) -> None:
+        """Raise unless codes, scales, zero points and scales of rows fit the format and each other."""
         if codes.dim() not in (2, 3):
             raise ValueError(f"codes must be uint8 (L, rows, bytes), got {codes.dtype} {tuple(codes.shape)}")
         *experts, rows, _ = codes.shape
@@ -114,12 +120,15 @@ class Format:
             raise ValueError(f"scales of {self.name} must be {wanted}, got {per_row} per row")
         if zeros is not None and self.name != "int4":
             raise ValueError(f"zeros must be None for {self.name}: int4 alone has zero points")
+        if (row_scales is not None) != self.has_row_scales:
+            raise ValueError(f"row_scales of {self.name} must be {'given' if self.has_row_scales else 'None'}")
         of_codes, of_scales = self.shapes(rows, columns, block)
         bytes_alone = (torch.uint8,)
         for name, part, dtypes, of_matrix in (
             ("codes", codes, bytes_alone, of_codes),
             ("scales", scales, self.scale_dtypes, of_scales),
             ("zeros", zeros, bytes_alone, of_scales),
+            ("row_scales", row_scales, (torch.float32,), (rows, 1)),
         ):
             shape = (*experts, *of_matrix)
             if part is not None and (part.dtype not in dtypes or part.shape != shape):
@@ -128,10 +137,30 @@ class Format:
                     f"{name} of {self.name} must be {listed} {shape}, for {rows} rows of {columns} columns in blocks "
                     f"of {self.rows_per_scale} x {block}, got {part.dtype} {tuple(part.shape)}"
                 )
-        if any(part.device != codes.device for part in (scales, zeros) if part is not None):
-            raise ValueError(f"codes and scales must be on one device, got {codes.device} and {scales.device}")
+        for part in (scales, zeros, row_scales):
+            if part is not None and part.device != codes.device:
+                raise ValueError(f"codes and scales must be on one device, got {codes.device} and {part.device}")
         if not codes.is_meta:
-            check_values(scales, zeros)
+            self.check_values(scales, zeros, row_scales)
+
+    def check_values(self, scales: Tensor, zeros: Tensor | None = None, row_scales: Tensor | None = None) -> None:
+        """Raise unless all scales are finite, also multiplied by scales of rows, and all zero points are codes."""
+        name, reach = "scales", torch.finfo(torch.float32).max
+        if self.scale_bytes is None:
+            is_bad = ~scales.isfinite()
+        else:
+            is_bad = scales == 255 if self.scale_bytes == "E8M0" else scales % 128 == 127
+        if row_scales is not None and not bool(is_bad.any()):
+            name, scales, reach = "row_scales", row_scales, reach / _E4M3[-1]
+            is_bad = ~(row_scales.abs() <= reach)
+        if bool(is_bad.any()):
+            index = tuple(is_bad.nonzero()[0].tolist())
+            value = scales[index].item()
+            got = f"{value}, NaN in {self.scale_bytes}," if scales.dtype == torch.uint8 else value
+            limit = "finite" if name == "scales" else f"between {-reach:.2g} and {reach:.2g}"
+            raise ValueError(f"{name} must be {limit}, got {got} at {index}")
+        if zeros is not None and bool((zeros > 15).any()):
+            raise ValueError(f"zeros must be below 16, got {int(zeros.max())}")
 
 
 FORMATS = {
@@ -143,6 +172,16 @@ FORMATS = {
             values=_E2M1,
             columns_per_scale=32,
             scale_dtypes=(torch.uint8,),
+            scale_bytes="E8M0",
+        ),
+        Format(
+            name="nvfp4",
+            bits=4,
+            values=_E2M1,
+            columns_per_scale=16,
+            scale_dtypes=(torch.uint8,),
+            scale_bytes="E4M3",
+            has_row_scales=True,
         ),
         Format(name="fp8_block", bits=8, values=_E4M3, rows_per_scale=128, columns_per_scale=128),
         Format(name="fp8_row", bits=8, values=_E4M3),
@@ -171,14 +210,3 @@ def check_dtype(dtype: torch.dtype) -> None:
     """Raise unless quantized weights can be dequantized to a dtype."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be float64, float32, bfloat16 or float16, got {dtype}")
-
-
-def check_values(scales: Tensor, zeros: Tensor | None) -> None:
-    """Raise unless all scales are finite and all zero points are codes."""
-    is_bad = scales == 255 if scales.dtype == torch.uint8 else ~scales.isfinite()
-    if bool(is_bad.any()):
-        index = tuple(is_bad.nonzero()[0].tolist())
-        value = scales[index].item()
-        raise ValueError(f"scales must be finite, got {'255, NaN in E8M0,' if value == 255 else value} at {index}")
-    if zeros is not None and bool((zeros > 15).any()):
-        raise ValueError(f"zeros must be below 16, got {int(zeros.max())}")

@@ -10,6 +10,8 @@ from torch import Tensor
 from maxmoe.checks.fields import check_int
 from maxmoe.quantization.formats import check_dtype, format_named
 
+PARTS = ("codes", "scales", "zeros", "row_scales")  # of a stack: its tensors, in the order of the operators
+
 
 class QuantizedStack:
     """Matrices of L frozen experts, quantized: codes of 4 or 8 bits and a scale for each block of them.
@@ -24,6 +26,7 @@ class QuantizedStack:
         scales: scale of each block, ``(L, rows / rows of a block, columns / columns of a block)``, rounded up.
         format: name of a format in `maxmoe.quantization.FORMATS`.
         zeros: zero points, uint8, with the shape of the scales, for "int4"; None for 8.
+        row_scales: ``(L, rows, 1)``, float32, what the scales of each row are multiplied by, for "nvfp4".
         columns: number of columns of the matrices; None for one column per code in a row.
         is_transposed: whether the shape is ``(L, columns, rows)`` instead of ``(L, rows, columns)``.
         dtype: dtype that the stack is dequantized to by default.
@@ -41,6 +44,7 @@ class QuantizedStack:
         *,
         format: str,
         zeros: Tensor | None = None,
+        row_scales: Tensor | None = None,
         columns: int | None = None,
         is_transposed: bool = False,
         dtype: torch.dtype = torch.bfloat16,
@@ -50,8 +54,8 @@ class QuantizedStack:
             columns = codes.shape[-1] * 8 // known.bits if codes.dim() else 0
         check_int("columns", columns, at_least=0)
         check_dtype(dtype)
-        known.check(codes, scales, zeros, columns)
-        self.codes, self.scales, self.zeros = codes, scales, zeros
+        known.check(codes, scales, zeros, row_scales, columns)
+        self.codes, self.scales, self.zeros, self.row_scales = codes, scales, zeros, row_scales
         self.format, self.columns, self.is_transposed, self.dtype = format, columns, is_transposed, dtype
 
     @property
@@ -105,12 +109,13 @@ class QuantizedStack:
 
     def parts(self) -> dict[str, Tensor]:
         """Return the tensors that the stack views, by the names of its attributes."""
-        parts = {"codes": self.codes, "scales": self.scales}
-        return parts if self.zeros is None else {**parts, "zeros": self.zeros}
+        parts = {name: getattr(self, name) for name in PARTS}
+        return {name: part for name, part in parts.items() if part is not None}
 
     def map(self, function: Callable[[Tensor], Tensor] = lambda part: part, **changes: Any) -> "QuantizedStack":
-        """Return a stack with the results of a function of codes, scales and zeros, and other attributes as given."""
-        attributes = {name: getattr(self, name) for name in ("zeros", "format", "columns", "is_transposed", "dtype")}
+        """Return a stack with the results of a function of its parts, and other attributes as given."""
+        names = (*PARTS, "format", "columns", "is_transposed", "dtype")
+        attributes = {name: getattr(self, name) for name in names}
         parts = {name: function(part) for name, part in self.parts().items() if name not in changes}
         stack = object.__new__(QuantizedStack)
         vars(stack).update(attributes | parts | changes)
@@ -146,10 +151,13 @@ class QuantizedStack:
         block = self.columns_per_scale if format.has_groups else format.block_columns(columns, 0)
         of_codes, of_scales = format.shapes(rows, columns, block)
         codes = self.codes.new_empty((*experts, *of_codes))
-        return self.map(lambda part: part.new_empty((*experts, *of_scales)), codes=codes, columns=columns)
+        changes = {"codes": codes, "columns": columns}
+        if self.row_scales is not None:
+            changes["row_scales"] = self.row_scales.new_empty((*experts, rows, 1))
+        return self.map(lambda part: part.new_empty((*experts, *of_scales)), **changes)
 
     def copy_(self, other: "QuantizedStack") -> None:
-        """Copy the codes, scales and zero points of another stack of the same format, layout and shape."""
+        """Copy the parts of another stack of the same format, layout and shape."""
         if not isinstance(other, QuantizedStack):
             self._refuse("a copy from a tensor that is not quantized")
         if self.description() != other.description():
@@ -160,7 +168,8 @@ class QuantizedStack:
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the weights as an ordinary tensor.
 
-        Each is the float32 product of code and scale, rounded once.
+        Each is the float32 product of code and scale, rounded once; in "nvfp4" the scale is the float32 product of the
+        scales of block and row.
 
         Args:
             dtype: dtype of the result; None for the dtype of the stack.
@@ -176,8 +185,8 @@ class QuantizedStack:
             return torch.empty(self.shape, dtype=dtype, device=self.device)
         parts = {name: part if part.dim() == 3 else part.unsqueeze(0) for name, part in self.parts().items()}
         dequantize = torch.ops.maxmoe.dequantize if torch.compiler.is_compiling() else _C.dequantize
-        zeros = parts.get("zeros")
-        matrices: Tensor = dequantize(parts["codes"], parts["scales"], zeros, self.format, self.columns, dtype)
+        beside = (parts["scales"], parts.get("zeros"), parts.get("row_scales"))
+        matrices: Tensor = dequantize(parts["codes"], *beside, self.format, self.columns, dtype)
         matrices = matrices.view(*self.codes.shape[:-1], self.columns)
         return matrices.mT if self.is_transposed else matrices
 

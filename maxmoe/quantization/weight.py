@@ -12,17 +12,18 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from maxmoe._torch import ConvertedModule, parameter_table
 from maxmoe.checks.whole_tensors import check_whole, is_dtensor
-from maxmoe.quantization.formats import check_values, format_named
-from maxmoe.quantization.stack import QuantizedStack
+from maxmoe.quantization.formats import format_named
+from maxmoe.quantization.stack import PARTS, QuantizedStack
 
 
 class QuantizedWeight(ConvertedModule, QuantizedStack):
     """A quantized stack whose codes, scales and zero points are parameters, in the place of a weight of a module.
 
     `module.up_proj` is then a `QuantizedStack` of what its parameters are at the time: on a mesh shards between the
-    steps, gathered tensors in the forward. They are `up_proj.mxfp4_codes`, `up_proj.scales` and `up_proj.zeros`. The
-    format is in the name of the codes, because a checkpoint in another format may have the same shapes. Conversions
-    to another dtype change `dtype` alone: the dtype of the scales belongs to the format::
+    steps, gathered tensors in the forward. They are `up_proj.mxfp4_codes`, `up_proj.scales`, and `up_proj.zeros` or
+    `up_proj.row_scales` in formats that have them. The format is in the name of the codes, because a checkpoint in
+    another format may have the same shapes. Conversions to another dtype change `dtype` alone: the dtype of the scales
+    belongs to the format::
 
         module.up_proj = QuantizedWeight(quantize(weights, "mxfp4"))
 
@@ -39,7 +40,7 @@ class QuantizedWeight(ConvertedModule, QuantizedStack):
             raise ValueError(f"stack must be of matrices, of shape (L, in, out), got {tuple(stack.shape)}")
         self.format, self.is_transposed, self.dtype = stack.format, stack.is_transposed, stack.dtype
         self._columns, self._codes_name = stack.columns, f"{stack.format}_codes"
-        for name in ("codes", "scales", "zeros"):
+        for name in PARTS:
             part = getattr(stack, name)
             parameter = None if part is None else nn.Parameter(part, requires_grad=False)
             parameter_table(self)[self.parameter_name(name)] = parameter
@@ -66,13 +67,18 @@ class QuantizedWeight(ConvertedModule, QuantizedStack):
         return parameter_table(self)["zeros"]  # type: ignore[no-any-return]
 
     @property
+    def row_scales(self) -> Tensor | None:  # type: ignore[override]
+        """What the scales of each row are multiplied by, or None."""
+        return parameter_table(self).get("row_scales")  # none in modules pickled before there was one
+
+    @property
     def columns(self) -> int:  # type: ignore[override]
         """Number of columns of the matrices; of a shard of them, which consists of whole blocks, fewer."""
         known, num_bytes = format_named(self.format), self.codes.shape[-1]
         return self._columns if num_bytes == known.bytes_per_row(self._columns) else num_bytes * 8 // known.bits
 
     def parameter_name(self, part: str) -> str:
-        """Return the name of the parameter with the codes, scales or zeros."""
+        """Return the name of the parameter with a part."""
         return self._codes_name if part == "codes" else part
 
     def dim(self) -> int:
@@ -82,11 +88,11 @@ class QuantizedWeight(ConvertedModule, QuantizedStack):
     def conversion(self, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         """Keep the dtype of the scales; change the dtype of the stack alone."""
         self.dtype = function(torch.empty(0, dtype=self.dtype)).dtype
-        scales = self.scales
+        scales = (self.scales, self.row_scales)
 
         def convert(tensor: Tensor) -> Tensor:
             converted = function(tensor)
-            is_rounded = tensor is scales and converted.dtype != tensor.dtype
+            is_rounded = any(tensor is each for each in scales) and converted.dtype != tensor.dtype
             return tensor.to(converted.device) if is_rounded else converted
 
         return convert
@@ -100,13 +106,16 @@ def _check_loaded(
     weight: QuantizedWeight, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: object
 ) -> None:
     """Raise for scales that are not finite, or of another dtype than those into which they would be copied."""
-    scales, zeros = state_dict.get(f"{prefix}scales"), state_dict.get(f"{prefix}zeros")
+    scales, *others = (state_dict.get(f"{prefix}{name}") for name in PARTS[1:])
     if scales is None or scales.is_meta or is_dtensor(scales):
         return
-    if scales.dtype != weight.scales.dtype and not metadata.get("assign_to_params_buffers"):
-        raise ValueError(f"{prefix}scales must be {weight.scales.dtype}, as in the module, got {scales.dtype}")
+    for name, given in zip(("scales", "row_scales"), (scales, others[-1]), strict=True):
+        own = getattr(weight, name)
+        is_copied = given is not None and own is not None and not metadata.get("assign_to_params_buffers")
+        if is_copied and given.dtype != own.dtype:
+            raise ValueError(f"{prefix}{name} must be {own.dtype}, as in the module, got {given.dtype}")
     try:
-        check_values(scales, zeros)
+        format_named(weight.format).check_values(scales, *others)
     except ValueError as error:
         raise ValueError(f"{prefix.removesuffix('.')}: {error}") from error
 
@@ -206,10 +215,10 @@ class StackPart:
     """A parameter that is a part of a quantized weight.
 
     Args:
-        part: "codes", "scales" or "zeros".
+        part: "codes", "scales", "zeros" or "row_scales".
         format: name of the format.
         sizes: number of rows and of columns of the matrices.
-        block: number of rows and of columns that share a scale.
+        block: number of rows and of columns that share a scale, of rows for "row_scales".
         is_transposed: whether the dims of the stack are the columns and the rows, in this order.
     """
 
@@ -240,7 +249,7 @@ def stack_parts(module: nn.Module) -> dict[str, dict[str, StackPart]]:
                 part,
                 weight.format,
                 (weight.rows, weight.columns),
-                (weight.rows_per_scale, weight.columns_per_scale),
+                (1, weight.columns) if part == "row_scales" else (weight.rows_per_scale, weight.columns_per_scale),
                 weight.is_transposed,
             )
             for part in weight.parts()

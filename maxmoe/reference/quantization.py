@@ -37,18 +37,21 @@ def _e4m3(code: int) -> float:
 
 
 class _Format(NamedTuple):
-    """Bits and values of codes, rows and columns of a block, and whether the first of two codes is in the high half."""
+    """Values of codes and of scales of one byte, sizes of a block, and whether the first code is in the high half."""
 
     bits: int
     value: Callable[[int], float]
     columns: int | None  # None for the whole row
     rows: int = 1
     high_first: bool = False
+    scale: Callable[[int], float] | None = None
 
 
 _ANY_GROUP = -1  # the smallest group size with the number of scales
 _FORMATS = {
-    "mxfp4": _Format(4, _float(2, 1), 32),  # E2M1 of the OCP Microscaling formats: no infinity, no NaN
+    # E2M1 of the OCP Microscaling formats: no infinity, no NaN
+    "mxfp4": _Format(4, _float(2, 1), 32, scale=lambda byte: 2.0 ** (byte - 127)),
+    "nvfp4": _Format(4, _float(2, 1), 16, scale=_e4m3),
     "nf4": _Format(4, lambda code: _NF4[code], 64, high_first=True),
     "int4": _Format(4, float, _ANY_GROUP),
     "int8": _Format(8, lambda code: float(code - 256 if code >= 128 else code), None),  # two's complement
@@ -58,24 +61,33 @@ _FORMATS = {
 
 
 def dequantize(
-    codes: Tensor, scales: Tensor, zeros: Tensor | None, format: str, columns: int, dtype: torch.dtype
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    row_scales: Tensor | None,
+    format: str,
+    columns: int,
+    dtype: torch.dtype,
 ) -> Tensor:
     """Return the weights ``(..., rows, columns)``: the float32 product of code - zero and scale, rounded to the dtype.
+
+    The scale is the float32 product of the scale of a block and the scale of its row, if there are any.
 
     Args:
         codes: ``(..., rows, bytes)``, uint8. Of two codes in a byte, the first is in the low half, in the high half for
             "nf4".
-        scales: ``(..., row blocks, column blocks)``; uint8 for "mxfp4": 2^(byte - 127).
+        scales: ``(..., row blocks, column blocks)``; uint8 for "mxfp4", 2^(byte - 127), and for "nvfp4", E4M3.
         zeros: zero point of each block; None for 8 with "int4", and for 0 with the other formats.
+        row_scales: ``(..., rows, 1)``, float32, for "nvfp4"; otherwise None.
         format: name of the format.
         columns: number of columns.
         dtype: dtype of the result.
     """
     if codes.dim() == 3:  # one matrix at a time, because the products are float32
-        parts = [
-            dequantize(codes[expert], scales[expert], None if zeros is None else zeros[expert], format, columns, dtype)
-            for expert in range(len(codes))
-        ]
+        parts = []
+        for expert in range(len(codes)):
+            zero, row_scale = (None if each is None else each[expert] for each in (zeros, row_scales))
+            parts.append(dequantize(codes[expert], scales[expert], zero, row_scale, format, columns, dtype))
         return torch.stack(parts) if parts else codes.new_empty((0, codes.shape[1], columns), dtype=dtype)
     rows, known = codes.shape[0], _FORMATS[format]
     if known.bits == 4:
@@ -86,7 +98,11 @@ def dequantize(
     values = table.to(codes.device)[codes.int()]
     if format == "int4":
         values = values - (8 if zeros is None else _spread(zeros.float(), known, rows, columns))
-    factors = scales.float() if scales.dtype != torch.uint8 else torch.pow(2.0, scales.double() - 127).float()
+    factors = scales.float()
+    if known.scale is not None:
+        factors = torch.tensor([known.scale(byte) for byte in range(256)]).to(scales.device)[scales.int()]
+    if row_scales is not None:
+        factors = factors * row_scales
     return (values * _spread(factors, known, rows, columns)).to(dtype)
 
 

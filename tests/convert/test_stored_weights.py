@@ -34,15 +34,36 @@ def weights_by_others(kind: str) -> dict[str, Tensor]:
             weights: Tensor = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
             return weights
 
-        both = dequantized("gate_up_proj")
-        return {"gate_proj": both[..., 0::2], "up_proj": both[..., 1::2], "down_proj": dequantized("down_proj")}
+        return halves(dequantized("gate_up_proj"), dequantized("down_proj"))
+    if kind == "nvfp4 stacked":
+        ends = ("", "_weight_scale", "_weight_scale_2")
+        of_all = ([tensors[f"{name}{end}"] for end in ends] for name in ("gate_up_proj", "down_proj"))
+        return halves(*(nvfp4_by_definition(codes.mT, scales.mT, last) for codes, scales, last in of_all))
     weights: dict[str, list[Tensor]] = {"gate_proj": [], "up_proj": [], "down_proj": []}
     for name, experts in weights.items():
         for expert in range(4):
             prefix = f"{expert}.{name}.weight"
             of_expert = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-            experts.append(fp8_by_transformers(of_expert) if kind == "fp8_block" else int4_by_definition(of_expert))
+            experts.append(BY_OTHERS[kind.split()[0]](of_expert))
     return {name: torch.stack(experts).mT for name, experts in weights.items()}
+
+
+def halves(both: Tensor, down: Tensor) -> dict[str, Tensor]:
+    """The experts of gpt-oss, whose gate and up alternate."""
+    return {"gate_proj": both[..., 0::2], "up_proj": both[..., 1::2], "down_proj": down}
+
+
+def nvfp4_by_definition(codes: Tensor, scales: Tensor, number: Tensor) -> Tensor:
+    """(L, in, out), as ModelOpt's NVFP4QTensor.dequantize computes it."""
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    weights = values[torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2).int()]
+    return (weights.unflatten(-1, (-1, 16)) * (scales.float() * number.view(-1, 1, 1))[..., None]).flatten(-2).mT
+
+
+def nvfp4_of_one(tensors: dict[str, Tensor]) -> Tensor:
+    """ModelOpt multiplies by the number of a matrix; compressed-tensors divides by its own, and vLLM takes 1 / it."""
+    codes, scales, number = tensors.values()
+    return nvfp4_by_definition(codes[None], scales, 1 / number if "_global_scale" in tensors else number)[0].mT
 
 
 def fp8_by_transformers(tensors: dict[str, Tensor]) -> Tensor:
@@ -64,9 +85,12 @@ def int4_by_definition(tensors: dict[str, Tensor]) -> Tensor:
     return (integers - zeros.repeat_interleave(32, 1)).float() * spread
 
 
+BY_OTHERS = {"nvfp4": nvfp4_of_one, "fp8_block": fp8_by_transformers, "int4": int4_by_definition}
+
+
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_published_layouts(kind: str, tmp_path: Path) -> None:
-    """Read, written back bit for bit, and read again into the same memory."""
+    """Read, written back bit for bit, or with ModelOpt's names, and read again into the same memory."""
     path, expected = written(tmp_path, kind), weights_by_others(kind)
     layer = read(path, kind)
     for name, value in expected.items():
@@ -76,7 +100,9 @@ def test_published_layouts(kind: str, tmp_path: Path) -> None:
         assert torch.equal(got.dequantize(), value), name
     assert layer(torch.randn(9, 256)).hidden_states.isfinite().all()
     write_checkpoint(tmp_path / "ours", {BLOCK: layer}, FAMILIES[kind])
-    assert (tmp_path / "ours").read_bytes() == path.read_bytes()
+    assert (tmp_path / "ours").read_bytes() == path.read_bytes() or kind == "nvfp4 packed"
+    read(tmp_path / "ours", kind, again := layer_for(kind))
+    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in layer.state_dict().items())
     before = layer.experts.up_proj
     for each in layer.experts.children():
         each.codes.zero_()
@@ -86,9 +112,38 @@ def test_published_layouts(kind: str, tmp_path: Path) -> None:
     assert all(torch.equal(getattr(layer.experts, name).dequantize(), value) for name, value in expected.items())
 
 
+def test_scales_of_activations_and_a_number_of_all_experts_in_nvfp4(tmp_path: Path) -> None:
+    """Both are in checkpoints of ModelOpt and compressed-tensors; results do not depend on the first."""
+    for kind, key, number, name in (
+        ("nvfp4", "experts.1.up_proj.weight", "_scale_2", "experts.1.up_proj.input_scale"),
+        ("nvfp4 packed", "experts.1.up_proj.weight", "_global_scale", "experts.1.up_proj.input_global_scale"),
+        ("nvfp4 stacked", "experts.down_proj", "_weight_scale_2", "experts.down_proj_input_scale"),
+    ):
+        changes = {f"{key}{number}": torch.full((1,), 0.25), f"{BLOCK}.mlp.{name}": torch.ones(())}
+        experts: Any = read(written(tmp_path, kind, **changes), kind).experts
+        weight = experts.down_proj if "stacked" in kind else experts.up_proj[1]
+        assert weight.row_scales.unique().tolist() == [4.0 if "packed" in kind else 0.25]
+
+
+def test_rows_with_several_scales_are_no_checkpoint_in_nvfp4(tmp_path: Path) -> None:
+    """As of gate and up beside each other, which are quantized apart."""
+    layer = MoE(config_of("nvfp4 stacked")).requires_grad_(False)
+    quantize_experts(layer, "nvfp4")
+    with pytest.raises(ValueError, match=r"nvfp4 have one scale for all rows of a matrix, got [\d.e-]+ to [\d.e-]+"):
+        write_checkpoint(tmp_path / "ours", {BLOCK: layer}, "gpt_oss")
+    assert not (tmp_path / "ours").exists()
+
+
 @pytest.mark.parametrize(
     ("format", "hidden_size", "intermediate_size"),
-    [("mxfp4", 96, 64), ("mxfp4", 100, 37), ("fp8_block", 130, 150), ("int4", 130, 150), ("int4", 100, 37)],
+    [
+        ("mxfp4", 96, 64),
+        ("mxfp4", 100, 37),
+        ("nvfp4", 100, 37),
+        ("fp8_block", 130, 150),
+        ("int4", 130, 150),
+        ("int4", 100, 37),
+    ],
 )
 def test_what_this_library_has_quantized(format: str, hidden_size: int, intermediate_size: int, tmp_path: Path) -> None:
     """Sizes that blocks do not divide are filled up with zeros."""
@@ -115,6 +170,19 @@ WRONG: list[tuple[str, str, Tensor | None, list[str]]] = [
         None,
         ["missing experts.2.up_proj.weight_scale_inv, not known nothing"],
     ),
+    (
+        "nvfp4",
+        "2.up_proj.weight_scale",
+        torch.full((128, 16), torch.nan).to(torch.float8_e4m3fn),
+        ["got 127, NaN in E"],
+    ),
+    ("nvfp4", "2.up_proj.weight_scale", torch.ones(128, 16), ["2.up_proj.weight_scale must be of F8_E4M3, got F32"]),
+    ("nvfp4", "2.up_proj.weight_scale_2", torch.tensor(torch.inf), ["2.up_proj.weight", "row_scales", "got inf"]),
+    ("nvfp4", "2.up_proj.weight_scale_2", torch.ones(2), ["2.up_proj.weight_scale_2 must have shape ()", "(2,)"]),
+    ("nvfp4", "2.up_proj.weight_scale_2", None, ["missing experts.2.up_proj.weight_scale_2, not known nothing"]),
+    ("nvfp4 packed", "2.up_proj.weight_global_scale", torch.zeros(1), ["2.up_proj.weight", "row_scales", "got inf"]),
+    ("nvfp4 stacked", "down_proj_weight_scale_2", torch.ones(3), ["(4,)", "(3,)"]),
+    ("nvfp4 stacked", "down_proj", torch.zeros(4, 256, 64).byte(), ["down_proj must have shape (4, 64, 256)"]),
     ("mxfp4", "down_proj_scales", torch.full((4, 256, 4), 255).byte(), ["down_proj", "of expert 0", "got 255"]),
     ("mxfp4", "down_proj_scales", None, ["as mxfp4", "missing experts.down_proj_scales, not known nothing"]),
     ("mxfp4", "down_proj_blocks", torch.zeros(4, 256, 8, 8).byte(), ["(4, 256, 4, 16)", "(4, 256, 8, 8)"]),
@@ -192,9 +260,13 @@ def test_experts_of_another_format(tmp_path: Path) -> None:
         read(path, "int4", layer)
     layer = MoE(config_of("int4")).requires_grad_(False)
     quantize_experts(layer, "nf4")
-    with pytest.raises(ValueError, match=r"must be quantized as mxfp4, fp8_block, int4, as checkpoints are, got nf4"):
+    with pytest.raises(
+        ValueError, match=r"must be quantized as mxfp4, nvfp4, fp8_block, int4, as checkpoints are, got nf4"
+    ):
         read(path, "int4", layer)
-    with pytest.raises(ValueError, match=r"must be quantized as mxfp4, fp8_block, int4, as checkpoints are, got nf4"):
+    with pytest.raises(
+        ValueError, match=r"must be quantized as mxfp4, nvfp4, fp8_block, int4, as checkpoints are, got nf4"
+    ):
         write_checkpoint(tmp_path / "ours", {BLOCK: layer}, "kimi_k2")
     assert not (tmp_path / "ours").exists()
 

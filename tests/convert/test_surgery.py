@@ -195,7 +195,7 @@ def test_statistics_and_the_balance_over_a_step_go_on(scope: Any) -> None:
             prune_experts(layer, [1, 2])
 
 
-@pytest.mark.parametrize("format", ["mxfp4", "int4", "fp8_block"])
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "int4", "fp8_block"])
 def test_quantized_experts(format: str) -> None:
     """Codes and scales are selected, not requantized; surgery that needs other values is refused."""
     layer = make(torch.float32, hidden_size=48, intermediate_size=40, num_experts=16).requires_grad_(False)

@@ -70,7 +70,7 @@ def test_what_waits_is_an_error(wait: Callable[[Tensor], Any]) -> None:
 def test_dequantize_does_not_wait(format: str) -> None:
     """The table of values of codes is not copied from the host."""
     stack = quantize(torch.randn(3, 64, 128), format)
-    tensors = (stack.codes, stack.scales, stack.zeros)
+    tensors = (stack.codes, stack.scales, stack.zeros, stack.row_scales)
     on_host = torch.ops.maxmoe.dequantize(*tensors, format, 64, torch.float32)
     with DeviceMemory():
         on_device = [None if tensor is None else to_device(tensor) for tensor in tensors]

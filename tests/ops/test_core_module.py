@@ -35,7 +35,7 @@ def calls() -> dict[str, Arguments]:
     of_rows = {"index": plan.rows, "group_size": 2, "weights": torch.rand(10)}
     ffn = {"x": x, "weights": weights, "plan": plan, "gate": up, "up": up, "down": down, **constants}
     return {
-        "dequantize": {"codes": stack.codes, "scales": stack.scales, "zeros": None}
+        "dequantize": {"codes": stack.codes, "scales": stack.scales, "zeros": None, "row_scales": None}
         | {"format": "mxfp4", "columns": 4, "dtype": torch.float32},
         "expert_ffn": ffn | {"fused_gate": None, "recompute": False},
         "gmm": {"lhs": rows, "rhs": stack, "group_sizes": plan.group_sizes, "group_offset": 0},

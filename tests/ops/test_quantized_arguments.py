@@ -42,6 +42,7 @@ def raw_ffn(**changes: Any) -> dict[str, Any]:
         Variant("int4", torch.float32, 128, has_zeros=True),
         Variant("int8", torch.float32),
         Variant("fp8_block", torch.float32),
+        Variant("nvfp4", torch.uint8),
     ],
     ids=str,
 )
@@ -57,8 +58,10 @@ def test_autocast(path: str, dtype: torch.dtype, variant: Variant) -> None:
 
 @ignore_warnings_of_transforms
 def test_scales_have_neither_gradient_nor_tangent(path: str) -> None:
+    nvfp4 = ops.Projection(random_stack(Variant("nvfp4", torch.uint8), (2, 70, 40))).arguments("rhs", torch.float32)
     for operator, arguments, name in (
         ("gmm", raw_gmm(), "rhs_scales"),
+        ("gmm", raw_gmm(**nvfp4), "rhs_row_scales"),
         ("gmm", raw_gmm(**FACTORS), "rhs_scales"),
         *(("expert_ffn", raw_ffn(), f"{name}_scales") for name in PROJECTIONS),
     ):
@@ -118,6 +121,7 @@ REFUSED_OF_STACKS: list[tuple[dict[str, Any], tuple[Any, ...]]] = [
     ({"{}_scales": ONE.to("meta")}, ("{}_scales", "cpu", "meta")),
     ({"{}_zeros": ONE}, ("{}_zeros must be uint8", "[2, 40, 3]", "Float")),
     ({"{}_zeros": ONE[:1].byte()}, ("{}_zeros", "[2, 40, 3]", "[1, 40, 3]")),
+    ({"{}_row_scales": ONE[..., :1]}, ("{}_row_scales must be None", "int4", "[2, 40, 1]")),
     ({"{}_format": "int5"}, ("{}_format must be one of mxfp4", "int5")),
     ({"{}_format": "nf4"}, ("{}_scales", "[2, 40, 2]", "nf4", "[2, 40, 3]")),
     ({"{}_format": "mxfp4"}, ("{}_scales must be uint8", "mxfp4", "Float")),
@@ -152,12 +156,30 @@ def test_gmm_refuses(path: str) -> None:
 
 def test_dequantize_refuses(path: str) -> None:
     given = raw_gmm()
-    parts = {"codes": given["rhs"], "scales": given["rhs_scales"], "zeros": given["rhs_zeros"], "format": "int4"}
-    parts |= {"columns": 70, "dtype": torch.float32}
+    parts = {"codes": given["rhs"], "scales": given["rhs_scales"], "zeros": given["rhs_zeros"], "row_scales": None}
+    parts |= {"format": "int4", "columns": 70, "dtype": torch.float32}
     dtypes = [torch.int32, torch.float8_e4m3fn, torch.complex64, torch.bool]
     for changes, words in [*REFUSED_OF_STACKS, *(({"dtype": dtype}, ("dtype",)) for dtype in dtypes)]:
         with named(words), refusal("dequantize", *named_for("", words)):
             torch.ops.maxmoe.dequantize(**{**parts, **named_for("", changes)})
+
+
+def test_scales_of_rows_are_refused(path: str) -> None:
+    stack = random_stack(Variant("nvfp4", torch.uint8), (2, 70, 40))
+    given = raw_gmm(**ops.Projection(stack).arguments("rhs", torch.float32))
+    row_scales = given["rhs_row_scales"]
+    for changes, words in (
+        ({"rhs_row_scales": None}, ("rhs_row_scales must be given", "nvfp4", "None")),
+        ({"rhs_row_scales": row_scales.double()}, ("rhs_row_scales must be float32", "[2, 40, 1]", "Double")),
+        ({"rhs_row_scales": row_scales[:, 1:]}, ("rhs_row_scales", "[2, 40, 1]", "[2, 39, 1]")),
+        ({"rhs_row_scales": row_scales[..., 0]}, ("rhs_row_scales", "[2, 40, 1]", "[2, 40]")),
+        ({"rhs_row_scales": row_scales.to("meta")}, ("rhs_row_scales", "cpu", "meta")),
+        ({"rhs_scales": given["rhs_scales"].float()}, ("rhs_scales must be uint8", "nvfp4", "Float")),
+    ):
+        with named(words), refusal("gmm", *words):
+            torch.ops.maxmoe.gmm(**{**given, **changes})
+    with refusal("gmm", "rhs_row_scales must be None without rhs_format"):
+        torch.ops.maxmoe.gmm(torch.randn(6, 70), given["group_sizes"], rhs=torch.randn(2, 70, 40), rhs_row_scales=ONE)
 
 
 @pytest.mark.parametrize("name", PROJECTIONS)

@@ -180,19 +180,20 @@ def scales() -> Iterator[Case]:
 WIDE = replace(BLOCK, hidden_size=64, moe=replace(MOE, hidden_size=64, intermediate_size=64))
 RECOMPUTED = replace(WIDE, recompute=("experts", "dispatch"))
 NOT_GATED = replace(WIDE, recompute=("blocks",), moe=replace(WIDE.moe, gated=False, expert_bias=False))
-FORMATS = ("mxfp4", "int4", "nf4", "int8", "fp8_row", "fp8_block")
+FORMATS = ("mxfp4", "int4", "nf4", "int8", "fp8_row", "fp8_block", "nvfp4")
 
 
 def quantized_experts() -> Iterator[Case]:
     """One process has the dequantized weights."""
     for number, layout in enumerate([*layouts(2), *layouts(4)]):
-        format, make = FORMATS[number % 6], quantized_and_adapted if number % 3 else quantized
+        format, make = FORMATS[number % 7], quantized_and_adapted if number % 3 else quantized
         claim = f"{format} is cut into whole blocks, {make.__name__}"
         yield Case(claim, layout, made(make, format, WIDE), step, slow=layout.world_size == 4)
     in_turn = {"num_chunks": 2}
     for format, config, options, layout in (
         ("int4", RECOMPUTED, RING, EXPERT),
         ("mxfp4", NOT_GATED, RAGGED, REPLICATED),
+        ("nvfp4", RECOMPUTED, LEAST_LOADED, EXPERT),
         ("int4", RECOMPUTED, LEAST_LOADED, EXPERT),  # sends quantized experts
         ("fp8_row", WIDE, GATHER, REPLICATED),
     ):

@@ -68,6 +68,7 @@ def test_parallelized_experts_are_not_quantized() -> None:
     ("format", "width", "message"),
     [
         ("mxfp4", 96, r"down_proj is quantized as mxfp4, in blocks of 32 columns: .* of its 96 columns, got 48"),
+        ("nvfp4", 80, r"down_proj is quantized as nvfp4, in blocks of 16 columns: .* of its 80 columns, got 40"),
         ("int4", 160, r"down_proj is quantized as int4, in blocks of 128 columns: .* of its 160 columns, got 80"),
         ("fp8_block", 192, r"gate_proj is quantized as fp8_block, in blocks of 128 rows: .* of its 192 rows, got 96"),
     ],

@@ -219,7 +219,7 @@ SUBJECTS: dict[str, Subject] = {
     "padding and documents": padded(DEEPSEEK),
     "routers of ids": padded(BY_IDS, token_ids=batch()[0]),
     "adapters": Subject(partial(adapted, DEEPSEEK)),
-    "adapters of nf4 experts": Subject(partial(adapted, TWO_BLOCKS, "nf4")),
+    "adapters of nvfp4 experts": Subject(partial(adapted, TWO_BLOCKS, "nvfp4")),
     "mixtral of transformers": of_transformers("mixtral"),
     "gpt_oss of transformers": of_transformers("gpt_oss"),
     "classifier": Subject(

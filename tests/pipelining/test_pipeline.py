@@ -95,7 +95,7 @@ TABLE: dict[str, dict[str, Row]] = {
         "auxiliary losses of the layers themselves": four("classifier", "1f1b", aux_loss_scale=0.25),
         "a block is added to the hidden states": four("classifier", "gpipe", blocks_per_stage=[1, 3]),
         "transformers number their layers": row("gpt_oss of transformers", "interleaved_1f1b"),
-        "adapters of quantized experts": row("adapters of nf4 experts", "1f1b"),
+        "adapters of quantized experts": row("adapters of nvfp4 experts", "1f1b"),
     },
     "schedules and strategies": {
         "gpipe, ring": four("mixtral", "gpipe", "expert", dispatch=RING),

@@ -2,6 +2,7 @@
 
 import itertools
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,11 @@ each_format = pytest.mark.parametrize("format", FORMATS)
 
 def scale_of_each_weight(stack: QuantizedStack) -> Tensor:
     """Scales as (L, rows, columns), float64."""
-    scales = stack.scales.double() if stack.format != "mxfp4" else 2.0 ** (stack.scales.double() - 127)
+    scales = stack.scales.double()
+    if stack.format == "mxfp4":
+        scales = 2.0 ** (scales - 127)
+    if stack.row_scales is not None:
+        scales = (stack.scales.view(torch.float8_e4m3fn).float() * stack.row_scales).double()
     spread = scales.repeat_interleave(stack.rows_per_scale, 1)[:, : stack.rows]
     return spread.repeat_interleave(stack.columns_per_scale, 2)[..., : stack.columns]
 
@@ -26,8 +31,11 @@ def table(stack: QuantizedStack) -> Tensor:
     codes = torch.arange(count, dtype=torch.uint8)
     packed = codes if count == 256 else (codes << 4 | codes)
     columns = 1 if count == 256 else 2
-    scale = torch.ones(1, 1, 1) if stack.format != "mxfp4" else torch.full((1, 1, 1), 127, dtype=torch.uint8)
-    ones = [QuantizedStack(code.view(1, 1, 1), scale, format=stack.format, columns=columns) for code in packed]
+    one = {"mxfp4": 127, "nvfp4": 56}.get(stack.format)
+    scale = torch.ones(1, 1, 1) if one is None else torch.full((1, 1, 1), one, dtype=torch.uint8)
+    row_scales = None if stack.row_scales is None else torch.ones(1, 1, 1)
+    arguments: Any = {"format": stack.format, "columns": columns, "row_scales": row_scales}
+    ones = [QuantizedStack(code.view(1, 1, 1), scale, **arguments) for code in packed]
     values = torch.stack([one.dequantize(torch.float64)[0, 0, 0] for one in ones])
     return values[values.isfinite()]
 
@@ -98,10 +106,30 @@ def test_no_magnitude_gives_an_infinite_weight(format: str) -> None:
             torch.testing.assert_close(got, weights.float(), rtol=0.3, atol=0.15 * scale)
 
 
-@pytest.mark.parametrize("format", [format for format in FORMATS if format != "int4"])  # 7.5 scales become 7 or -8
+@pytest.mark.parametrize("format", [format for format in FORMATS if format not in ("int4", "nvfp4")])
 def test_quantizing_twice_changes_nothing(format: str) -> None:
     weights = quantize(torch.randn(2, 140, 133, generator=torch.Generator().manual_seed(0)), format).dequantize()
     assert torch.equal(quantize(weights, format).dequantize(), weights)
+
+
+def test_quantizing_nvfp4_twice_keeps_codes_and_scales_of_blocks() -> None:
+    """The scale of rows may change its last bit. In "int4", 7.5 scales become 7 or -8."""
+    first = quantize(torch.randn(2, 140, 133, generator=torch.Generator().manual_seed(0)), "nvfp4")
+    again = quantize(first.dequantize(), "nvfp4")
+    assert torch.equal(again.codes, first.codes) and torch.equal(again.scales, first.scales)
+    torch.testing.assert_close(again.row_scales, first.row_scales, rtol=2**-22, atol=0)
+
+
+def test_scales_of_nvfp4() -> None:
+    """The largest magnitude of a matrix becomes 6 * 448, that of a block 6 times its scale, at least 2^-9."""
+    weights = torch.zeros(2, 64, 3)
+    weights[0, 5, 1], weights[0, 17, 1], weights[0, 33, 2] = -2688.0, 42.0, 1e-3
+    stack = quantize(weights, "nvfp4")
+    assert stack.row_scales[0].flatten().tolist() == [1.0] * 3 and stack.row_scales[1].unique().numel() == 1
+    scales = stack.scales.view(torch.float8_e4m3fn).float()
+    assert scales[0, 1, :2].tolist() == [448.0, 7.0] and scales[0, 2, 2] == 2**-9 == scales[1].unique()
+    got = stack.dequantize()
+    assert got[0, 5, 1] == -2688 and got[0, 17, 1] == 42 and got[0, 33, 2] == 2**-10 and not got[1].any()
 
 
 @pytest.mark.parametrize("group_size", [32, 64, 128, 256, None])
@@ -120,6 +148,7 @@ def test_bytes_of_each_format() -> None:
     weights = torch.zeros(2, 1024, 512, dtype=torch.bfloat16)
     expected = {
         "mxfp4": 4.25,
+        "nvfp4": 4.5 + 32 / 1024,
         "fp8_block": 8 + 32 / 128**2,
         "fp8_row": 8 + 32 / 1024,
         "int4": 4 + 16 / 128,

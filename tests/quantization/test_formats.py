@@ -67,6 +67,18 @@ def test_e2m1_of_transformers() -> None:
     )
 
 
+def test_nvfp4_by_hand() -> None:
+    """Two rows of 17 columns: scales 1.125 and 448, and 2^-9 and -1.5; the scales of rows are 0.1 and 3."""
+    scales = torch.tensor([[[1.125, 448.0], [2.0**-9, -1.5]]]).to(torch.float8_e4m3fn).view(torch.uint8)
+    codes = torch.cat([PAIRS, torch.tensor([5], dtype=torch.uint8)]).expand(1, 2, 9)
+    row_scales = torch.tensor([[[0.1], [3.0]]])
+    stack = QuantizedStack(codes, scales, row_scales=row_scales, format="nvfp4", columns=17)
+    values = torch.tensor([*mxfp4.FP4_VALUES, 3.0])
+    factors = torch.tensor([[1.125] * 16 + [448.0], [2.0**-9] * 16 + [-1.5]]) * row_scales[0]
+    assert torch.equal(stack.dequantize(torch.float32)[0], values * factors)
+    assert torch.equal(stack.dequantize(torch.bfloat16)[0], (values * factors).bfloat16())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_mxfp4_with_all_scales_is_that_of_transformers(dtype: torch.dtype) -> None:
     """All codes with all 255 scales: the smallest are subnormal, and 6 * 2^127 is not finite."""

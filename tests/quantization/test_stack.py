@@ -155,6 +155,7 @@ def test_repr() -> None:
 # Tensors that do not fit a format or each other
 
 CODES, SCALES = torch.zeros(2, 6, 64, dtype=torch.uint8), torch.ones(2, 6, 4)
+NVFP4: dict[str, Any] = {"format": "nvfp4", "scales": torch.zeros(2, 6, 8, dtype=torch.uint8)}
 
 
 @pytest.mark.parametrize(
@@ -211,6 +212,22 @@ CODES, SCALES = torch.zeros(2, 6, 64, dtype=torch.uint8), torch.ones(2, 6, 4)
             r"zeros of int4 must be uint8 \(2, 6, 4\), .*, got torch.uint8 \(2, 6, 2\)",
         ),
         ({"zeros": torch.full((2, 6, 4), 16).byte()}, "zeros must be below 16, got 16"),
+        ({"row_scales": SCALES[..., :1]}, "row_scales of int4 must be None"),
+        (NVFP4, "row_scales of nvfp4 must be given"),
+        (
+            NVFP4 | {"row_scales": SCALES},
+            r"row_scales of nvfp4 must be float32 \(2, 6, 1\), .* 1 x 16, got torch.float32 \(2, 6, 4\)",
+        ),
+        (NVFP4 | {"row_scales": SCALES[..., :1].double()}, r"row_scales of nvfp4 .* got torch.float64 \(2, 6, 1\)"),
+        (
+            NVFP4 | {"row_scales": SCALES[..., :1].to("meta")},
+            "codes and scales must be on one device, got cpu and meta",
+        ),
+        (NVFP4 | {"row_scales": SCALES[..., :1] * -1e36}, r"row_scales must be between -7.6e\+35 .* got -1e\+36|-9.9"),
+        (
+            NVFP4 | {"row_scales": SCALES[..., :1], "scales": NVFP4["scales"] | 255},
+            r"scales must be finite, got 255, NaN in E4M3, at \(0, 0, 0\)",
+        ),
         ({"dtype": torch.int32}, "dtype must be float64, float32, bfloat16 or float16, got torch.int32"),
     ],
 )

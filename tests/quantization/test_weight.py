@@ -42,7 +42,7 @@ def assert_same(got: QuantizedStack, expected: QuantizedStack) -> None:
 def test_parameters(format: str) -> None:
     stack = stack_of(format)
     module = module_with(stack)
-    names = [f"up_proj.{format}_codes", "up_proj.scales"]
+    names = [f"up_proj.{format}_codes", "up_proj.scales", *["up_proj.row_scales"] * FORMATS[format].has_row_scales]
     assert [*module.state_dict()] == [name for name, _ in module.named_parameters()] == ["weight", "bias", *names]
     assert [name for name, each in module.named_parameters() if each.requires_grad] == ["weight", "bias"]
     assert module.up_proj.codes.data_ptr() == stack.codes.data_ptr(), "the memory is shared"
@@ -64,11 +64,11 @@ def test_parameters(format: str) -> None:
 def test_dtype_is_nominal(format: str) -> None:
     """A model in another dtype has the same bytes, without a copy."""
     module = module_with(stack_of(format))
-    codes, scales = module.up_proj.codes, module.up_proj.scales
+    codes, scales, row_scales = module.up_proj.codes, module.up_proj.scales, module.up_proj.row_scales
     for dtype in (torch.float32, torch.float16, torch.float64, torch.bfloat16):
         weight = module.to(dtype).up_proj
         assert weight.dtype == dtype == weight.dequantize().dtype == module.weight.dtype
-        assert weight.codes is codes and weight.scales is scales
+        assert weight.codes is codes and weight.scales is scales and weight.row_scales is row_scales
     assert module.half().up_proj.dtype == torch.float16
     assert scales.dtype == stack_of(format).scales.dtype
 
@@ -120,6 +120,23 @@ def test_files_that_do_not_fit() -> None:
     for assign in (False, True):
         with pytest.raises(ValueError, match=r"up_proj: scales must be finite, got nan at \(1, 0, 0\)"):
             module.load_state_dict(state, assign=assign)
+    module = module_with(stack_of("nvfp4"))
+    for name, value, message in (
+        (
+            "row_scales",
+            torch.inf,
+            r"up_proj: row_scales must be between -7.6e\+35 and 7.6e\+35, got inf at \(1, 0, 0\)",
+        ),
+        ("scales", 255, r"up_proj: scales must be finite, got 255, NaN in E4M3, at \(1, 0, 0\)"),
+    ):
+        state = module.state_dict()
+        state[f"up_proj.{name}"] = state[f"up_proj.{name}"].index_fill(0, torch.tensor([1]), value)
+        with pytest.raises(ValueError, match=message):
+            module.load_state_dict(state)
+    state = module.state_dict()
+    state["up_proj.row_scales"] = state["up_proj.row_scales"].double()
+    with pytest.raises(ValueError, match=r"up_proj.row_scales must be torch.float32, as in the module, got torch.flo"):
+        module.load_state_dict(state)
 
 
 def test_one_matrix() -> None:

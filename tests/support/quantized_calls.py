@@ -49,7 +49,12 @@ VARIANTS = (
 # Scales that are zero, subnormal, around the smallest normal number, as small as AVX512-BF16 multiplies without
 # subnormals, and the largest.
 EDGES = (0.0, 2.0**-149, 2.0**-133, 2.0**-127, 2.0**-126, 1.5 * 2.0**-125, 2.0**-101, 2.0**-100, 1.0, 3.0e38, -0.5)
-EDGES_E8M0 = (0, 1, 2, 3, 26, 27, 28, 126, 127, 128, 253, 254)
+EDGES_OF_BYTES = {
+    "mxfp4": (0, 1, 2, 3, 26, 27, 28, 126, 127, 128, 253, 254),
+    "nvfp4": (0, 1, 7, 8, 15, 16, 56, 126, 128, 129, 184, 254),  # 126 is 448, and the last ones are negative
+}
+BYTES = {"mxfp4": range(116, 125), "nvfp4": range(1, 34)}
+EDGES_OF_ROWS = (0.0, 2.0**-149, 2.0**-140, 2.0**-126, 2.0**-109, 2.0**-100, 0.3, -0.7, 7.5e35)
 
 
 def stack_of(format: str, *shape: int, dtype: torch.dtype = torch.bfloat16) -> QuantizedStack:
@@ -61,7 +66,7 @@ def stack_of(format: str, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Q
 def random_scales(variant: Variant, shape: tuple[int, ...], edges: bool) -> Tensor:
     """Scales of weights below 1, or with `edges` each one of EDGES, as far as the dtype has them."""
     if variant.scale_dtype == torch.uint8:
-        values = torch.tensor(EDGES_E8M0 if edges else range(116, 125), dtype=torch.uint8)
+        values = torch.tensor((EDGES_OF_BYTES if edges else BYTES)[variant.format], dtype=torch.uint8)
         return values[torch.randint(len(values), shape)]
     if not edges:
         return (torch.rand(shape).clamp(1 / 256) / FORMATS[variant.format].values[-1]).to(variant.scale_dtype)
@@ -86,9 +91,19 @@ def random_stack(
         codes = torch.where(codes % 128 == 127, codes - 1, codes)
     shape = (count, -(-rows // known.rows_per_scale), -(-columns // variant.columns_per_scale(columns)))
     zeros = torch.randint(16, shape, dtype=torch.uint8) if variant.has_zeros else None
-    scales = random_scales(variant, shape, edges)
+    scales, row_scales = random_scales(variant, shape, edges), None
+    if known.has_row_scales:
+        row_scales = torch.rand(count, rows, 1).clamp(0.01)
+        if edges:
+            row_scales = torch.tensor(EDGES_OF_ROWS)[torch.randint(len(EDGES_OF_ROWS), (count, rows, 1))]
     return QuantizedStack(
-        codes, scales, format=variant.format, zeros=zeros, columns=columns, is_transposed=is_transposed
+        codes,
+        scales,
+        format=variant.format,
+        zeros=zeros,
+        row_scales=row_scales,
+        columns=columns,
+        is_transposed=is_transposed,
     )
 
 
@@ -97,13 +112,14 @@ def with_columns(stack: QuantizedStack, start: int, stop: int) -> QuantizedStack
     bits, block = FORMATS[stack.format].bits, stack.columns_per_scale
     codes = stack.codes[..., start * bits // 8 : -(-stop * bits // 8)]
     of_scales = slice(None) if stack.scales.shape[-1] == 1 else slice(start // block, -(-stop // block))
-    return stack.map(lambda part: part[..., of_scales], codes=codes, columns=stop - start)
+    changes = {"codes": codes, "columns": stop - start, "row_scales": stack.row_scales}
+    return stack.map(lambda part: part[..., of_scales], **changes)
 
 
 def dequantized(stack: QuantizedStack) -> Tensor:
     """Dequantize a stack by the definition of the format, in float32 and in the layout of the stack."""
-    parts = (stack.codes, stack.scales, stack.zeros, stack.format, stack.columns)
-    matrices = reference.dequantize(*parts, torch.float32)
+    parts = (stack.codes, stack.scales, stack.zeros, stack.row_scales)
+    matrices = reference.dequantize(*parts, stack.format, stack.columns, torch.float32)
     return matrices.mT if stack.is_transposed else matrices
 
 

@@ -1,5 +1,7 @@
 """Small checkpoints with quantized experts, in the layouts that are published, and their weights."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +13,22 @@ from maxmoe import MoE, MoEConfig, presets, quantize_experts
 from maxmoe.convert.checkpoint import read_checkpoint
 
 BLOCK = "model.layers.3"
-FAMILIES = {"mxfp4": "gpt_oss", "fp8_block": "deepseek_v3", "int4": "kimi_k2", "int4 with zeros": "kimi_k2"}
+FAMILIES = {
+    "mxfp4": "gpt_oss",
+    "nvfp4": "deepseek_v3",
+    "nvfp4 packed": "kimi_k2",
+    "nvfp4 stacked": "gpt_oss",
+    "fp8_block": "deepseek_v3",
+    "int4": "kimi_k2",
+    "int4 with zeros": "kimi_k2",
+}
 Tensors = dict[str, Tensor]
 
 
 def config_of(kind: str) -> MoEConfig:
     """Sizes that 32 and 128 divide, because transformers' own code needs it."""
     make = getattr(presets, FAMILIES[kind])
-    options: dict[str, Any] = {} if kind != "fp8_block" else {"num_groups": 2, "top_k_groups": 1}
+    options: dict[str, Any] = {"num_groups": 2, "top_k_groups": 1} if FAMILIES[kind] == "deepseek_v3" else {}
     return make(hidden_size=256, intermediate_size=128, num_experts=4, top_k=2, **options)
 
 
@@ -39,8 +49,9 @@ def others(kind: str) -> Tensors:
     layer = MoE(config_of(kind))
     torch.nn.init.normal_(layer.router.weight)
     state = layer.state_dict()
-    tensors = {"router.weight" if kind == "mxfp4" else "gate.weight": state["router.weight"]}
-    if kind == "mxfp4":
+    is_gpt_oss = FAMILIES[kind] == "gpt_oss"
+    tensors = {"router.weight" if is_gpt_oss else "gate.weight": state["router.weight"]}
+    if is_gpt_oss:
         E, D, F = 4, 256, 128
         tensors |= {
             "router.bias": torch.randn(E),
@@ -64,6 +75,25 @@ def mxfp4(rows: int, columns: int) -> Tensors:
         "_blocks": _bytes(4, rows, columns // 32, 16),
         "_scales": torch.randint(110, 125, (4, rows, columns // 32), dtype=torch.uint8),
     }
+
+
+def nvfp4(rows: int, columns: int) -> Tensors:
+    """ModelOpt: one expert."""
+    scales = torch.randint(1, 127, (rows, columns // 16), dtype=torch.uint8).view(torch.float8_e4m3fn)
+    return {"": _bytes(rows, columns // 2), "_scale": scales, "_scale_2": torch.rand(()) / 1e4}
+
+
+def packed_nvfp4(rows: int, columns: int) -> Tensors:
+    """compressed-tensors, format nvfp4-pack-quantized: one expert; scales are divided by the last number."""
+    tensors = nvfp4(rows, columns)
+    return {"_packed": tensors[""], "_scale": tensors["_scale"], "_global_scale": 1e4 / (1 + torch.rand(1))}
+
+
+def stacked_nvfp4(rows: int, columns: int) -> Tensors:
+    """ModelOpt, gpt-oss: all experts in one tensor with the dims in, out."""
+    experts = [nvfp4(rows, columns) for _ in range(4)]
+    codes, scales, numbers = (torch.stack([expert[end] for expert in experts]) for end in experts[0])
+    return {"": codes.mT, "_weight_scale": scales.mT, "_weight_scale_2": numbers}
 
 
 def fp8_block(rows: int, columns: int) -> Tensors:
@@ -99,18 +129,30 @@ def unpacked(words: Tensor, columns: int) -> Tensor:
     return torch.stack(places, dim=-1).flatten(1)[:, :columns]
 
 
+MAKERS: dict[str, Callable[[int, int], Tensors]] = {
+    "mxfp4": mxfp4,
+    "nvfp4": nvfp4,
+    "nvfp4 packed": packed_nvfp4,
+    "nvfp4 stacked": stacked_nvfp4,
+    "fp8_block": fp8_block,
+    "int4": int4,
+    "int4 with zeros": partial(int4, zeros=True),
+}
+
+
 def tensors_of(kind: str) -> Tensors:
     """All tensors of one layer, by their names in the checkpoint."""
     torch.manual_seed(0)
     D, F = 256, 128
     tensors = others(kind)
-    if kind == "mxfp4":
+    make = MAKERS[kind]
+    if FAMILIES[kind] == "gpt_oss":
         for name, rows, columns in (("gate_up_proj", 2 * F, D), ("down_proj", D, F)):
-            tensors |= {f"experts.{name}{end}": tensor for end, tensor in mxfp4(rows, columns).items()}
+            tensors |= {f"experts.{name}{end}": tensor for end, tensor in make(rows, columns).items()}
     else:
         for expert in range(4):
             for name, rows, columns in (("gate_proj", F, D), ("up_proj", F, D), ("down_proj", D, F)):
-                each = fp8_block(rows, columns) if kind == "fp8_block" else int4(rows, columns, zeros="zeros" in kind)
+                each = make(rows, columns)
                 tensors |= {f"experts.{expert}.{name}.weight{end}": tensor for end, tensor in each.items()}
     return {f"{BLOCK}.mlp.{name}": tensor.contiguous() for name, tensor in tensors.items()}
 

@@ -20,8 +20,7 @@ class ColumnTables {
 
   static bool fits(const CodeColumns& c) { return have_ordinary_scales(c); }
 
-  explicit ColumnTables(const CodeColumns& c)
-      : scales_(scales_of(c)), zeros_(c, c.m.zeros, 1), type_(c.m.scale_type), has_zeros_(c.m.zeros != nullptr) {
+  explicit ColumnTables(const CodeColumns& c) : scales_(c), zeros_(c, c.m.zeros, 1), has_zeros_(c.m.zeros != nullptr) {
     const auto& values = c.m.values().values;
     for (size_t i = 0; i < 16; ++i) {
       for (size_t column = 0; column < 8; ++column) values_[i / 2][i % 2 * 8 + column] = values[i];
@@ -38,7 +37,7 @@ class ColumnTables {
 
   // Reads the scales of block `index` of the range.
   MAXMOE_INLINE void begin_block(int64_t index) {
-    const __m512 scale = scales_from_bits(type_, scales_.bits(index));
+    const __m512 scale = scales_.floats(index);
     const __m512 zero = has_zeros_ ? _mm512_cvtepi32_ps(_mm512_and_si512(zeros_.bits(index), _mm512_set1_epi32(0xff)))
                                    : _mm512_setzero_ps();
     tables_[0] = table(_mm512_shuffle_f32x4(scale, scale, 0x44), _mm512_shuffle_f32x4(zero, zero, 0x44));
@@ -85,12 +84,11 @@ class ColumnTables {
     return {in_both(tables_[0].low, tables_[1].low), in_both(tables_[0].high, tables_[1].high)};
   }
 
-  ScaleReader scales_;
+  ColumnScales scales_;
   ScaleReader zeros_;
   alignas(64) float values_[8][16];
   __m512i controls_[2];
   ValueTable tables_[2];
-  ScaleType type_;
   bool has_zeros_;
 };
 

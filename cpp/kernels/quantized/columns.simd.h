@@ -1,6 +1,7 @@
 // Columns of B whose codes run along the inner dimension, and their scales, with AVX-512.
 #pragma once
 
+#include "kernels/quantized/e4m3_scales.simd.h"
 #include "kernels/quantized/quantized_matrix.h"
 #include "kernels/quantized/row_words.simd.h"
 
@@ -115,6 +116,8 @@ MAXMOE_INLINE __m512 scales_from_bits(ScaleType type, __m512i bits) {
       return _mm512_castsi512_ps(
           _mm512_mask_mov_epi32(_mm512_slli_epi32(exponents, 23), is_subnormal, _mm512_set1_epi32(1 << 22)));
     }
+    case ScaleType::e4m3:
+      return std::bit_cast<__m512>(e4m3_scales(std::bit_cast<Words>(bits) & 0xffU));
     case ScaleType::float32:
       return _mm512_castsi512_ps(bits);
     case ScaleType::bfloat16:
@@ -123,6 +126,29 @@ MAXMOE_INLINE __m512 scales_from_bits(ScaleType type, __m512i bits) {
       return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(bits));
   }
 }
+
+// The scales of 16 columns as floats, block by block.
+class ColumnScales {
+ public:
+  explicit ColumnScales(const CodeColumns& c)
+      : scales_(scales_of(c)), type_(c.m.scale_type), has_row_scales_(c.m.row_scales != nullptr) {
+    alignas(64) float of_rows[CodeColumns::kColumns];
+    for (int i = 0; i < CodeColumns::kColumns; ++i) of_rows[i] = c.m.row_scale(c.rows[i]);
+    of_rows_ = _mm512_load_ps(of_rows);
+  }
+
+  // The scales of block `index` of the range.
+  MAXMOE_INLINE __m512 floats(int64_t index) {
+    const __m512 of_blocks = scales_from_bits(type_, scales_.bits(index));
+    return has_row_scales_ ? _mm512_mul_ps(of_blocks, of_rows_) : of_blocks;
+  }
+
+ private:
+  ScaleReader scales_;
+  __m512 of_rows_;
+  ScaleType type_;
+  bool has_row_scales_;
+};
 
 // Which scales are below kSmallestScale, but not zero, or above kLargestScale.
 MAXMOE_INLINE __mmask16 are_not_ordinary(__m512 scales) {
@@ -133,11 +159,9 @@ MAXMOE_INLINE __mmask16 are_not_ordinary(__m512 scales) {
 }
 
 MAXMOE_INLINE bool have_ordinary_scales(const CodeColumns& c) {
-  ScaleReader reader = scales_of(c);
+  ColumnScales scales(c);
   __mmask16 is_other = 0;
-  for (int64_t i = 0; i < c.num_scales(); ++i) {
-    is_other |= are_not_ordinary(scales_from_bits(c.m.scale_type, reader.bits(i)));
-  }
+  for (int64_t i = 0; i < c.num_scales(); ++i) is_other |= are_not_ordinary(scales.floats(i));
   return is_other == 0;
 }
 
@@ -154,8 +178,10 @@ MAXMOE_INLINE __m512i load_scale_bits(ScaleType type, const std::byte* scales, i
   }
 }
 
-// The same for all of `m`, in the order of memory: scales of columns that are not in `m` count, too.
+// The same for all of `m`, in the order of memory: scales of columns that are not in `m` count, too. Decoders of rows
+// read no scales of rows.
 MAXMOE_INLINE bool have_ordinary_scales(const QuantizedMatrix& m) {
+  if (m.row_scales != nullptr) return false;
   if (m.rows <= 0 || m.columns <= 0) return true;
   const int64_t bytes = bytes_per_scale(m.scale_type);
   const int64_t end = m.scale_index(m.rows - 1, m.columns - 1) + 1;

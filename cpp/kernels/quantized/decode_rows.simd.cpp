@@ -27,7 +27,7 @@ void decode_each(const QuantizedMatrix& m, Run run, int64_t begin, T* out) {
   }
 }
 
-// Calls decode(run, out) for all runs of the given rows and columns. Runs may be as short as 32 codes, so that pointers
+// Calls decode(run, out) for all runs of the given rows and columns. Runs may be as short as 16 codes, so that pointers
 // and types are read before the loops.
 template <int kBits, class T, class Decode>
 MAXMOE_INLINE void for_each_run(const QuantizedMatrix& m, Range rows, Range columns, MatrixView<T> out, int64_t ahead,
@@ -36,17 +36,20 @@ MAXMOE_INLINE void for_each_run(const QuantizedMatrix& m, Range rows, Range colu
   const ScaleType type = m.scale_type;
   const std::byte* const scales = m.scales;
   const uint8_t* const zeros = m.zeros;
+  const bool has_row_scales = m.row_scales != nullptr;
   const int64_t whole = int64_t{1} << m.log2_columns_per_scale;
   const int64_t first = whole - ((m.first_column + columns.begin) & (whole - 1));
   for (int64_t r = 0; r < rows.size(); ++r) {
     const uint8_t* codes = m.code(rows.begin + r, columns.begin);
     for (int64_t i = 0; ahead != 0 && i < bytes; i += kCacheLineBytes) __builtin_prefetch(codes + i + ahead, 0, 2);
     int64_t index = m.scale_index(rows.begin + r, columns.begin);
+    const float of_row = m.row_scale(rows.begin + r);
     T* target = out.row(r);
     int64_t left = columns.size();
     for (int64_t count = at_most(first, left); left > 0; count = at_most(whole, left)) {
       const float zero = zeros == nullptr ? 0.0F : static_cast<float>(zeros[index]);
-      decode(Run{codes, count, read_scale(type, scales, index), zero}, target);
+      const float of_block = read_scale(type, scales, index);
+      decode(Run{codes, count, has_row_scales ? of_block * of_row : of_block, zero}, target);
       codes += count * kBits / 8;
       target += count;
       left -= count;

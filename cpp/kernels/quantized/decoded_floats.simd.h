@@ -79,26 +79,34 @@ MAXMOE_INLINE __m256i to_bfloat16(__m256 first, __m256 second) {
   return _mm256_permute4x64_epi64(_mm256_packus_epi32(rounded(first), rounded(second)), 0xd8);
 }
 
+// Stores 8 floats as numbers of another type than bfloat16.
+template <class T>
+MAXMOE_INLINE void store_8_floats(__m256 floats, T* out) {
+  if constexpr (std::is_same_v<T, double>) {
+    _mm256_storeu_pd(out, _mm256_cvtps_pd(_mm256_castps256_ps128(floats)));
+    _mm256_storeu_pd(out + 4, _mm256_cvtps_pd(_mm256_extractf128_ps(floats, 1)));
+  } else if constexpr (std::is_same_v<T, Float16>) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm256_cvtps_ph(floats, _MM_FROUND_TO_NEAREST_INT));
+  } else {
+    _mm256_storeu_ps(out, floats);
+  }
+}
+
+// Stores 16 floats as numbers of T.
+template <class T>
+MAXMOE_INLINE void store_16_floats(__m256 first, __m256 second, T* out) {
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), to_bfloat16(first, second));
+  } else {
+    store_8_floats(first, out);
+    store_8_floats(second, out + 8);
+  }
+}
+
 template <class T>
 MAXMOE_INLINE void store_floats(const Floats32& floats, T* out) {
-  if constexpr (std::is_same_v<T, BFloat16>) {
-    auto* const target = reinterpret_cast<__m256i*>(out);
-    _mm256_storeu_si256(target, to_bfloat16(floats.of[0], floats.of[1]));
-    _mm256_storeu_si256(target + 1, to_bfloat16(floats.of[2], floats.of[3]));
-    return;
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    T* const target = out + int64_t{8} * i;
-    if constexpr (std::is_same_v<T, double>) {
-      _mm256_storeu_pd(target, _mm256_cvtps_pd(_mm256_castps256_ps128(floats.of[i])));
-      _mm256_storeu_pd(target + 4, _mm256_cvtps_pd(_mm256_extractf128_ps(floats.of[i], 1)));
-    } else if constexpr (std::is_same_v<T, Float16>) {
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(target), _mm256_cvtps_ph(floats.of[i], _MM_FROUND_TO_NEAREST_INT));
-    } else if constexpr (std::is_same_v<T, float>) {
-      _mm256_storeu_ps(target, floats.of[i]);
-    }
-  }
+  store_16_floats(floats.of[0], floats.of[1], out);
+  store_16_floats(floats.of[2], floats.of[3], out + 16);
 }
 
 // Decodes the codes of a run that fill whole vectors, with floats_of(codes, i) for codes i to i + 31. Returns their

@@ -61,7 +61,7 @@ struct Decoders {
   // if there is none.
   template <class Fits, class Body>
   static MAXMOE_INLINE bool with_first(const Fits& fits, const Body& body) {
-    const auto try_decoder = [&]<class D> {
+    [[maybe_unused]] const auto try_decoder = [&]<class D> {  // unused in an empty list
       if (!fits.template operator()<D>()) return false;
       body.template operator()<D>();
       return true;

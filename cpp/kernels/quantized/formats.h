@@ -6,6 +6,7 @@
 #include "kernels/quantized/formats/int8.h"
 #include "kernels/quantized/formats/mxfp4.h"
 #include "kernels/quantized/formats/nf4.h"
+#include "kernels/quantized/formats/nvfp4.h"
 
 namespace maxmoe {
 
@@ -26,6 +27,6 @@ struct FormatList {
   }
 };
 
-using Formats = FormatList<Mxfp4, Nf4, Int4, Int8, Fp8>;
+using Formats = FormatList<Mxfp4, Nvfp4, Nf4, Int4, Int8, Fp8>;
 
 }  // namespace maxmoe

@@ -2,7 +2,8 @@
 // 4-bit codes in a byte is in the low half, unless the format has the high half first.
 //
 // An element is lookup(code) - zero, times a scale: one product in float, rounded once to the type that a kernel
-// computes in. Rows are contiguous in memory: for the weights of published checkpoints a row is an output feature.
+// computes in. Where rows have scales, too, the scale is the product of the scale of the block and of the row, rounded
+// to float. Rows are contiguous in memory: for the weights of published checkpoints a row is an output feature.
 #pragma once
 
 #include "kernels/matrix/matrix_view.h"
@@ -26,7 +27,8 @@ struct QuantizedMatrix {
 
   ScaleType scale_type = ScaleType::float32;
   const std::byte* scales = nullptr;
-  const uint8_t* zeros = nullptr;  // in the order of the scales; null without zero points
+  const uint8_t* zeros = nullptr;     // in the order of the scales; null without zero points
+  const float* row_scales = nullptr;  // one for each row; null without
   int64_t scales_per_row = 0;
   int log2_rows_per_scale = 0;
   int log2_columns_per_scale = 0;
@@ -62,7 +64,11 @@ struct QuantizedMatrix {
   MAXMOE_INLINE int64_t scale_index(int64_t row, int64_t column) const {
     return ((first_row + row) >> log2_rows_per_scale) * scales_per_row + block(column);
   }
+  // The scale of a block, without the scale of its row.
   MAXMOE_INLINE float scale(int64_t index) const { return read_scale(scale_type, scales, index); }
+  MAXMOE_INLINE float row_scale(int64_t row) const {
+    return row_scales == nullptr ? 1.0F : row_scales[first_row + row];
+  }
   MAXMOE_INLINE float zero(int64_t index) const { return static_cast<float>(zeros[index]); }
   // The values of 4-bit codes, from which zero points are subtracted.
   MAXMOE_INLINE const CodeTable& values() const {
@@ -92,14 +98,16 @@ struct QuantizedStack {
   QuantizedMatrix first;
   bool is_transposed = false;
   int64_t count = 0;
-  int64_t stride = 0;         // in bytes
-  int64_t scales_stride = 0;  // in scales
+  int64_t stride = 0;             // in bytes
+  int64_t scales_stride = 0;      // in scales
+  int64_t row_scales_stride = 0;  // the same
 
   MAXMOE_INLINE QuantizedMatrix operator[](int64_t index) const {
     QuantizedMatrix matrix = first;
     matrix.data += index * stride;
     matrix.scales += index * scales_stride * bytes_per_scale(first.scale_type);
     if (matrix.zeros != nullptr) matrix.zeros += index * scales_stride;
+    if (matrix.row_scales != nullptr) matrix.row_scales += index * row_scales_stride;
     return matrix;
   }
   MAXMOE_INLINE bool empty() const { return first.data == nullptr; }

@@ -13,11 +13,10 @@ namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 class DoubledScales {
  public:
   // Scales are multiplied by `unit`.
-  explicit DoubledScales(const CodeColumns& c, float unit = 1.0F)
-      : scales_(scales_of(c)), unit_(_mm512_set1_ps(unit)), type_(c.m.scale_type) {}
+  explicit DoubledScales(const CodeColumns& c, float unit = 1.0F) : scales_(c), unit_(_mm512_set1_ps(unit)) {}
 
   MAXMOE_INLINE void begin_block(int64_t index) {
-    const __m512i scale = _mm512_castps_si512(_mm512_mul_ps(scales_from_bits(type_, scales_.bits(index)), unit_));
+    const __m512i scale = _mm512_castps_si512(_mm512_mul_ps(scales_.floats(index), unit_));
     const __m512i low = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
     const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
     scale_[0] = _mm512_castsi512_ps(_mm512_permutexvar_epi32(low, scale));
@@ -31,10 +30,9 @@ class DoubledScales {
   }
 
  private:
-  ScaleReader scales_;
+  ColumnScales scales_;
   __m512 scale_[2]{};
   __m512 unit_;
-  ScaleType type_;
 };
 
 }  // namespace maxmoe::MAXMOE_ISA_NAMESPACE

@@ -168,9 +168,9 @@ struct ExpertFfnGradient {
 
  private:
   static void check_is_frozen(const ExpertFfnArguments& a) {
-    ops::check_is_frozen(kExpertFfn, "gate", a.gate.scales);
-    ops::check_is_frozen(kExpertFfn, "up", a.up.scales);
-    ops::check_is_frozen(kExpertFfn, "down", a.down.scales);
+    ops::check_is_frozen(kExpertFfn, "gate", a.gate);
+    ops::check_is_frozen(kExpertFfn, "up", a.up);
+    ops::check_is_frozen(kExpertFfn, "down", a.down);
   }
 };
 

@@ -1,4 +1,4 @@
-// FP8: E4M3 of the OCP 8-bit floating-point formats. 4 bits of exponent and 3 of mantissa, without infinities.
+// FP8: E4M3 of the OCP 8-bit floating-point formats.
 #pragma once
 
 #include "kernels/quantized/codes.h"
@@ -9,23 +9,8 @@
 namespace maxmoe {
 
 struct Fp8 {
-  struct Magnitudes {
-    alignas(64) float values[128];
-  };
-  static constexpr Magnitudes kMagnitudes = [] {
-    Magnitudes result{};
-    for (int code = 0; code < 127; ++code) {
-      float value = static_cast<float>(code < 8 ? code : 8 + code % 8) * 0x1p-9F;
-      for (int exponent = 1; exponent < code / 8; ++exponent) value *= 2.0F;
-      result.values[code] = value;
-    }
-    result.values[127] = __builtin_nanf("");
-    return result;
-  }();
   static constexpr Codes kCodes = {.bits = 8, .type = ByteType::float8_e4m3};
-  MAXMOE_INLINE static float value(uint8_t code) {
-    return code < 128 ? kMagnitudes.values[code] : -kMagnitudes.values[code - 128];
-  }
+  MAXMOE_INLINE static float value(uint8_t code) { return value_of_e4m3(code); }
   using Scales = FloatScales;
   static constexpr std::array<NamedFormat, 2> kNames = {{{"fp8_row", 1, kWholeRow}, {"fp8_block", 128, 128}}};
 };
@@ -39,7 +24,7 @@ namespace MAXMOE_ISA_NAMESPACE {
 class E4M3Table {
  public:
   explicit E4M3Table(float scale) {
-    const float* values = Fp8::kMagnitudes.values;
+    const float* values = kE4M3Magnitudes.values;
     table_ = ValueTable::of({rounded_products(values, scale), rounded_products(values + 32, scale),
                              rounded_products(values + 64, scale), rounded_products(values + 96, scale)});
   }
@@ -225,7 +210,7 @@ MAXMOE_INLINE Floats32 floats_of_e4m3(const uint8_t* source) {
 // 15 takes an entry from 8 to 15, whose exponent is raised by the exponent of the code less 1.
 class E4M3Halves {
  public:
-  explicit E4M3Halves(const QuantizedMatrix& /*m*/) : table_(Fp8::kMagnitudes.values) {}
+  explicit E4M3Halves(const QuantizedMatrix& /*m*/) : table_(kE4M3Magnitudes.values) {}
 
   MAXMOE_INLINE int64_t decode(const Run& run, BFloat16* out) const {
     const float magnitude = __builtin_fabsf(run.scale);
