@@ -177,7 +177,7 @@ def test_batches_of_different_sizes() -> None:
             run.evaluate(*batch())
 
     fsdp = {"stage": 1, "fsdp": 2}
-    run_cases(check, 2, [({"stage": 2}, "1f1b", (10, 3, 1)), (fsdp, "1f1b", (16, 8)), (fsdp, SPLIT, (16, 8))])
+    run_cases(check, 2, [({"stage": 2}, "1f1b", (3, 10, 1)), (fsdp, "1f1b", (16, 8)), (fsdp, SPLIT, (16, 8))])
 
 
 def test_each_block_runs_once_for_each_micro_batch_in_the_mode_of_the_model() -> None:
