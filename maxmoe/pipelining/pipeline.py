@@ -283,6 +283,6 @@ class Pipeline:
         sums = layers.all_reduce({path: recorded.take() for path, recorded in self._recorded.items()})
         aux_loss, stats = torch.zeros_like(loss), {}
         for path, total in sums.items():
-            _, total_aux_loss, stats[path] = unpacked(total)
+            _, total_aux_loss, stats[path] = unpacked(*total)
             aux_loss = aux_loss + total_aux_loss * self._aux_loss_scale
         return PipelineOutput(loss, aux_loss, stats)
