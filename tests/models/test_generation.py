@@ -32,6 +32,7 @@ UNCACHED: dict[str, tuple[dict[str, Any], list[int]]] = {
         [3, 4, 5, 6, 7, 8],
     ),
     "buffer": ({"moe": replace(MOE, buffer_factor=1.0)}, [3, 4, 5, 6, 7, 8]),
+    "buffer in chunks": ({"moe": replace(MOE, buffer_factor=0.5, overflow="chunks")}, [3, 1, 1, 1, 1, 1]),
 }
 
 
