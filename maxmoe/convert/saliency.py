@@ -14,6 +14,7 @@ from maxmoe._torch.wrappers import unwrapped_path
 from maxmoe.checks.fields import check_int
 from maxmoe.nn import ExpertRunner, MoELayer, local_dispatcher
 from maxmoe.nn.routing import TopK
+from maxmoe.nn.windows import BufferUse
 from maxmoe.ranks import named_collectives
 from maxmoe.ranks.token_group import FlattenedBatch, LocalTokens
 from maxmoe.recompute.selective import is_recomputation

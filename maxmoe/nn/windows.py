@@ -61,9 +61,7 @@ class BufferUse(NamedTuple):
             return cls(dropped)
         factor = max(chunk.required_factor for chunk in chunks)
         has_windows = any(len(chunk.counts) > 1 for chunk in chunks)
-        return cls(
-            dropped, dropped.new_full((), factor, dtype=torch.float64), dropped.new_full((), int(has_windows))
-        )
+        return cls(dropped, dropped.new_full((), factor, dtype=torch.float64), dropped.new_full((), int(has_windows)))
 
 
 class Agreement(Protocol):
@@ -119,8 +117,7 @@ class Buffer:
             agreed = self.agreement([*numbers, *parts], device)
             numbers, parts = agreed[: len(counts)], agreed[len(counts) :]
         return [
-            Windows(_windows(*each), part / PARTS)
-            for *each, part in zip(counts, numbers, sizes, parts, strict=True)
+            Windows(_windows(*each), part / PARTS) for *each, part in zip(counts, numbers, sizes, parts, strict=True)
         ]
 
 

@@ -26,7 +26,8 @@ def statistics(generator: torch.Generator, device: str = "cpu") -> dict[str, MoE
         found[layer] = MoEStats(load.to(device), dropped.to(device), entropy.to(device))
         if num_experts == 7:  # with a buffer
             factor = torch.rand((), generator=generator, dtype=torch.float64) + 1
-            found[layer] = found[layer]._replace(required_buffer_factor=factor.to(device), overflowed=dropped.to(device))
+            of_buffer = {"required_buffer_factor": factor.to(device), "overflowed": dropped.to(device)}
+            found[layer] = found[layer]._replace(**of_buffer)
     return found
 
 
