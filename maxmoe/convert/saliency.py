@@ -155,7 +155,7 @@ class _RecordingRunner(ExpertRunner):
     whole: ExpertRunner
     add: Callable[[Tensor, Tensor], None]
 
-    def run(self, experts: Callable[..., Tensor], x: Tensor, top_k: TopK, **options: Any) -> tuple[Tensor, Tensor]:
+    def run(self, experts: Callable[..., Tensor], x: Tensor, top_k: TopK, **options: Any) -> tuple[Tensor, BufferUse]:
         """Record, and then run as the runner of the layer."""
         if not is_recomputation():
             self._record(experts, x, top_k, options["num_sequences"])

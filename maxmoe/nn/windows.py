@@ -116,9 +116,8 @@ class Buffer:
         if self.agreement is not None:
             agreed = self.agreement([*numbers, *parts], device)
             numbers, parts = agreed[: len(counts)], agreed[len(counts) :]
-        return [
-            Windows(_windows(*each), part / PARTS) for *each, part in zip(counts, numbers, sizes, parts, strict=True)
-        ]
+        chunks = zip(counts, numbers, sizes, parts, strict=True)
+        return [Windows(_windows(each, number, size), part / PARTS) for each, number, size, part in chunks]
 
 
 def _windows(counts: Any, number: int, size: int) -> tuple[Any, ...]:
