@@ -1,7 +1,6 @@
 """The connection to PEFT: any order of imports, other versions of PEFT, errors, and the memory of a step."""
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,28 +87,6 @@ assert not torch.equal(model.unload().moe(x).hidden_states, first)
 def test_any_order_of_imports(imports: str, first_call: str) -> None:
     """The script in a new process."""
     programs.printed(programs.python(imports + CHECK.replace("FIRST_CALL", first_call)))
-
-
-@pytest.mark.slow  # as test_another_layout_falls_back_to_peft
-def test_a_peft_that_wraps_no_parameters_is_left_alone(tmp_path: Path) -> None:
-    """maxmoe can be imported and layers run, with a warning."""
-    (tmp_path / "peft").mkdir()
-    (tmp_path / "peft/__init__.py").touch()
-    code = f"""
-import sys
-sys.path.insert(0, {str(tmp_path)!r})
-import warnings
-import maxmoe
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    import peft
-    maxmoe.MoE
-assert peft.__file__.startswith({str(tmp_path)!r})
-assert ["how this version of PEFT keeps adapters" in str(each.message) for each in caught].count(True) == 1
-import torch
-maxmoe.MoE({CONFIG})(torch.randn(5, 8)).hidden_states.sum().backward()
-"""
-    programs.printed(programs.python(code))
 
 
 # Errors

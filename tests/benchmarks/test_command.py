@@ -1,8 +1,9 @@
-"""Runs of the benchmarks: files, wrong contenders, Ctrl-C, options."""
+"""Runs of the benchmarks: files, contenders in turn, wrong results, Ctrl-C."""
 
 import dataclasses
 import importlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,7 @@ pytest.importorskip("transformers")
 from benchmarks import adapters, command, experts, local, memory, peak, quantized, rows_per_expert, sizes
 from benchmarks.alternatives.maxmoe_experts import MaxmoeExperts
 from benchmarks.results import Case
-from benchmarks.timing import Runner
-from maxmoe.quantization import QuantizedStack
+from benchmarks.timing import Runner, round_robin
 from support.slow_cases import by_default
 
 NAMES = "adapters devices experts layer local memory muon quantized ragged route rows_per_expert scaling sizes"
@@ -82,18 +82,6 @@ def test_a_run_writes_table_json_and_picture(
     assert ("gmm" if benchmark is sizes.BENCHMARK else "maxmoe") in capsys.readouterr().out
 
 
-def test_a_format_with_other_bits_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = quantized.compute
-
-    def compute(experts: quantized.Experts, *arguments: Any) -> list[Tensor]:
-        is_quantized = isinstance(experts.down, QuantizedStack)
-        return [2 * result if is_quantized else result for result in original(experts, *arguments)]
-
-    monkeypatch.setattr(quantized, "compute", compute)
-    with pytest.raises(RuntimeError, match="maxmoe, mxfp4 and its dequantized weights give different results"):
-        run(quantized.BENCHMARK, tmp_path, "--shapes", "16x64x32x8x2", "--dtype", "float32")
-
-
 def test_ctrl_c_keeps_what_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     calls = 0
 
@@ -113,18 +101,17 @@ def test_ctrl_c_keeps_what_is_measured(tmp_path: Path, capsys: pytest.CaptureFix
     assert (tmp_path / "experts.png").exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--shapes", "nobody"], "'nobody' should be a number, at least 1"),
-        (["--shapes", "8x8"], "'8x8' should be 5 sizes"),
-        (["--threads", "0"], "'0' should be a number, at least 1"),
-        (["--dtype", "int8"], "int8"),
-        (["--bound", "flops,cache"], "'cache' should be one of flops, bandwidth"),
-    ],
-)
-def test_wrong_options(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        command.main(experts.BENCHMARK, options)
-    assert stop.value.code == 2
-    assert message in capsys.readouterr().err
+def test_contenders_are_timed_in_turn_and_each_round_starts_with_another() -> None:
+    now, log = 0.0, ""
+
+    def takes(name: str, seconds: float) -> Callable[[], None]:
+        def call() -> None:
+            nonlocal now, log
+            now, log = now + seconds, log + name
+
+        return call
+
+    runners = [Runner(name, takes(name, seconds)) for name, seconds in {"a": 1, "b": 2, "c": 0.5}.items()]
+    list(round_robin(runners, 3, clock=lambda: now, sleep=lambda seconds: takes("", seconds)()))
+    assert log == "abc" + "abc" + "bca" + "cab"  # the first round is not timed
+    assert [each.seconds for each in runners] == [[1] * 3, [2] * 3, [0.5] * 3]

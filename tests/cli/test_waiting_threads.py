@@ -1,10 +1,7 @@
 """The text of `python -m maxmoe info` about waiting threads."""
 
-from pathlib import Path
-
 import pytest
 
-import maxmoe
 from maxmoe.cli.waiting_threads import describe_waiting, waiting_of_this_process
 
 QUIET = "spin for milliseconds: beside other processes, set GOMP_SPINCOUNT=1000 before torch is imported"
@@ -35,9 +32,3 @@ def test_of_this_process() -> None:
         "not for each other: there is one thread",
         "unknown: torch does not use libgomp",
     )
-
-
-@pytest.mark.parametrize("example", ["pretrain.py", "train_minimal.py"])
-def test_examples_bound_the_spin_before_torch_is_imported(example: str) -> None:
-    text = (Path(maxmoe.__file__).parents[1] / "examples" / example).read_text()
-    assert text.index('os.environ.setdefault("GOMP_SPINCOUNT", "1000")') < text.index("import torch")

@@ -98,25 +98,6 @@ def test_weights_that_are_not_normalized(score_function: str, options: dict[str,
     assert_equal(layer, dense)
 
 
-def test_a_token_gets_every_slice() -> None:
-    """Every token selects all slices, and different tokens select different groups."""
-    experts = upcycled(Dense(), **{**SLICES, "top_k": 8}).router(torch.randn(200, 24)).experts
-    assert ((experts % 4).sort(-1).values == torch.arange(4).repeat_interleave(2)).all()
-    assert len((experts // 4).unique()) == 4
-
-
-def test_slices_are_those_of_the_dense_block() -> None:
-    """The shared experts hold the first one."""
-    dense = Dense()
-    layer = upcycled(dense, **{**SLICES, "num_experts": 6, "top_k": 3, "num_shared_experts": 1})
-    for expert in range(6):
-        rows = slice(8 + 8 * (expert % 3), 16 + 8 * (expert % 3))
-        assert torch.equal(layer.experts.up_proj[expert], dense.up_proj.weight[rows].T)
-        torch.testing.assert_close(layer.experts.down_proj[expert], 3 * dense.down_proj.weight[:, rows].T)
-    assert layer.shared_experts is not None
-    assert torch.equal(layer.shared_experts.gate_proj, dense.gate_proj.weight[:8].T)
-
-
 @pytest.mark.parametrize(
     ("options", "scale"),
     [

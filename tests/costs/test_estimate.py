@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import maxmoe
 from maxmoe import MoEConfig, ZeroComputation
 from maxmoe.costs import Estimate, Explanation, estimate, explain
 from maxmoe.models import DecoderConfig, DecoderOutput
@@ -15,6 +14,7 @@ from maxmoe.optim import Muon, parameter_groups
 from maxmoe.parallel import parallelize, token_sharding
 from maxmoe.parallel.plan.dispatch_plan import STRATEGIES, Dispatch
 from maxmoe.sharding import LogicalRules, Mesh
+from support import trained_decoders
 from support.counted_collectives import CountedCollectives
 from support.dispatched_layer import FAMILIES, Batch, make_batch, make_layer, take_step
 from support.measured_step import PRESET_LAYOUTS, MeasuredStep, by_kind_and_axis, measured_steps
@@ -110,28 +110,18 @@ def test_a_step_is_what_torch_runs_and_autograd_saves(case: Case) -> None:
 
 def adapted() -> Any:
     """Experts with adapters, and a trained embedding, so that the backward passes through all modules."""
-    from peft import LoraConfig, get_peft_model
-
-    targets = ["experts.gate_proj", "experts.up_proj", "experts.down_proj"]
-    options: Any = {"target_modules": [], "target_parameters": targets}
-    model = get_peft_model(decoder(), LoraConfig(r=3, **options)).to(torch.float64)
-    model.base_model.model.embedding.weight.requires_grad_(True)
-    return model.base_model.model
+    model = trained_decoders.adapted(CONFIG).base_model.model
+    model.embedding.weight.requires_grad_(True)
+    return model
 
 
 def quantized() -> Any:
-    """Frozen quantized experts, and trained parameters before them."""
-    model = decoder()
-    for path, parameter in model.named_parameters():
-        parameter.requires_grad_(".experts." not in path)
-    maxmoe.quantize_experts(model, "mxfp4")
-    return model
+    return trained_decoders.quantized("mxfp4", CONFIG)
 
 
 @pytest.mark.filterwarnings("ignore:no rule for the logical name")
 @pytest.mark.parametrize("make", [adapted, quantized])
 def test_adapters_and_quantized_experts(make: Any) -> None:
-    pytest.importorskip("peft")
     for layout in (EXPERT, MeshRules("shard-exp-on-fsdp", {"fsdp": 2})):
         options: dict[str, Any] = {"dispatch": "ring_of_experts", "allow_unused": True}
         explanation = explain(make(), Mesh.planned(layout.sizes), layout.rules, **options)

@@ -1,19 +1,20 @@
-"""`maxmoe.costs.estimate` of any model, against a real step in one process."""
+"""`maxmoe.costs.estimate` of models as users write them, against a real step in one process."""
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-import maxmoe
 from maxmoe import MoEConfig, MoEFeedForward
 from maxmoe.costs import Estimate, estimate
 from maxmoe.costs.step import default_loss
@@ -22,10 +23,116 @@ from maxmoe.parallel import parallelize
 from maxmoe.ranks.named_collectives import CHECK_VARIABLE
 from maxmoe.sharding import Mesh
 from support.measured_step import kept_tensors, num_bytes
-from support.models_of_users import LENGTH, MODELS, MOE, UserModel, hidden_states, ids
 from support.run_ranks import run_ranks
 
 ONE_RANK = Mesh.planned({})
+MOE = MoEConfig(hidden_size=32, intermediate_size=48, num_experts=4, top_k=2, load_balance_loss_weight=0.01)
+VOCABULARY = 61
+
+
+class UserModel(NamedTuple):
+    """A model, the arguments of its forward for a number of sequences and their length; unusual if not guessed."""
+
+    model: nn.Module
+    arguments: Callable[[int, int], tuple[Tensor, ...]]
+    are_unusual: bool = False
+
+
+def ids(batch: int, length: int) -> tuple[Tensor, ...]:
+    return (torch.randint(VOCABULARY, (batch, length)),)
+
+
+def hidden_states(batch: int, length: int) -> tuple[Tensor, ...]:
+    return (torch.randn(batch, length, 32),)
+
+
+class Attention(nn.Module):
+    """Causal attention, written out as products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries_keys_values, self.output = nn.Linear(32, 96), nn.Linear(32, 32)
+        self.dropout = nn.Dropout(0.1)
+        self.register_buffer("mask", torch.ones(64, 64, dtype=torch.bool).tril(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        queries, keys, values = self.queries_keys_values(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+        scores = (queries @ keys.mT / 8**0.5).masked_fill(~self.mask[: x.shape[1], : x.shape[1]], -torch.inf)
+        values = self.dropout(scores.softmax(-1)) @ values
+        out: Tensor = self.output(values.transpose(1, 2).flatten(2))
+        return out
+
+
+class Block(nn.Module):
+    def __init__(self, feed_forward: nn.Module) -> None:
+        super().__init__()
+        self.norm_1, self.mixer = nn.LayerNorm(32), Attention()
+        self.norm_2, self.feed_forward = nn.LayerNorm(32), feed_forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mixer(self.norm_1(x))
+        return x + self.feed_forward(self.norm_2(x))  # type: ignore[no-any-return]
+
+
+def dense() -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32), nn.Dropout(0.1))
+
+
+class LanguageModel(nn.Module):
+    """Takes token ids and optional targets; any blocks; the output layer shares the weight of the embedding if tied."""
+
+    def __init__(self, *blocks: nn.Module, is_tied: bool = False, is_checkpointed: bool = False) -> None:
+        super().__init__()
+        self.embedding, self.positions = nn.Embedding(VOCABULARY, 32), nn.Embedding(64, 32)
+        self.blocks, self.norm = nn.ModuleList(blocks), nn.LayerNorm(32)
+        self.output = nn.Linear(32, VOCABULARY, bias=False)
+        self.is_checkpointed = is_checkpointed
+        if is_tied:
+            self.output.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        x = self.embedding(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.is_checkpointed else block(x)
+        logits: Tensor = self.output(self.norm(x))
+        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class EncoderDecoder(nn.Module):
+    """A model with two keyword arguments of different dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 32)
+        self.transformer = nn.Transformer(32, 4, 1, 1, 64, batch_first=True)
+
+    def forward(self, frames: Tensor, tokens: Tensor) -> Tensor:
+        return self.transformer(frames, self.embedding(tokens))  # type: ignore[no-any-return]
+
+
+def qwen3() -> nn.Module:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 80}
+    return Qwen3ForCausalLM(Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2, head_dim=8))
+
+
+LENGTH = 24
+MODELS: dict[str, Callable[[], UserModel]] = {
+    "GPT, attention written out": lambda: UserModel(LanguageModel(*(Block(dense()) for _ in range(3))), ids),
+    "tied embeddings, MoE in each second block": lambda: UserModel(
+        LanguageModel(Block(dense()), Block(MoEFeedForward(MOE)), is_tied=True), ids
+    ),
+    "checkpointed blocks": lambda: UserModel(
+        LanguageModel(*(Block(dense()) for _ in range(3)), is_checkpointed=True), ids
+    ),
+    "encoder and decoder": lambda: UserModel(
+        EncoderDecoder(),
+        lambda batch, length: (torch.randn(batch, 2 * length, 32), *ids(batch, length)),
+        are_unusual=True,
+    ),
+    "Qwen3 of transformers": lambda: UserModel(qwen3(), ids),
+}
 
 
 def estimated(user: UserModel) -> Estimate:
@@ -72,20 +179,6 @@ def decoder(dtype: torch.dtype = torch.float32, **changes: Any) -> UserModel:
     return UserModel(Decoder(config, dtype=dtype), ids)
 
 
-def lora() -> UserModel:
-    from peft import LoraConfig, get_peft_model
-
-    config = LoraConfig(r=4, target_modules=[], target_parameters=["experts.gate_proj", "experts.down_proj"])
-    return UserModel(get_peft_model(decoder().model, config), ids)
-
-
-def quantized() -> UserModel:
-    user = decoder()
-    maxmoe.quantize_experts(user.model.requires_grad_(False), "mxfp4")
-    user.model.embedding.requires_grad_(True)
-    return user
-
-
 def replaced() -> UserModel:
     """A model of transformers whose MoE blocks are computed by this library."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -105,8 +198,6 @@ PEAKS: dict[str, Callable[[], UserModel]] = {
     "decoder, bfloat16": lambda: decoder(torch.bfloat16),
     "experts recomputed": lambda: decoder(recompute=("experts",)),
     "blocks recomputed": lambda: decoder(recompute=("blocks",)),
-    "adapters": lora,
-    "quantized experts": quantized,
     "replaced blocks of transformers": replaced,
     **{name: MODELS[name] for name in ("GPT, attention written out", "checkpointed blocks")},
 }
@@ -114,7 +205,6 @@ PEAKS: dict[str, Callable[[], UserModel]] = {
 
 def test_the_peak_of_memory_is_what_torch_allocates() -> None:
     pytest.importorskip("transformers")
-    pytest.importorskip("peft")
     users = {name: make() for name, make in PEAKS.items()}
     planned = {name: estimated(user).memory for name, user in users.items()}
 

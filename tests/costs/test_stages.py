@@ -1,5 +1,6 @@
 """`explain` and `estimate` for pipeline stages, against the memory, messages and collectives of real ranks."""
 
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,18 +10,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 from maxmoe.costs import Estimate, Explanation, estimate, explain
 from maxmoe.models import Decoder
 from maxmoe.pipelining.schedules import SCHEDULES
+from maxmoe.pipelining.stage import Stage
 from maxmoe.sharding import Mesh
 from support.counted_collectives import CountedCollectives
 from support.measured_step import by_kind_and_axis, without_sums_of_losses
 from support.run_ranks import run_ranks
-from support.saved_by_stages import saved_by_stages
 from support.slow_cases import by_default
 from support.staged_decoder import BATCH, LENGTH, MOE, batch, config, loss, part_of_micro_batches, staged
 
@@ -32,6 +33,73 @@ STEP: dict[str, Any] = {"batch_size": BATCH, "sequence_length": LENGTH, "num_mic
 
 def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class Saved:
+    """A tensor that autograd has saved; dies when autograd drops it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+class SavedByStages:
+    """The tensors of micro-batches that autograd and the engine hold, counted at the end of each forward of a rank.
+
+    Attributes:
+        num_bytes: largest number of bytes of all saved tensors, with the outputs that wait for their gradients, without
+            parameters.
+    """
+
+    def __init__(self, batch: tuple[Tensor, ...]) -> None:
+        self.num_bytes = 0
+        self._batch = {tensor.untyped_storage().data_ptr() for tensor in batch}
+        self._saved: weakref.WeakSet[Saved] = weakref.WeakSet()
+        self._outputs: list[weakref.ref[Tensor]] = []
+
+    def count(self, stage: Stage, output: Tensor) -> None:
+        """Count after a forward."""
+        if not stage.is_last:
+            self._outputs.append(weakref.ref(output))
+        tensors = [held.tensor for held in self._saved]
+        tensors += [tensor for tensor in (reference() for reference in self._outputs) if tensor is not None]
+        self.num_bytes = max(self.num_bytes, sum(dict(map(self._memory, tensors)).values()))
+
+    def _memory(self, tensor: Tensor) -> tuple[int, int]:
+        """Address and bytes. Micro-batches are views of the batch: only their own part counts."""
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() in self._batch:
+            return tensor.data_ptr(), tensor.nbytes
+        return storage.data_ptr(), storage.nbytes()
+
+    @torch.no_grad()  # for to_local
+    def pack(self, modules: list[nn.Module], tensor: Tensor) -> Saved:
+        saved = Saved(tensor.detach())  # a saved output would hold the graph that holds it
+        # With FSDP2, the parameters are the gathered ones here.
+        parameters = (p for module in modules for p in module._parameters.values() if p is not None)
+        local = (p.to_local() if isinstance(p, DTensor) else p for p in parameters)
+        if tensor.untyped_storage().data_ptr() not in {p.untyped_storage().data_ptr() for p in local}:
+            self._saved.add(saved)
+        return saved
+
+
+@contextmanager
+def saved_by_stages(*batch: Tensor) -> Iterator[SavedByStages]:
+    """Count in all stages of this rank; `batch` are the inputs and targets of the step."""
+    counted, forward = SavedByStages(batch), Stage.forward
+
+    def counting(stage: Stage, x: Tensor, micro_batch: Tensor) -> Tensor:
+        modules = [*stage.modules()]
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: counted.pack(modules, tensor), lambda saved: saved.tensor
+        )
+        with hooks:
+            output = forward(stage, x, micro_batch)
+        counted.count(stage, output)
+        return output
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stage, "forward", counting)
+        yield counted
 
 
 @dataclass

@@ -149,18 +149,6 @@ def test_a_published_checkpoint_is_read_as_transformers_reads_it(tmp_path: Path)
     assert quantized_models.checkpoint_config(folder, 1).num_hidden_layers == 1
 
 
-def test_the_large_preset_has_the_published_sizes() -> None:
-    """20.9 billion weights; experts of 10 GB, everything of 14 GB."""
-    import maxmoe
-
-    model = quantized_models.empty_model(quantized_models.random_config("gpt_oss_20b", None))
-    assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e9, 1) == 20.9
-    maxmoe.quantize_experts(model, "mxfp4")
-    size, expanded = quantized_models.expert_bytes(model)
-    assert size / expanded <= 0.27 and size < 10.2e9
-    assert sum(parameter.nbytes for parameter in model.parameters()) < 13.8e9
-
-
 SCALES = "model.layers.1.mlp.experts.down_proj_scales"
 
 
@@ -176,11 +164,3 @@ def test_a_checkpoint_that_does_not_fit_is_named(changes: dict[str, Any], messag
     folder = published(tmp_path / "model", **changes)
     with pytest.raises(InputError, match=message):
         quantized_models.published_model(quantized_models.checkpoint_config(folder, None), folder)
-
-
-def test_wrong_options_are_named(text: Path, tmp_path: Path) -> None:
-    run(text, tmp_path / "out", "--steps", "1")
-    with pytest.raises(InputError, match="has another configuration: seed is 0 in the checkpoint and 1 in this run"):
-        run(text, tmp_path / "out", "--resume", "--seed", "1")
-    with pytest.raises(InputError, match=r"--checkpoint nowhere: there is no file nowhere/config\.json"):
-        run(text, tmp_path / "new", "--checkpoint", "nowhere")

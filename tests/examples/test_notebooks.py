@@ -2,10 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -53,28 +50,10 @@ def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-@pytest.fixture(scope="module")
-def executed(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[Path, Future[nbformat.NotebookNode]]]:
-    """The notebooks of the tests that were chosen, two at a time: each has one thread."""
-    items: list[Any] = request.session.items
-    chosen = [item.callspec.params["path"] for item in items if "executed" in item.fixturenames]
-    folder = tmp_path_factory.mktemp("notebooks")
-    with pytest.MonkeyPatch.context() as monkeypatch, ThreadPoolExecutor(2) as pool:
-        monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as in conftest.py
-        yield {path: pool.submit(executed_notebook, path, folder / path.name) for path in chosen}
-        pool.shutdown(cancel_futures=True)
-
-
-@pytest.mark.parametrize(
-    "path",
-    by_default(NOTEBOOKS, [FOLDER / "quick_start.ipynb"]),
-    ids=lambda path: path.stem,
-)
-def test_runs_from_top_to_bottom(path: Path, executed: dict[Path, Future[nbformat.NotebookNode]]) -> None:
-    stored = nbformat.read(path, as_version=4)
-    for old, new in zip(code_cells(stored), code_cells(executed[path].result()), strict=True):
+@pytest.mark.parametrize("path", by_default(NOTEBOOKS, [FOLDER / "quick_start.ipynb"]), ids=lambda path: path.stem)
+def test_runs_from_top_to_bottom(path: Path, tmp_path: Path) -> None:
+    stored, executed = nbformat.read(path, as_version=4), executed_notebook(path, tmp_path / path.name)
+    for old, new in zip(code_cells(stored), code_cells(executed), strict=True):
         assert kinds(new) == kinds(old), new.source  # the stored outputs belong to this code
 
 

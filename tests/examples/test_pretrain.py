@@ -3,33 +3,23 @@
 import errno
 import os
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 
 from pretraining import checkpoint
-from support.pretrain_run import EXAMPLES, TINY, InputError, after_step, assert_same, pretrain, run, saved
-from support.programs import Program
-
-# A whole run
+from support.pretrain_run import InputError, after_step, assert_same, run, saved
 
 
 def test_a_run_leaves_checkpoint_pictures_and_a_report(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(text, tmp_path / "out", looks_at_pictures=True) == 0
-    printed = capsys.readouterr().out
-    for part in ("12 files of", "Sample, after 64 held-out bytes", "with byte bigram", "of 8 experts got no token"):
-        assert part in printed
-    names = {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*.*")}
-    checkpoint = {"checkpoint/shard-00001-model-00001-of-00001.safetensors", "checkpoint/training.json"}
-    assert names == checkpoint | {"loss.png", "expert_load.png"}
+    assert "of 8 experts got no token" in capsys.readouterr().out
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"checkpoint", "loss.png", "expert_load.png"}
     state = saved(tmp_path / "out")
-    assert len(state["training"]) == 8
-    assert [step for step, _ in state["held_out"]] == [4, 8]
+    assert len(state["training"]) == 8 and [step for step, _ in state["held_out"]] == [4, 8]
     # Every step routes each of its 2 * 16 tokens to 2 experts, in each of the 2 layers.
-    assert state["load"].shape == (100, 2, 4)
     assert (state["load"][:8].sum(-1) == 2 * 16 * 2).all() and not state["load"][8:].any()
 
 
@@ -48,19 +38,6 @@ def test_bfloat16_stays_close_to_float32(text: Path, tmp_path: Path) -> None:
     assert narrow == pytest.approx(wide, rel=0.02)
 
 
-def test_muon_beside_adamw(text: Path, tmp_path: Path) -> None:
-    """Both runs begin with the same parameters and differ from the first steps on."""
-    assert run(text, tmp_path / "adamw") == 0
-    assert run(text, tmp_path / "muon", "--optimizer", "muon", "--beside", str(tmp_path / "adamw")) == 0
-    adamw, muon = saved(tmp_path / "adamw"), saved(tmp_path / "muon")
-    assert adamw["training"][0] == muon["training"][0] and adamw["training"][2:] != muon["training"][2:]
-    states = {name.rpartition(".")[2] for name in muon if name.startswith("optimizer.") and "experts" in name}
-    assert states == {"momentum_buffer"}
-
-
-# Stopping and resuming
-
-
 @pytest.mark.parametrize(("number", "optimizer"), [(signal.SIGTERM, "adamw"), (signal.SIGINT, "muon")])
 def test_a_signal_saves_and_the_resumed_run_is_the_uninterrupted_one(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], number: int, optimizer: str
@@ -73,36 +50,7 @@ def test_a_signal_saves_and_the_resumed_run_is_the_uninterrupted_one(
     assert "Stopped and saved at step 3. To continue: pretrain.py --resume" in capsys.readouterr().out
     assert len(saved(tmp_path / "halves")["training"]) == 3
     assert run(text, tmp_path / "halves", "--optimizer", optimizer, "--resume") == 0
-    assert "Resumed at step 3 of 8" in capsys.readouterr().out
     assert_same(saved(tmp_path / "whole"), saved(tmp_path / "halves"))
-
-
-def test_a_second_signal_acts_as_usual() -> None:
-    usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background may ignore it
-    with pretrain.StopRequest() as stop:
-        signal.raise_signal(signal.SIGINT)
-        assert stop.signal == signal.SIGINT
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-    signal.signal(signal.SIGINT, usual)
-
-
-@pytest.mark.slow  # `.ci/run resume` kills and resumes a run, too
-def test_a_killed_process_resumes_bit_for_bit(text: Path, tmp_path: Path) -> None:
-    """No other run writes to its folder before it is killed."""
-    arguments, out = ("--steps", "50", "--save-every", "7"), tmp_path / "killed"
-    command = [sys.executable, str(EXAMPLES / "pretrain.py"), *TINY, "--data", str(text), *arguments]
-    with Program([*command, "--out", str(out)]) as program:
-        program.wait_until((out / "checkpoint").exists)
-        program.process.send_signal(signal.SIGSTOP)
-        with pytest.raises(InputError, match=f"^cannot write to --out {out}: another run is writing there$"):
-            run(text, out, *arguments, "--resume")
-        program.process.kill()
-        assert program.wait().returncode == -signal.SIGKILL
-    assert len(saved(out)["training"]) < 50
-    run(text, out, *arguments, "--resume")
-    run(text, tmp_path / "whole", *arguments)
-    assert_same(saved(tmp_path / "whole"), saved(out))
 
 
 def test_a_run_on_a_full_disk_ends_with_one_line_and_can_go_on(
@@ -132,6 +80,5 @@ def test_a_finished_run_goes_on_with_more_steps_however_often_it_is_interrupted(
             assert run(text, tmp_path / "parts", "--resume", *arguments) == 143
     with pytest.raises(InputError, match=r"--steps 4: the run in .*parts has done 11 already"):
         run(text, tmp_path / "parts", "--resume", "--steps", "4")
-    for _ in range(2):  # the second time for its report alone
-        assert run(text, tmp_path / "parts", "--resume") == 0
-        assert_same(saved(tmp_path / "whole"), saved(tmp_path / "parts"))
+    assert run(text, tmp_path / "parts", "--resume") == 0
+    assert_same(saved(tmp_path / "whole"), saved(tmp_path / "parts"))

@@ -1,13 +1,11 @@
 """The parts of `examples/pretrain.py`: text, steps, baselines."""
 
 import math
-import zlib
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from pretraining import baselines, corpus, trainer
 from support.pretrain_run import OPTIONS
@@ -41,17 +39,6 @@ def test_the_split_is_by_file_and_does_not_depend_on_the_order(text: Path) -> No
     assert held_out.count(b"\0") == 1  # a tenth of twelve files
 
 
-@pytest.mark.parametrize("size", [17, 16 * 40, 1_000_000])
-def test_evaluation_pieces_are_whole_sequences_spread_over_the_text(size: int) -> None:
-    text = bytes(value % 251 for value in range(size))
-    pieces = corpus.evaluation_pieces(text, 16)
-    assert (pieces.shape[1] - 1) % 16 == 0 and pieces.numel() <= 16 * (8192 + 1)
-    assert all(piece.numpy().tobytes() in text for piece in pieces)
-    assert pieces[0, 0] == text[0]
-    if size > 16 * 17:
-        assert len(pieces) == 16 and pieces[-1, -1] == text[-1]
-
-
 @pytest.mark.parametrize("size", [17, 16 * 9 + 3])
 def test_an_epoch_reads_every_sequence_once(size: int) -> None:
     text = torch.arange(size).to(torch.uint8)
@@ -70,26 +57,6 @@ def test_an_epoch_reads_every_sequence_once(size: int) -> None:
 
 
 # Steps
-
-
-def test_a_step_reads_its_batch_and_records_its_load(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = 250
-    run = trainer.Trainer(Namespace(**{**vars(OPTIONS), "steps": steps}), corpus.load_corpus([str(text)], 16))
-    batch, read = run.sequences.batch, []
-
-    def reading(step: int) -> tuple[Tensor, Tensor]:
-        read.append(step)
-        return batch(step)
-
-    monkeypatch.setattr(run.sequences, "batch", reading)
-    total = torch.zeros(2, 4, dtype=torch.int64)
-    for step in range(6):
-        total += torch.stack([layer.tokens_per_expert for layer in run.train_step().layers.values()])
-        assert run.optimizer.param_groups[0]["lr"] == trainer.learning_rate(step, steps, 0.01)
-    assert read == list(range(6))
-    load = run.state()["load"]
-    assert torch.equal(load.sum(0), total)
-    assert load.sum((1, 2)).tolist() == [192] * 6 + [0] * 94
 
 
 def test_learning_rate_warms_up_and_decays() -> None:
@@ -125,22 +92,3 @@ def test_bigram_counts_pairs() -> None:
     probabilities = [3 / 259, 2 / 257, 1 / 256, 2 / 259]
     expected = -sum(math.log2(probability) for probability in probabilities) / 4
     assert baselines.bigram_bits_per_byte(training, pieces) == pytest.approx(expected, rel=1e-12)
-
-
-def test_model_and_baselines_measure_the_same_bytes(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = corpus.load_corpus([str(text)], 16)
-    content = b"".join(bytes(piece[1:]) for piece in loaded.held_out.tolist())
-    assert baselines.zlib_bits_per_byte(loaded.held_out) == 8 * len(zlib.compress(content, 9)) / len(content)
-    run = trainer.Trainer(OPTIONS, loaded)
-    seen = []
-
-    def evaluate(tokens: Tensor, targets: Tensor, num_tokens: int) -> Tensor:
-        real = targets[:, 0] >= 0  # the last batch is filled up
-        tokens, targets = tokens[real], targets[real]
-        seen.append(bytes(targets.flatten().tolist()))
-        assert torch.equal(tokens[:, 1:], targets[:, :-1])
-        return torch.tensor(2 * math.log(2)) * targets.numel() / num_tokens
-
-    monkeypatch.setattr(run.computation, "evaluate", evaluate)
-    assert run.evaluate() == pytest.approx(2)
-    assert b"".join(seen) == content

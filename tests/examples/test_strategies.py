@@ -4,15 +4,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
 
 import strategies
 from dispatching import training
-from dispatching.sent_bytes import SentBytes
-from maxmoe.parallel.dispatch import all_gather_rows, ragged_all_to_all, reduce_scatter_rows
 from support.pretrain_run import words
-from support.run_ranks import run_ranks
 
 
 def rows_of(text: str) -> dict[str, list[str]]:
@@ -55,25 +50,3 @@ def test_all_strategies_have_the_losses_of_one_process(
         assert float(loss_apart) < 1e-12 and float(gradients_apart) < 1e-11, name
         assert float(peak) > 0 and float(sent) > 0, name
     assert (out / "strategies.png").exists()
-
-
-def sent() -> dict[str, int]:
-    world = dist.group.WORLD
-    assert world is not None
-    rank, rows = dist.get_rank(), torch.ones(3, 5, dtype=torch.float64, requires_grad=True)
-    with SentBytes() as counted:
-        gathered = all_gather_rows(rows, [3] * 4, world, "rows")()
-        reduce_scatter_rows(gathered, [3] * 4, world, "rows")()
-        send, receive = [1, 0, 2, 0] if rank == 0 else [0] * 4, [int(rank in (0, 2)) * (1 + rank // 2), 0, 0, 0]
-        ragged_all_to_all(rows[: sum(send)], send, receive, world, "rows")().sum().backward()
-        dist.all_reduce(torch.ones(8))
-    return dict(counted.counts)
-
-
-def test_sent_bytes() -> None:
-    """P = 4 ranks with T = 3 tokens of D = 5 numbers of 8 bytes each: 2 (P - 1) T D in a ring of experts."""
-    of_first, *_, of_last = run_ranks(sent, 4)
-    # gloo reduce-scatters rows by an all-to-all.
-    ring = {"all-gather": 3 * 3 * 5 * 8, "all-reduce": 2 * 8 * 4 * 3 // 4}
-    assert of_first == ring | {"all-to-all": 3 * 3 * 5 * 8 + 2 * 5 * 8}  # one row stays, and none comes back to rank 0
-    assert of_last == ring | {"all-to-all": 3 * 3 * 5 * 8}

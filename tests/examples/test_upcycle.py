@@ -28,27 +28,16 @@ def options(*arguments: str) -> Namespace:
 def test_a_run_prints_a_table_and_leaves_a_picture(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "out"
-    assert (
-        upcycle.run(
-            options("--data", str(text), "--out", str(out), "--slices", "3", "--num-experts", "9", "--top-k", "3")
-        )
-        == 0
-    )
+    sizes = ["--slices", "3", "--num-experts", "9", "--top-k", "3"]
+    assert upcycle.run(options("--data", str(text), "--out", str(tmp_path), *sizes)) == 0
     printed = capsys.readouterr().out
     (apart,) = (float(line.split()[-1]) for line in printed.splitlines() if line.startswith("Logits of the MoE"))
     assert apart < 1e-6
     rows = {cells[0]: cells[1:] for line in printed.splitlines() if len(cells := line.split()) == 6}
-    (total, used, first, *_), (moe_total, moe_used, moe_first, *_) = rows["dense"], rows["MoE"]
+    (total, *_), (moe_total, *_) = ([int(cell.replace(",", "")) for cell in row[:2]] for row in rows.values())
     router, block = 9 * 16, 3 * 16 * 24
-    assert number(total) == number(used) and number(moe_used) == number(total) + router
-    assert number(moe_total) == number(total) + router + 2 * block  # three virtual groups
-    assert float(first) == pytest.approx(float(moe_first), abs=1e-4)
-    assert (out / "upcycle.png").exists()
-
-
-def number(text: str) -> int:
-    return int(text.replace(",", ""))
+    assert moe_total == total + router + 2 * block  # three virtual groups
+    assert (tmp_path / "upcycle.png").exists()
 
 
 def test_a_checkpoint_goes_on(text: Path, tmp_path: Path) -> None:

@@ -12,8 +12,6 @@ from torch import Tensor
 import maxmoe
 from maxmoe import MoEStats
 from maxmoe.expert_load import LayerLoad, LoadHistory
-from maxmoe.expert_load.heat_map import heat_map
-from support.png import share
 
 NUM_EXPERTS = {"layers.0.mlp": 4, "layers.1.mlp": 7}
 
@@ -220,14 +218,3 @@ def test_heat_map() -> None:
         counts: Tensor = torch.stack([layers[layer].tokens_per_expert for layers in steps]).unflatten(0, (65, 2)).sum(1)
         expected = (counts / counts.double().mean(1, keepdim=True)).T
         torch.testing.assert_close(torch.tensor(axes.images[0].get_array()), expected)
-
-
-def test_an_expert_without_tokens_has_a_color_of_its_own(tmp_path: Path) -> None:
-    """One token is drawn with the color of the least load, no token in yellow."""
-    counts = torch.full((10, 4), 1000)
-    pictures = {}
-    for tokens in (1, 0):
-        counts[:, 2] = tokens
-        heat_map({"moe": counts}, 1, 10, {"moe": 0.0}).savefig(tmp_path / f"{tokens}.png")
-        pictures[tokens] = share(tmp_path / f"{tokens}.png", "gold")
-    assert pictures[1] < 0.03 and pictures[0] > pictures[1] + 0.1

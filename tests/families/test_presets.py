@@ -1,4 +1,4 @@
-"""Presets: the published configs, the blocks of transformers, and MaxText's numbers for the same families."""
+"""Presets: the published configs, and the configs of transformers."""
 
 import dataclasses
 from pathlib import Path
@@ -6,18 +6,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
 pytest.importorskip("transformers")
 
 import transformers
 
-from maxmoe import MoE, MoEConfig, presets
+from maxmoe import presets
 from maxmoe.families.deepseek_v4 import HashRouting
 from maxmoe.families.step3p7 import LimitedOutput
 from maxmoe.families.zaya import RouterMLP
-from support import golden_fixtures, small_models
+from support import small_models
 from support.messages import containing
 from support.moe_layers import assert_meets_specification, make
 
@@ -104,29 +103,6 @@ def test_layers_of_a_model_that_differ() -> None:
 def test_multimodal_config() -> None:
     text = small_models.config_of("llama4")
     assert presets.from_transformers(transformers.Llama4Config(text_config=text)) == presets.from_transformers(text)
-
-
-GOLDEN = {
-    "mixtral": ("mixtral_sparse", {}),
-    "qwen3_moe": ("qwen3_moe", {}),
-    "deepseek_v2": ("deepseek2", {"num_groups", "top_k_groups", "num_shared_experts"}),
-    "deepseek_v3": ("deepseek3", {"num_groups", "top_k_groups", "num_shared_experts"}),
-    "gpt_oss": ("gpt_oss_sparse", {"activation_limit"}),
-    "llama4": ("llama4_sparse", {"num_shared_experts"}),
-}
-
-
-@pytest.mark.parametrize("name", GOLDEN)
-def test_numbers_of_maxtext(name: str) -> None:
-    """The config is the preset's, not the one that golden_fixtures reads from MaxText's options."""
-    fixture, fields = GOLDEN[name]
-    arrays, meta = golden_fixtures.load(fixture)
-    rule = golden_fixtures.layer_config(arrays, meta)
-    sizes = ("hidden_size", "intermediate_size", "num_experts", "top_k", "routed_scaling_factor", *fields)
-    config: MoEConfig = getattr(presets, name)(**{field: getattr(rule, field) for field in sizes})
-    parameters = golden_fixtures.layer_parameters(arrays, rule)
-    out = torch.func.functional_call(MoE(config), parameters, (arrays["x"],), strict=True).hidden_states
-    torch.testing.assert_close(out, arrays["out"], rtol=2e-5, atol=2e-5 * arrays["out"].abs().max().item())
 
 
 def without(name: str, attribute: str) -> SimpleNamespace:

@@ -23,7 +23,9 @@ from support.parts import assert_same
 from support.run_ranks import run_ranks
 
 LAYOUTS = [*layouts(2, 4), MeshRules("ep-as-dp", {"data": 2, "fsdp": 2})]
-RECOMPUTE: list[tuple[str, ...]] = [(), ("blocks",), ("experts",), ("attention", "experts", "dispatch")]
+OPTIONS: list[dict[str, Any]] = [
+    {"recompute": parts} for parts in ((), ("blocks",), ("experts",), ("attention", "experts", "dispatch"))
+]
 PLACES = (
     "embedding",
     "blocks.0.attention",
@@ -101,7 +103,7 @@ class Run:
         raise operation.error("stopped")
 
     def _interrupt(self, operation: Operation, act: Callable[[Any], None]) -> None:
-        place = self.model.get_submodule(operation.place)
+        place, before = self.model.get_submodule(operation.place), dict(self.model.named_parameters())
         handle = place.register_forward_hook(lambda _module, _arguments, output: act(output))
         try:
             self.loss(operation.number).backward()
@@ -112,6 +114,8 @@ class Run:
             raise AssertionError(f"{operation} was not interrupted")
         finally:
             handle.remove()
+        after = dict(self.model.named_parameters())
+        assert after.keys() == before.keys() and all(after[name] is before[name] for name in before), operation
 
 
 NAMES = ("backward", "two_backwards", "step", "clip", "evaluate", "load", "interrupt_forward", "interrupt_backward")
@@ -138,9 +142,10 @@ def in_one_process(operations: list[Operation]) -> tuple[list[Tensor], dict[str,
     return run.found, {name: (value.detach(), value.grad) for name, value in run.model.named_parameters()}
 
 
-def on_ranks(layout: MeshRules, recompute: tuple[str, ...], operations: list[Operation], expected: Any) -> None:
+def on_ranks(layout: MeshRules, options: dict[str, Any], operations: list[Operation], expected: Any) -> None:
+    """Compare with `in_one_process`; options of `parallelize`."""
     mesh = Mesh(layout.sizes)
-    model = parallelize(decoder(), mesh, layout.rules, recompute=recompute)
+    model = parallelize(decoder(), mesh, layout.rules, **options)
     run = Run(model, token_sharding(mesh, layout.rules).slices(batch()[0].shape))
     for operation in operations:
         getattr(run, operation.name)(operation)
@@ -161,16 +166,16 @@ def one_case(random: Random, cases: int = 8) -> Counter[str]:
     drawn = []
     for _ in range(cases):
         layout = random.choice([layout for layout in LAYOUTS if layout.world_size == num_ranks])
-        drawn.append((layout, random.choice(RECOMPUTE), draw(random)))
+        drawn.append((layout, random.choice(OPTIONS), draw(random)))
     expected = [in_one_process(operations) for _, _, operations in drawn]
 
     def check() -> None:
-        for (layout, recompute, operations), wanted in zip(drawn, expected, strict=True):
+        for (layout, options, operations), wanted in zip(drawn, expected, strict=True):
             try:
-                on_ranks(layout, recompute, operations, wanted)
+                on_ranks(layout, options, operations, wanted)
             except Exception as error:
                 texts = [f"{each.name} {each.number} {each.place} {each.error.__name__}" for each in operations]
-                raise AssertionError(f"{layout}, recompute {recompute}, {texts}: {error}") from error
+                raise AssertionError(f"{layout}, {options}, {texts}: {error}") from error
 
     run_ranks(check, num_ranks)
     return Counter(operation.name for _, _, operations in drawn for operation in operations)

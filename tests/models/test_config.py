@@ -40,10 +40,7 @@ from support.small_decoder import MOE, SIZES
             {"moe": (MOE, dataclasses.replace(MOE, hidden_size=8))},
             r"moe\[1\].hidden_size \(8\) must equal hidden_size \(12\)",
         ),
-        (
-            {"intermediate_size": None},
-            "intermediate_size must be given where there are dense blocks, got None",
-        ),
+        ({"intermediate_size": None}, "intermediate_size must be given where there are dense blocks, got None"),
     ],
 )
 def test_contradictions_in_the_config_name_both_values(changes: dict[str, Any], message: str) -> None:

@@ -30,14 +30,6 @@ def test_padding_changes_nothing_before_between_or_after(model: Decoder) -> None
     assert logits.isfinite().all()
 
 
-def test_tail_padding_leaves_a_sequence_alone(model: Decoder) -> None:
-    tokens = tokens_like(model)
-    length = tokens.shape[1] - 2
-    mask = torch.arange(tokens.shape[1]).expand_as(tokens) < length
-    (alone,) = logits_of(model, tokens[0, :length])
-    torch.testing.assert_close(model(tokens[:1], mask[:1]).logits[0, :length], alone, rtol=1e-12, atol=1e-13)
-
-
 def test_packed_documents_are_computed_one_by_one(model: Decoder) -> None:
     first, second, third = tokens_like(model).flatten()[:6].split([2, 3, 1])
     packed = torch.cat((first, second, third)).unsqueeze(0)

@@ -45,14 +45,7 @@ def test_state_dict_names_and_shapes_are_stable() -> None:
 def test_initial_parameters() -> None:
     """Of a model on meta, `reset_parameters` draws all of them."""
     moe = MoEConfig(hidden_size=128, intermediate_size=96, num_experts=4, top_k=2, num_shared_experts=1)
-    sizes = {
-        **SIZES,
-        "hidden_size": 128,
-        "head_dim": 32,
-        "intermediate_size": 200,
-        "num_layers": 8,
-        "moe": moe,
-    }
+    sizes = {**SIZES, "hidden_size": 128, "head_dim": 32, "intermediate_size": 200, "num_layers": 8, "moe": moe}
     model, layer = Decoder(DecoderConfig(**sizes), device="meta").to_empty(device="cpu"), MoE(moe)
     with torch.no_grad():
         for value in model.state_dict().values():

@@ -27,10 +27,7 @@ UNCACHED: dict[str, tuple[dict[str, Any], list[int]]] = {
     "prompt_longer_than_the_window": ({"max_sequence_length": 2}, [2, 2, 2, 2, 2, 2]),
     "one_key_value_head": ({"num_key_value_heads": 1}, [3, 1, 1, 1, 1, 1]),
     "no_dense_block": ({"num_dense_layers": 0}, [3, 1, 1, 1, 1, 1]),
-    "capacity": (
-        {"moe": replace(MOE, implementation="dense", capacity_factor=1.0)},
-        [3, 4, 5, 6, 7, 8],
-    ),
+    "capacity": ({"moe": replace(MOE, implementation="dense", capacity_factor=1.0)}, [3, 4, 5, 6, 7, 8]),
     "buffer": ({"moe": replace(MOE, buffer_factor=1.0)}, [3, 4, 5, 6, 7, 8]),
     "buffer in chunks": ({"moe": replace(MOE, buffer_factor=0.5, overflow="chunks")}, [3, 1, 1, 1, 1, 1]),
 }

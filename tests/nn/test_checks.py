@@ -234,12 +234,6 @@ def test_a_router_of_the_library_has_the_config_of_the_layer() -> None:
         MoE(config, router=Renamed(dataclasses.replace(config, score_function="sigmoid")))
 
 
-def test_correction_biases_belong_to_the_router_of_the_library() -> None:
-    config = MoEConfig(**SIZES)
-    with pytest.raises(ValueError, match="update_correction_bias needs score_correction_bias=True in the config"):
-        MoE(config, router=documented("TopK")(config)).update_correction_bias(torch.ones(6, dtype=torch.int64))
-
-
 def test_a_router_that_ignores_a_record() -> None:
     class Deaf(documented("TopK")):  # type: ignore[misc]
         def forward(self, x: Tensor, token_mask: Tensor | None = None, experts: Tensor | None = None) -> Any:

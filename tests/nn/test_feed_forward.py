@@ -15,7 +15,6 @@ from maxmoe.families.zaya import RouterMLP
 from support.moe_layers import DEEPSEEK, LOSSES, ZAYA, make, tokens
 from support.operator_calls import Result, assert_same
 from support.operator_checks import compile_whole
-from support.small_models import block_of
 
 SCALE = 0.25
 # A warning of torch.compile about its own code, for any torch.autograd.Function.
@@ -132,13 +131,3 @@ def test_with_a_state_of_the_router() -> None:
 def test_a_model_without_the_layer_has_no_scale() -> None:
     with pytest.raises(ValueError, match=r"^Sequential must have layers of type MoEFeedForward, got none$"):
         set_aux_loss_scale(nn.Sequential(make()), 0.5)
-
-
-@pytest.mark.filterwarnings("ignore:MoEFeedForward.from_transformers converts one block alone")
-def test_from_a_block_of_transformers() -> None:
-    block = block_of("mixtral")
-    x = torch.randn(2, 5, 16)
-    expected = block(x)
-    layer = MoEFeedForward.from_transformers(block)
-    torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-5)
-    assert "experts.up_proj" in layer.state_dict()

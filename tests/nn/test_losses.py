@@ -9,7 +9,7 @@ from torch import Tensor
 
 from maxmoe import MoE, MoEConfig, MoEStats
 from maxmoe.config import ScoreFunction
-from maxmoe.nn import load_balance_loss, router_z_loss
+from maxmoe.nn import load_balance_loss
 from maxmoe.ops import route
 from support.moe_layers import LOSSES, Options, each_compute, make, padded, tokens
 
@@ -38,53 +38,6 @@ def test_losses_train_the_router_alone() -> None:
     assert reached == ["x", "router.weight"]
 
 
-def test_z_loss_and_its_gradient() -> None:
-    logits = torch.tensor([[1.0, 3.0], [2.0, 6.0]], dtype=torch.float64).log().requires_grad_()
-    four, eight = math.log(4), math.log(8)
-    loss = router_z_loss(logits)
-    torch.testing.assert_close(loss.item(), (four**2 + eight**2) / 2)
-    expected = torch.tensor([[four * 1 / 4, four * 3 / 4], [eight * 2 / 8, eight * 6 / 8]], dtype=torch.float64)
-    torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], expected)
-
-
-@each_score_function
-def test_balance_loss_is_its_weight_at_perfect_balance(score_function: str) -> None:
-    layer = one_hot_router(4, score_function=score_function, top_k=2, **BALANCE)
-    # Token t prefers expert t, then the next one.
-    x = torch.eye(4, dtype=torch.float64) + 0.5 * torch.eye(4, dtype=torch.float64).roll(1, 1)
-    output = layer(x.expand(3, 4, 4))
-    assert output.stats.tokens_per_expert.tolist() == [6] * 4
-    torch.testing.assert_close(output.aux_loss.item(), 0.3, rtol=1e-14, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("score_function", "logit", "expected"),
-    [("sigmoid", -41, 0.999), ("sqrtsoftplus", -82, 0.999), ("sigmoid", -50, 0.134), ("sqrtsoftplus", -100, 0.134)],
-)
-def test_balance_loss_of_tiny_scores(score_function: ScoreFunction, logit: float, expected: float) -> None:
-    """The logits below which the loss of an even load is less than 1, as docs/concepts/routing.md says."""
-    _, _, probabilities = route(torch.full((8, 8), float(logit)), 1, score_function=score_function)
-    loss = load_balance_loss(probabilities.unsqueeze(0), torch.ones(1, 8, dtype=torch.int64), 1)
-    assert loss.item() == pytest.approx(expected, abs=1e-3)
-
-
-def test_balance_loss_is_the_number_of_experts_at_collapse() -> None:
-    layer = one_hot_router(4, scale=100.0, **BALANCE)
-    collapsed = torch.eye(4, dtype=torch.float64)[[2] * 5]
-    torch.testing.assert_close(layer(collapsed).aux_loss.item(), 0.3 * 4, rtol=1e-14, atol=0)
-
-
-def test_balance_loss_of_every_sequence_or_of_the_batch() -> None:
-    # Either sequence has its own favourite: unbalanced one by one (f = 2, P = 3/4), balanced together.
-    x = torch.tensor([[[3.0, 1.0]] * 2, [[1.0, 3.0]] * 2], dtype=torch.float64).log()
-    for scope, expected in (("sequence", 1.5), ("batch", 1.0)):
-        layer = one_hot_router(2, load_balance_scope=scope, load_balance_loss_weight=1.0)
-        torch.testing.assert_close(layer(x).aux_loss.item(), expected, rtol=1e-14, atol=0)
-        torch.testing.assert_close(layer(x.reshape(1, 2, 2, 2)).aux_loss.item(), expected, rtol=1e-14, atol=0)
-        # Without sequences, the scope "sequence" is the batch.
-        torch.testing.assert_close(layer(x.flatten(0, 1)).aux_loss.item(), 1.0, rtol=1e-14, atol=0)
-
-
 @pytest.mark.parametrize("scope", ["sequence", "batch"])
 def test_a_custom_balance_loss(scope: Any) -> None:
     """Its arguments, and the use of its result."""
@@ -110,22 +63,6 @@ def test_no_loss_is_exactly_zero_and_takes_no_part_in_the_graph() -> None:
     aux_loss = layer(tokens(layer)).aux_loss
     assert aux_loss.shape == () and aux_loss.item() == 0.0 and not aux_loss.requires_grad
     (layer(tokens(layer)).hidden_states.sum() + aux_loss).backward()
-
-
-def test_the_balance_loss_balances() -> None:
-    layer = make(num_experts=8, top_k=2, hidden_size=16, router_bias=True, load_balance_loss_weight=1.0)
-    assert layer.router.bias is not None
-    with torch.no_grad():
-        layer.router.bias.copy_(torch.arange(8.0))
-    optimizer = torch.optim.SGD(layer.router.parameters(), lr=1.0)
-    x = tokens(layer, 1, 256)
-    before = layer(x).stats.load_max_over_mean
-    for _ in range(60):
-        optimizer.zero_grad()
-        layer(x).aux_loss.backward()
-        optimizer.step()
-    assert before > 3
-    assert layer(x).stats.load_max_over_mean < 1.5
 
 
 @each_score_function

@@ -130,16 +130,6 @@ def test_small_steps_are_not_lost_in_16_bits(dtype: torch.dtype) -> None:
     assert torch.equal(correction_bias(layer), torch.tensor([1e-3, -1e-3, 0, 0, 0, 0], dtype=torch.float32))
 
 
-def test_bias_of_a_converted_layer() -> None:
-    layer = make(torch.float32, **BALANCING)
-    values = correction_bias(layer).clone()
-    assert correction_bias(copy.deepcopy(layer).double()).dtype == torch.float64
-    assert torch.equal(correction_bias(copy.deepcopy(layer).half()), values)
-    assert correction_bias(copy.deepcopy(layer).to("meta")).is_meta
-    assert correction_bias(layer.to(torch.bfloat16)) is layer.get_buffer("router.score_correction_bias")
-    assert "router.score_correction_bias" in layer.state_dict()
-
-
 @pytest.mark.parametrize(("assign", "device"), [(False, "cpu"), (True, "cpu"), (True, "meta")])
 def test_bias_of_a_loaded_state_of_16_bits(assign: bool, device: str) -> None:
     """The loaded values are kept, and later updates are not rounded away."""
@@ -180,20 +170,6 @@ def test_bias_that_was_replaced_by_one_of_16_bits(rule: str) -> None:
 def test_update_refuses(options: dict[str, Any], counts: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make(**options).update_correction_bias(torch.zeros(counts, dtype=torch.int64))
-
-
-def test_bias_selects_but_does_not_weigh() -> None:
-    layer = make(score_function="sigmoid", normalization="none", top_k=1, load_balance_loss_weight=1.0, **BALANCING)
-    x = tokens(layer, 12)
-    correction_bias(layer).copy_(torch.tensor([0.0, 0.0, 0.0, 5.0, 0.0, 0.0]))
-    routing, stats = layer.router(x), layer(x).stats
-    assert routing.experts.unique().tolist() == [3]
-    torch.testing.assert_close(routing.weights, torch.sigmoid(routing.logits[:, 3:4]))
-    # The bias changes neither the probabilities of the balance loss nor the entropy.
-    share = torch.sigmoid(routing.logits) / torch.sigmoid(routing.logits).sum(-1, keepdim=True)
-    torch.testing.assert_close(layer(x).aux_loss, 6 * share[:, 3].mean())
-    correction_bias(layer).zero_()
-    torch.testing.assert_close(layer(x).stats.router_entropy, stats.router_entropy)
 
 
 @pytest.mark.parametrize("options", [BALANCING, {"router": "random"}], ids=["learned", "random"])

@@ -214,7 +214,7 @@ def test_other_threads_run_during_a_kernel() -> None:
 
 
 def test_no_references_leak() -> None:
-    """Over 10^5 calls, and as many errors."""
+    """Over 10^4 calls, and as many errors."""
     given = calls()
     arguments = [(getattr(_C, name), given[name]) for name in ("expert_ffn", "gmm", "ragged_plan", "ragged_sort")]
     plan = given["ragged_sort"]["plan"]
@@ -229,7 +229,7 @@ def test_no_references_leak() -> None:
     run(50)
     gc.collect()
     before = sys.getallocatedblocks(), sys.getrefcount(plan), sys.getrefcount(plan.slots)
-    run(20_000)
+    run(2_000)
     gc.collect()
-    assert sys.getallocatedblocks() - before[0] < 2000
+    assert sys.getallocatedblocks() - before[0] < 1000
     assert before[1:] == (sys.getrefcount(plan), sys.getrefcount(plan.slots))

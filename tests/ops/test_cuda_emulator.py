@@ -163,8 +163,6 @@ print(*traffic())
 @pytest.mark.parametrize(
     ("kernels", "have_run"),
     [
-        ("none", ""),
-        ("gmm,activate_rows", "activate_rows gmm"),
         ("all,-gmm,-ragged_gather_reduce,-activate_rows_backward", "activate_rows check_plan ragged_gather tgmm"),
         ("all,-gnn", None),
     ],

@@ -93,14 +93,6 @@ def test_recomputation_gives_the_same_bits(path: str, case: str) -> None:
             assert_same(result(call.replace(recompute=True)), result(call))
 
 
-@emulated
-def test_recomputation_in_every_shape(every_path: str) -> None:
-    for shape in SHAPES:
-        call = ffn_call(shape, activation="swigluoai", limit=0.75)
-        with named(shape):
-            assert_same(result(call.replace(recompute=True)), result(call))
-
-
 @pytest.mark.parametrize("max_rows", [0, 1, 20])
 def test_of_a_share_of_the_experts_cut_at_max_rows(every_path: str, max_rows: int) -> None:
     call = ffn_call(SKEWED)
@@ -117,15 +109,6 @@ def test_a_size_of_zero(every_path: str, empty: str) -> None:
     plan = ops.ragged_plan(SKEWED.experts(), 8, num_local_experts=sizes.num_experts)
     call = ffn_call(sizes, plan=plan)
     assert_same(result(call), result(call, reference), 1e-13)
-
-
-def test_is_the_composition_of_the_other_operators(every_path: str) -> None:
-    call = ffn_call(SEVERAL_BLOCKS, bias=False)
-    x, weights, plan, gate, up, down = (call.arguments[name] for name in ("x", "weights", "plan", "gate", "up", "down"))
-    rows = ops.ragged_sort(x, plan)
-    inner = torch.nn.functional.silu(ops.gmm(rows, gate, plan.group_sizes)) * ops.gmm(rows, up, plan.group_sizes)
-    composed = ops.ragged_unsort(ops.gmm(inner, down, plan.group_sizes), plan, weights)
-    torch.testing.assert_close(call()[0], composed)
 
 
 def test_nan_in_experts_without_tokens(every_path: str) -> None:

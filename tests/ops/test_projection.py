@@ -11,7 +11,7 @@ from support.ffn_call import ffn_call, with_fused_gate
 from support.low_rank_calls import PROJECTIONS, gmm_call, with_factors
 from support.named import named
 from support.operator_calls import Call, assert_same, expected_result, result, strided, tolerance
-from support.operator_checks import AutogradTests, ExecutedOperators, check_compile
+from support.operator_checks import AutogradTests, ExecutedOperators
 from support.shapes import EMPTY_EXPERTS, ODD_WIDTHS, SEVERAL_BLOCKS, SHAPES, SKEWED, UNROUTED, Shape, scattered
 
 
@@ -138,13 +138,6 @@ def test_gmm_multiplies_no_groups_for_a_frozen_matrix(path: str) -> None:
     }
     full = (call.arguments["lhs"].shape[1], call.arguments["rhs"].shape[2])
     assert sizes and full not in sizes
-
-
-@pytest.mark.slow
-@each_operator
-def test_compiles_with_inductor(build: Callable[[Shape], Call]) -> None:
-    """By default test_products.py and test_expert_ffn.py compile the same operators without factors."""
-    check_compile(build(SKEWED), "inductor")
 
 
 @pytest.mark.parametrize(

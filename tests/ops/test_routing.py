@@ -190,10 +190,10 @@ def test_gradient_at_scores_of_zero(every_path: str) -> None:
     torch.testing.assert_close(gradient, 1e20 * torch.tensor([[1.0, 2.0, 0.0], [3.0, -4.0, 0.0]]))
 
 
-def test_compiles(path: str) -> None:
+def test_compiles() -> None:
     """With all arguments, and for any number of tokens."""
     call = route_call(20, 12, 4, **ALL_OPTIONS)
-    check_compile(call, "inductor")
+    check_compile(call, "aot_eager")
     check_registrations(call)
     compiled = compile_whole(ops.route, "aot_eager", dynamic=True)
     for num_tokens in (5, 9, 32):
@@ -250,14 +250,6 @@ def test_the_number_of_rows_that_the_caller_knows(every_path: str) -> None:
     assert_same_plan(more._replace(slots=exact.slots), exact)
 
 
-def test_shares_of_the_experts_partition_the_rows(every_path: str) -> None:
-    experts = SKEWED.experts()
-    whole = ops.ragged_plan(experts, 8)
-    shares = [ops.ragged_plan(experts, 8, first_expert=first, num_local_experts=2) for first in range(0, 8, 2)]
-    assert torch.equal(torch.cat([share.slots for share in shares]), whole.slots)
-    assert torch.equal(torch.cat([share.group_sizes for share in shares]), whole.group_sizes)
-
-
 @emulated
 def test_is_a_stable_sort(every_path: str) -> None:
     """More slots than the blocks that are counted in parallel."""
@@ -294,7 +286,7 @@ def test_opcheck_of_plans() -> None:
     torch.library.opcheck(torch.ops.maxmoe.ragged_plan.default, (UNROUTED.experts(), 4), {"max_rows": 3})
 
 
-def test_compiles_with_all_that_follows(path: str) -> None:
+def test_compiles_with_all_that_follows() -> None:
     """The number of rows depends on the data: compiled code must not need it at compile time."""
 
     def sort_and_unsort(x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:

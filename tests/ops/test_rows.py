@@ -6,9 +6,9 @@ from torch import Tensor
 
 from maxmoe import ops, reference
 from support.operator_calls import Call, assert_same, refusal, result, saved_for_backward
-from support.operator_checks import MixedWeights, OperatorTests, UnreadElements, check_compile
+from support.operator_checks import MixedWeights, OperatorTests, UnreadElements
 from support.paths import emulated
-from support.shapes import BALANCED, SKEWED, UNROUTED, Shape
+from support.shapes import SKEWED, Shape
 
 NAN = float("nan")
 
@@ -149,47 +149,6 @@ class TestRaggedUnsort(MixedWeights, UnreadElements, OperatorTests):
         return {"rows": is_past, "weights": is_unrouted, "out": is_unrouted.all(1)}
 
 
-# Identities
-
-
-@emulated
-def test_each_is_the_transpose_of_another(every_path: str) -> None:
-    """<A x, y> = <x, A^T y>."""
-    shape, size = UNROUTED, UNROUTED.hidden_size
-    plan, tokens = ops.ragged_plan(shape.experts(), shape.num_experts), shape.num_tokens
-    x, rows, weights = random(tokens, size), random(len(plan.slots), size), random(tokens, shape.top_k)
-    flat, slots, K = weights.flatten(), random(len(plan.rows), size), shape.top_k
-    of_token = torch.where(plan.rows >= 0, torch.arange(len(plan.rows)) // K, -1)
-    for name, out, other, transposed, given in (
-        ("sort", ops.ragged_sort(x, plan, weights), rows, ops.ragged_unsort(rows, plan, weights), x),
-        (
-            "gather",
-            ops.ragged_gather(x, of_token, flat),
-            slots,
-            ops.ragged_scatter_add(slots, of_token, tokens, weights=flat),
-            x,
-        ),
-        (
-            "reduce",
-            ops.ragged_gather_reduce(rows, plan.rows, K, flat),
-            x,
-            ops.ragged_scatter_add(x, plan.rows, len(rows), K, flat),
-            rows,
-        ),
-        ("dot", ops.ragged_dot(x, rows, plan.rows, K), flat, ops.ragged_gather_reduce(rows, plan.rows, K, flat), x),
-    ):
-        torch.testing.assert_close((out * other).sum(), (transposed * given).sum(), msg=name, rtol=1e-13, atol=1e-13)
-
-
-@emulated
-def test_sort_then_unsort_is_k_times_the_identity(every_path: str) -> None:
-    x = torch.randn(BALANCED.num_tokens, BALANCED.hidden_size)
-    plan = ops.ragged_plan(BALANCED.experts(), BALANCED.num_experts)
-    assert torch.equal(ops.ragged_unsort(ops.ragged_sort(x, plan), plan), BALANCED.top_k * x)
-    halves = torch.full((BALANCED.num_tokens, BALANCED.top_k), 1 / BALANCED.top_k)
-    assert torch.equal(ops.ragged_unsort(ops.ragged_sort(x, plan), plan, halves), x)
-
-
 def test_group_size_is_one_by_default() -> None:
     a, b = torch.randn(3, 4), torch.randn(2, 4)
     out = ops.ragged_dot(a, b, torch.tensor([1, -1, 0]))
@@ -264,10 +223,6 @@ def test_unsort_saves_its_arguments_alone(every_path: str) -> None:
     with saved_for_backward() as saved:
         call()
     assert {tensor.data_ptr() for tensor in saved} == arguments
-
-
-def test_compiles_with_inductor() -> None:
-    check_compile(TestRaggedSort().call(SKEWED), "inductor")
 
 
 def test_kernels_refuse_rows_of_nobody() -> None:

@@ -1,9 +1,6 @@
 """Muon on a mesh: every preset on real ranks against one process, with the collectives counted."""
 
-from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -11,23 +8,16 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from maxmoe.optim import Matrix, Muon, parameter_groups
 from maxmoe.optim import distributed_newton_schulz as collective
-from maxmoe.optim.distributed_newton_schulz import (
-    DistributedNewtonSchulz,
-    ShardedParameter,
-    distributed_newton_schulz,
-)
+from maxmoe.optim.distributed_newton_schulz import DistributedNewtonSchulz, ShardedParameter, distributed_newton_schulz
 from maxmoe.parallel import ParameterSharding, parallelize, parameter_shardings
-from maxmoe.parallel.plan.dispatch_plan import Dispatch
-from maxmoe.sharding import LogicalRules, Mesh, NamedSharding
+from maxmoe.sharding import LogicalRules, Mesh
 from support.counted_collectives import CountedCollectives
-from support.parallel_decoder import BATCH, CONFIG, LENGTH, MOE, MeshRules, batch, decoder, layouts, loss, token_spec
+from support.parallel_decoder import decoder, layouts
 from support.parts import assert_same, part_by_definition
 from support.run_ranks import run_ranks
 from support.slow_cases import by_default
@@ -35,13 +25,6 @@ from support.slow_cases import by_default
 
 def muon(model: nn.Module) -> Muon:
     return Muon(parameter_groups(model), lr=0.02, ns_dtype=torch.float64)
-
-
-def train(model: nn.Module, optimizer: Muon, tokens: Tensor, targets: Tensor, steps: int = 1) -> None:
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss(model(tokens), targets).backward()
-        optimizer.step()
 
 
 @torch.no_grad()
@@ -77,11 +60,6 @@ def assert_as_in_one_process(
             else:
                 part = whole
             assert_same(got, part, f"{what}: {key} of {name}", scale=float(whole.abs().max()), tolerance=1e-9)
-
-
-def parts(mesh: Mesh, rules: LogicalRules) -> Iterator[Tensor]:
-    part = NamedSharding(mesh, token_spec(mesh, rules)).slices((BATCH, LENGTH))
-    return (whole[part].clone() for whole in batch())
 
 
 @pytest.mark.parametrize("world_size", by_default([2, 4], [2]))
@@ -201,45 +179,5 @@ def test_buckets_overlap() -> None:
             "send 0 receive 0 send 1 compute 0 send 2 receive 1 send 3 compute 1 send 4 receive 2 receive 3 "
             "send 5 compute 2 send 6 receive 4 receive 5 compute 3 send 7 receive 6 receive 7"
         )
-
-    run_ranks(check, 2)
-
-
-MESHES: list[tuple[MeshRules, Dispatch]] = [
-    (MeshRules("pure-fsdp", {"fsdp": 2}), "gather_weights"),
-    (MeshRules("ep-as-dp", {"expert": 2}), "ring_of_experts"),
-]
-
-
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-
-
-def test_training_goes_on_on_another_mesh(tmp_path: Path) -> None:
-    """Each mesh takes a step from the last checkpoint; together the steps of one process. AdamW cannot load it."""
-    config = replace(CONFIG, num_layers=1, num_dense_layers=0, moe=replace(MOE, expert_bias=False))
-    whole = decoder(config)
-    train(whole, muon(whole), *batch(), steps=len(MESHES))
-
-    def check() -> None:
-        for number, (layout, dispatch) in enumerate(MESHES):
-            mesh, rules = Mesh(layout.sizes), LogicalRules.load(layout.rules)
-            model = parallelize(decoder(config), mesh, rules, dispatch=dispatch)
-            optimizer = muon(model)
-            if number:
-                state = state_of(model, optimizer)
-                dcp.load(state, checkpoint_id=tmp_path / str(number - 1))
-                set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-            train(model, optimizer, *parts(mesh, rules), steps=1)
-            dcp.save(state_of(model, optimizer), checkpoint_id=tmp_path / str(number))
-        for name, parameter in whole.named_parameters():
-            actual: Any = model.get_parameter(name)
-            assert_same(actual.full_tensor(), parameter.detach(), name, tolerance=1e-9)
-        adamw = torch.optim.AdamW(model.parameters())
-        with pytest.raises(dcp.api.CheckpointException, match=r"Missing key .* optimizer.param_groups.0.amsgrad"):
-            dcp.load(state_of(model, adamw), checkpoint_id=tmp_path / "1")
-        dcp.save(state_of(model, adamw), checkpoint_id=tmp_path / "adamw")
-        with pytest.raises(dcp.api.CheckpointException, match=r"Missing key .* optimizer.param_groups.*algorithm"):
-            dcp.load(state_of(model, muon(model)), checkpoint_id=tmp_path / "adamw")
 
     run_ranks(check, 2)

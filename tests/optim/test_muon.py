@@ -77,11 +77,7 @@ def split(stack: Tensor, input_dim: int, fused_gate: str | None) -> list[Tensor]
     for matrix in stack.detach().view(-1, *stack.shape[-2:]):
         matrix = matrix if input_dim == -1 else matrix.T
         F = len(matrix) // 2
-        halves = {
-            None: [matrix],
-            "concatenated": [matrix[:F], matrix[F:]],
-            "interleaved": [matrix[0::2], matrix[1::2]],
-        }
+        halves = {None: [matrix], "concatenated": [matrix[:F], matrix[F:]], "interleaved": [matrix[0::2], matrix[1::2]]}
         parts += halves[fused_gate]
     return parts
 

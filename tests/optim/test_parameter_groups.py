@@ -148,11 +148,7 @@ def test_declared_matrices() -> None:
             {"experts.up_pro": "adamw"},
             "'experts.up_pro', which matches no trained parameter; the nearest are 'exp",
         ),
-        (
-            make(),
-            {"*.up_proj": "sgd"},
-            r"must be 'adamw' or maxmoe.optim.Matrix, got '\*.up_proj': 'sgd'",
-        ),
+        (make(), {"*.up_proj": "sgd"}, r"must be 'adamw' or maxmoe.optim.Matrix, got '\*.up_proj': 'sgd'"),
     ],
 )
 def test_bad_declarations_and_overrides(module: nn.Module, overrides: dict[str, Any], message: str) -> None:

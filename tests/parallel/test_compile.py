@@ -16,7 +16,7 @@ from maxmoe import MoE, MoEConfig, parallelize
 from maxmoe.parallel import token_sharding
 from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.sharding import LogicalRules, Mesh
-from support.moved_experts import make_moves_free
+from support.moved_experts import free_moves
 from support.parallel_decoder import CONFIG, batch, decoder, loss, token_spec
 from support.parts import assert_same, part_by_definition
 from support.run_ranks import run_ranks
@@ -70,7 +70,6 @@ def test_a_layer(rules: str, dispatch: Dispatch) -> None:
     """After the first step nothing is compiled: other tokens, and other numbers of rows that travel, change nothing."""
 
     def check() -> None:
-        make_moves_free(pytest.MonkeyPatch())
         torch.manual_seed(0)
         mesh = Mesh({"expert": 2})
         layer = parallelize(MoE(MOE, dtype=torch.float64), mesh, rules, dispatch=dispatch)
@@ -85,13 +84,14 @@ def test_a_layer(rules: str, dispatch: Dispatch) -> None:
             return [*gradients(layer, output.hidden_states.square().sum() + output.aux_loss), x.grad]
 
         graph_breaks_and_graphs()
-        for number, x in enumerate(batches):
-            for got, expected in zip(step(compiled, x), step(layer, x), strict=True):
-                assert_same(got, expected)
-            breaks, num_graphs = graph_breaks_and_graphs()
-            if compiled is not layer:
-                assert breaks == (set() if number else BREAKS[rules])
-                assert (num_graphs > 0) == (number == 0)
+        with free_moves():
+            for number, x in enumerate(batches):
+                for got, expected in zip(step(compiled, x), step(layer, x), strict=True):
+                    assert_same(got, expected)
+                breaks, num_graphs = graph_breaks_and_graphs()
+                if compiled is not layer:
+                    assert breaks == (set() if number else BREAKS[rules])
+                    assert (num_graphs > 0) == (number == 0)
 
     run_ranks(check, 2)
 

@@ -4,7 +4,6 @@ With shared parameters and modules, in-place operations, outputs of any kind, an
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -71,12 +70,6 @@ class Unit(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self._returns(self, self.down(self.up(x).sin()))
-
-
-@dataclass
-class Output:
-    hidden_states: Tensor
-    name: str = "output"
 
 
 class Holder:
@@ -153,12 +146,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "an activation in place": lambda: nn.Sequential(
         nn.Linear(8, 16), nn.ReLU(inplace=True), nn.Linear(16, 8), nn.Tanh()
     ),
-    "returns a dataclass": lambda: Model(Unit(lambda _, x: Output(x)), lambda output, _: output.hidden_states),
-    "returns an object": lambda: Model(Unit(lambda _, x: Holder(x)), lambda output, _: output.hidden_states),
     "returns a tensor and an object": lambda: Model(
         Unit(lambda _, x: (x.sum(), Holder(x))), lambda output, _: output[1].hidden_states
     ),
-    "returns a generator": lambda: Model(Unit(lambda _, x: (y for y in [x])), lambda output, _: next(output)),
     "leaves an attribute": stored,
     "a unit calls itself": lambda: Model(Recursive()),
     "modules of a unit and of the model": with_shared_linear,

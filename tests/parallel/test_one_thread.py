@@ -1,6 +1,5 @@
 """Two threads that call a model on a mesh at the same time both get an error."""
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,26 +11,10 @@ from maxmoe.sharding import LogicalRules, Mesh
 from support.parallel_decoder import CONFIG, MeshRules, batch, decoder, loss, step_of_one_process, token_spec
 from support.parts import assert_same, part_by_definition
 from support.run_ranks import run_cases, run_ranks
+from support.threads import in_threads
 
 MESSAGE = "^models on a mesh must be called by one thread at a time, got calls of two"
 LAYOUTS = [MeshRules("pure-fsdp", {"fsdp": 2}), MeshRules("ep-as-dp", {"expert": 2})]
-
-
-def in_another_thread(call: Callable[[], object]) -> None:
-    """Call a function in a thread, and raise its error."""
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            call()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
 
 
 def refused(call: Callable[[], object]) -> None:
@@ -74,7 +57,7 @@ def test_calls_of_two_threads() -> None:
         model, step = training(layout)
 
         def call_of_another() -> None:
-            refused(lambda: in_another_thread(lambda: OTHERS[other](model)))
+            refused(lambda: in_threads(lambda: OTHERS[other](model)))
 
         hook = model.blocks[1].register_forward_hook(once(call_of_another))
         refused(step)
@@ -84,7 +67,7 @@ def test_calls_of_two_threads() -> None:
         refused(step)
         hook.remove()
         model.zero_grad()
-        in_another_thread(step)
+        in_threads(step)
         step()
 
     run_cases(check, 2, zip(OTHERS, LAYOUTS, strict=True))
@@ -99,7 +82,7 @@ def test_a_pipeline() -> None:
         def evaluate() -> object:
             return stages.evaluate(tokens, targets)
 
-        hook = model.blocks[0].register_forward_hook(once(lambda: refused(lambda: in_another_thread(evaluate))))
+        hook = model.blocks[0].register_forward_hook(once(lambda: refused(lambda: in_threads(evaluate))))
         refused(evaluate)
         hook.remove()
         evaluate()

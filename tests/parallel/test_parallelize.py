@@ -31,8 +31,10 @@ from support.steps_on_ranks import Case, check_cases, each_topic, made
 from support.trained_decoders import (
     accumulated,
     adapted,
+    checkpointed,
     clipped,
     counted,
+    embedding_alone,
     padded,
     partly_frozen,
     quantized,
@@ -41,6 +43,7 @@ from support.trained_decoders import (
     scaled,
     sharing_outer,
     step,
+    stepped_between,
     with_adamw,
     with_frozen_expert,
 )
@@ -124,8 +127,7 @@ def recomputation() -> Iterator[Case]:
     yield Case("weights of inputs, recomputed", EXPERT, made(decoder, scaled_input), step, options=no_shared | RAGGED)
     yield Case("every part of a chunk, recomputed", CUT, plain, step, options=parts | RAGGED | in_turn)
     yield Case("a capacity, recomputed", EXPERT, made(decoder, dense), step, options=parts | RING)
-    for layout, options in ((EXPERT, RING), (REPLICATED, RING), (REPLICATED, RAGGED), (PARTS, {})):
-        yield Case(f"recomputed, {options}", layout, plain, step, options=parts | options, slow=True)
+    yield Case("recomputed on tensor-parallel ranks", PARTS, plain, step, options=parts, slow=True)
 
 
 def batches() -> Iterator[Case]:
@@ -138,15 +140,15 @@ def batches() -> Iterator[Case]:
     yield Case("accumulated gradients, none of frozen weights", BOTH, made(partly_frozen), accumulated, options=RAGGED)
     yield Case("the norm has each gradient once", EXPERT, block, clipped, options=RAGGED)
     yield Case("the capacity of whole sequences", EXPERT, made(decoder, with_capacity), step)
+    for layout in layouts(2):
+        slow = layout.rules not in ("pure-fsdp", "ep-as-dp")
+        yield Case("a recomputation that ends early is no interruption", layout, block, checkpointed, slow=slow)
+        yield Case(
+            "what the backward does not need may change", layout, made(embedding_alone), stepped_between, slow=slow
+        )
     for layout in layouts(4):
         for name, config in (("sequence", BLOCK), ("batch", over_batch)):
             yield Case(f"padding, balance over the {name}", layout, made(decoder, config), padded, slow=True)
-    for name, model, train in (
-        ("replayed", block, replayed),
-        ("accumulated", made(partly_frozen), accumulated),
-        ("clipped", block, clipped),
-    ):
-        yield Case(name, EXPERT, model, train, options=RING, slow=True)
 
 
 def load() -> Iterator[Case]:
@@ -196,9 +198,6 @@ def quantized_experts() -> Iterator[Case]:
     ):
         model = made(quantized_and_adapted, format, config)
         yield Case(f"{format} with {options}", layout, model, step, options=options | in_turn)
-        others = GATHER if options is LEAST_LOADED else options
-        other = REPLICATED if layout is EXPERT else EXPERT
-        yield Case(f"{format} with {options}", other, model, step, options=others | in_turn, slow=True)
 
 
 def adapters() -> Iterator[Case]:
@@ -217,15 +216,9 @@ def adapters() -> Iterator[Case]:
     yield Case("a shared factor of tensor-parallel parts", PARTS, made(sharing_outer, CONFIG), step)
     on_two = MeshRules("ep-as-dp", {"expert": 2})
     yield Case("AdamW trains the factors alone", on_two, made(adapted), with_adamw, tolerance=1e-9)
-    for layout in (EXPERT, REPLICATED):
-        for options in (RING, RAGGED, GATHER):
-            yield Case(f"{options}", layout, made(adapted, not_gated, names), step, options=options, slow=True)
     for layout in layouts(2):
         yield Case("factors", layout, made(adapted, CONFIG), step, slow=True)
         yield Case("shared factors", layout, made(sharing_outer, CONFIG), step, slow=True)
-    for layout in layouts(4)[::2]:
-        options = GATHER if "expert" in layout.sizes else {}
-        yield Case("factors", layout, made(adapted, ODD), step, options=options, slow=True)
 
 
 @pytest.mark.filterwarnings("ignore:no rule for the logical name", "ignore:.*of the parameters are whole on every rank")

@@ -9,7 +9,8 @@ from torch import nn
 from maxmoe.parallel import logical_names, parameter_shardings
 from maxmoe.sharding import LogicalRules, Mesh, P
 from support import small_decoder
-from support.declared_modules import MESH, RULES, Outer, error_of
+from support.declared_modules import MESH, RULES, Outer
+from support.messages import error_of
 from support.parallel_decoder import layouts
 
 

@@ -123,11 +123,7 @@ def declared_whole() -> nn.Module:
 
 @pytest.mark.parametrize(
     ("model", "sizes"),
-    [
-        (model_of(nn.LayerNorm(8)), SIZES),
-        (model_of(nn.Linear(8, 64)), {"expert": 4}),
-        (declared_whole(), SIZES),
-    ],
+    [(model_of(nn.LayerNorm(8)), SIZES), (model_of(nn.Linear(8, 64)), {"expert": 4}), (declared_whole(), SIZES)],
     ids=["few", "no axis fsdp", "on purpose"],
 )
 def test_no_warning(model: nn.Module, sizes: dict[str, int]) -> None:

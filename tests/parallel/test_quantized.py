@@ -1,14 +1,11 @@
 """Quantized experts on a mesh: modules, saving and errors; test_parallelize.py compares their training."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from maxmoe import quantize_experts
@@ -96,37 +93,3 @@ def test_ranks_agree_on_the_format() -> None:
             parallelize(quantized("int8" if dist.get_rank() else "fp8_row"), Mesh({"expert": 2}), "ep-as-dp")
 
     run_ranks(check, 2)
-
-
-# Saving
-
-
-def whole_state(model: nn.Module) -> dict[str, Tensor]:
-    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-
-
-def test_saved_and_loaded_on_another_mesh(tmp_path: Path) -> None:
-    """The loaded state, gathered and loaded in one process, has the quantized bytes."""
-
-    def save() -> dict[str, Tensor]:
-        model = parallelize(quantized("int4"), Mesh({"fsdp": 2, "expert": 2}), "ep-as-dp")
-        dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=tmp_path)
-        return whole_state(model)
-
-    def load() -> dict[str, Tensor]:
-        model = parallelize(quantized("int4"), Mesh({"tensor": 2}), "default")
-        for parameter in model.parameters():
-            parameter.data.to_local().zero_()  # type: ignore[attr-defined]
-        state = {"model": get_model_state_dict(model)}
-        dcp.load(state, checkpoint_id=tmp_path)
-        set_model_state_dict(model, state["model"])
-        return whole_state(model)
-
-    saved, loaded = run_ranks(save, 4)[0], run_ranks(load, 2)[0]
-    expected, model = quantized("int4"), quantized("int4")
-    for parameter in model.parameters():
-        parameter.data.zero_()
-    assert saved.keys() == loaded.keys() and all(torch.equal(loaded[name], saved[name]) for name in saved)
-    model.load_state_dict(loaded)
-    for name, parameter in expected.named_parameters():
-        assert torch.equal(model.get_parameter(name), parameter), name

@@ -3,6 +3,7 @@
 import copy
 import io
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,20 +11,25 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from maxmoe import ZeroComputation
+from maxmoe.optim import Muon, parameter_groups
 from maxmoe.parallel import parallelize
 from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.sharding import LogicalRules, Mesh
-from support.parallel_decoder import CONFIG, MOE, MeshRules, batch, decoder, loss, token_spec, values
+from support.parallel_decoder import BLOCK, CONFIG, MOE, MeshRules, batch, decoder, loss, token_spec, values
 from support.parts import assert_same, part_by_definition
 from support.run_ranks import run_ranks
+from support.steps_on_ranks import made
+from support.trained_decoders import quantized
 
 LAYER = replace(
     MOE, expert_bias=False, shared_expert_gate=False, zero_computation=ZeroComputation(constant=2), latent_size=4
 )
 SMALL = replace(CONFIG, num_layers=1, num_dense_layers=0, moe=LAYER)
+WIDE = replace(BLOCK, hidden_size=64, moe=replace(MOE, hidden_size=64, intermediate_size=64))
 STRATEGIES: list[tuple[MeshRules, Dispatch]] = [
     (MeshRules("ep-as-dp", {"expert": 2}), "ring_of_experts"),
     (MeshRules("shard-exp-on-fsdp", {"fsdp": 2, "expert": 2}), "ragged_all_to_all"),
@@ -31,20 +37,27 @@ STRATEGIES: list[tuple[MeshRules, Dispatch]] = [
 ]
 
 
+def muon_of(model: nn.Module) -> Muon:
+    return Muon(parameter_groups(model), lr=0.02, ns_dtype=torch.float64)
+
+
 def test_training_goes_on_on_another_mesh_with_another_strategy(tmp_path: Path) -> None:
-    """Each strategy takes one step from the checkpoint of the previous one; together the steps of one process."""
+    """Each strategy takes one step from the checkpoint of the previous one; together the steps of one process.
+
+    Muon has matrices with its own state, and others with the state of AdamW.
+    """
     whole, num_steps = decoder(SMALL), len(STRATEGIES)
-    adamw, (tokens, targets) = torch.optim.AdamW(whole.parameters(), lr=0.01), batch()
+    muon, (tokens, targets) = muon_of(whole), batch()
     for _ in range(num_steps):
-        adamw.zero_grad()
+        muon.zero_grad()
         loss(whole(tokens), targets).backward()
-        adamw.step()
+        muon.step()
 
     def check(number: int) -> None:
         layout, dispatch = STRATEGIES[number]
         mesh, rules = Mesh(layout.sizes), LogicalRules.load(layout.rules)
         model, spec = parallelize(decoder(SMALL), mesh, rules, dispatch=dispatch), token_spec(mesh, rules)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        optimizer = muon_of(model)
         if number:
             model_state, optimizer_state = get_state_dict(model, optimizer)
             state = {"model": model_state, "optimizer": optimizer_state}
@@ -57,25 +70,26 @@ def test_training_goes_on_on_another_mesh_with_another_strategy(tmp_path: Path) 
         dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=tmp_path / str(number))
         if number == num_steps - 1:
             for name, parameter in whole.named_parameters():
-                assert_same(model.get_parameter(name).full_tensor(), parameter, name, tolerance=1e-10)  # type: ignore[attr-defined]
+                assert_same(model.get_parameter(name).full_tensor(), parameter, name, tolerance=1e-9)  # type: ignore[attr-defined]
 
     for number, (layout, _) in enumerate(STRATEGIES):
         run_ranks(check, layout.world_size, number)
 
 
-def test_safetensors_of_several_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [made(decoder, SMALL), made(quantized, "int4", WIDE)], ids=["trained", "quantized"])
+def test_safetensors_of_several_ranks(make: Callable[[], nn.Module], tmp_path: Path) -> None:
     """The lines of docs/how_to/checkpoints.md: saved by two ranks under FSDP, loaded with other experts on each."""
-    expected = values(decoder(SMALL))
+    expected = values(make())
 
     def save() -> None:
-        model = parallelize(decoder(SMALL), Mesh({"fsdp": 2}), "pure-fsdp")
+        model = parallelize(make(), Mesh({"fsdp": 2}), "pure-fsdp")
         dcp.save(model.state_dict(), storage_writer=dcp.HuggingFaceStorageWriter(str(tmp_path), save_distributed=True))
 
     def load() -> None:
-        model = parallelize(decoder(SMALL), Mesh({"expert": 2}), "ep-as-dp")
+        model = parallelize(make(), Mesh({"expert": 2}), "ep-as-dp")
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.to_local().fill_(-1.0)  # type: ignore[attr-defined]
+                parameter.to_local().zero_()  # type: ignore[attr-defined]
         weights = model.state_dict()
         dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)))
         model.load_state_dict(weights)

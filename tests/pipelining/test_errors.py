@@ -17,20 +17,14 @@ from maxmoe.models import Decoder
 from maxmoe.parallel import Declaration, PipelineParts, parallelize
 from maxmoe.pipelining import Pipeline, pipeline
 from maxmoe.sharding import Mesh
+from pipelining.staged_models import BY_IDS, Model, Scaled, X, squares
 from support.failing_ranks import FAILURES, TIMEOUT, check_rank_2_is_named, outcomes, patience_with
-from support.run_ranks import check_at_once, run_ranks
-from support.slow_cases import by_default
+from support.messages import error_of
+from support.run_ranks import run_ranks
 from support.staged_decoder import batch, config, decoder, loss, staged
-from support.staged_models import BY_IDS, Model, Scaled, X, squares
 
 MIXTRAL = config("mixtral")
 SMALL = config("mixtral", num_layers=2)
-
-
-def message_of(call: Callable[[], Any], kind: type[Exception] = ValueError) -> str:
-    with pytest.raises(kind) as caught:
-        call()
-    return str(caught.value)
 
 
 def make(model: nn.Module | None = None, stages: int = 2, **options: Any) -> Any:
@@ -165,44 +159,43 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
 def test_bad_input() -> None:
     def check() -> None:
         for name, (call, expected) in MISTAKES.items():
-            found = message_of(call)
+            found = error_of(call)
             assert re.search(expected, found), (name, found)
-        message_of(lambda: pipeline(decoder(MIXTRAL), {"stage": 2}, loss=loss, num_micro_batches=2), TypeError)
-        message_of(lambda: make(loss=None), TypeError)
+        error_of(pipeline, decoder(MIXTRAL), {"stage": 2}, loss=loss, num_micro_batches=2, kind=TypeError)
+        error_of(make, loss=None, kind=TypeError)
         with torch.no_grad():
-            message_of(lambda: make().step(*batch()), RuntimeError)
+            error_of(make().step, *batch(), kind=RuntimeError)
         run, scaler = make(), torch.amp.GradScaler("cpu")
         scaler.scale(torch.ones(()))
         run.step(*batch())
         # Even if the gradients of this stage have one placement: another stage may overflow.
-        message = message_of(lambda: scaler.step(torch.optim.SGD(run.parameters())), RuntimeError)
+        message = error_of(scaler.step, torch.optim.SGD(run.parameters()), kind=RuntimeError)
         assert message.endswith("use maxmoe.parallel.GradScaler")
 
     run_ranks(check, 2)
 
 
-PLACED_FAILURES = [
-    (place, *failure) for place, failure in zip(("forward", "backward", "forward"), FAILURES, strict=True)
-]
+@pytest.mark.parametrize(
+    ("place", "failure"),
+    [
+        ("forward", FAILURES[0]),
+        pytest.param("backward", FAILURES[1], marks=pytest.mark.slow),
+        pytest.param("forward", FAILURES[2], marks=pytest.mark.slow),
+    ],
+)
+def test_the_others_name_a_rank_that_fails_in_a_stage(place: str, failure: Any, tmp_path: Path) -> None:
+    fail, delay, message = failure
 
+    def train() -> None:
+        mesh = Mesh({"stage": 2, "expert": 2}, timeout=timedelta(seconds=TIMEOUT))
+        run = staged(SMALL, mesh, "default", "1f1b")
+        run.step(*batch())
+        if mesh.rank == 2:
+            add = run.model.norm.register_forward_pre_hook if place == "forward" else when_backward_reaches(run)
+            add(lambda *_: fail())
+        run.step(*batch())
 
-@pytest.mark.parametrize("cases", by_default([PLACED_FAILURES[:1], PLACED_FAILURES[1:]], [PLACED_FAILURES[:1]]))
-def test_the_others_name_a_rank_that_fails_in_a_stage(cases: list[tuple[Any, ...]], tmp_path: Path) -> None:
-    def check(place: str, fail: Callable[[], None], delay: float, message: str) -> None:
-        def train() -> None:
-            mesh = Mesh({"stage": 2, "expert": 2}, timeout=timedelta(seconds=TIMEOUT))
-            run = staged(SMALL, mesh, "default", "1f1b")
-            run.step(*batch())
-            if mesh.rank == 2:
-                add = run.model.norm.register_forward_pre_hook if place == "forward" else when_backward_reaches(run)
-                add(lambda *_: fail())
-            run.step(*batch())
-
-        folder = tmp_path / f"{place} {fail.__name__}"
-        folder.mkdir()
-        check_rank_2_is_named(outcomes(folder, train, patience=patience_with(fail)), fail, delay, message)
-
-    check_at_once(check, cases)
+    check_rank_2_is_named(outcomes(tmp_path, train, patience=patience_with(fail)), fail, delay, message)
 
 
 def when_backward_reaches(run: Pipeline) -> Callable[[Callable[..., None]], Any]:

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from maxmoe.models import Decoder
 from maxmoe.models.decoder import Block  # type: ignore[attr-defined]
 from maxmoe.sharding import Mesh
+from pipelining.staged_models import OWN, SUBJECTS
 from support.parts import assert_same
 from support.run_ranks import run_cases, run_ranks
 from support.staged_decoder import (
@@ -30,7 +31,6 @@ from support.staged_decoder import (
     step_of,
     step_of_one_process,
 )
-from support.staged_models import OWN, SUBJECTS
 
 
 @dataclass(frozen=True)
@@ -115,10 +115,8 @@ SLOW: dict[str, dict[str, Row]] = {
     "split backwards with strategies": {
         "ragged": four("gpt_oss", SPLIT, "expert", dispatch=RAGGED, recompute=PARTS, num_steps=2),
         "ring": four("deepseek_v3", "zbv", "expert", dispatch=RING),
-        "gathered": four("deepseek_v3", "zbv", "expert", dispatch=GATHERED, recompute=PARTS),
         "tensor parallel": four("mixtral", "dual_pipe_v", "expert", rules="ep-tp", recompute=BLOCKS),
         "transformers and experts": row("mixtral of transformers", "gpipe", "expert"),
-        "adapters of quantized experts": row("adapters of nf4 experts", "1f1b", "fsdp"),
     },
     "schedules with fsdp": {
         "gpipe": four("deepseek_v3", "gpipe", "fsdp", recompute=BLOCKS),
@@ -130,7 +128,7 @@ SLOW: dict[str, dict[str, Row]] = {
         "adapters and experts": row("adapters", "1f1b", "expert", rules="ep-as-dp"),
     },
     "eight ranks": {
-        "chunks": row("deepseek_v3", "interleaved_1f1b", "fsdp", "expert", rules="shard-exp-on-fsdp", num_chunks=2),
+        "chunks": row("deepseek_v3", "interleaved_1f1b", "fsdp", "expert", rules="shard-exp-on-fsdp", num_chunks=2)
     },
 }
 ROWS = TABLE | SLOW

@@ -6,9 +6,9 @@ import torch
 from maxmoe.pipelining import pipeline
 from maxmoe.pipelining.schedules import SCHEDULES, check_schedule
 from maxmoe.sharding import Mesh
+from pipelining.staged_models import Model, squares
 from support.run_ranks import run_ranks
 from support.slow_cases import by_default
-from support.staged_models import Model, squares
 
 
 @pytest.mark.parametrize("name", by_default(SCHEDULES, ["interleaved_1f1b"]))

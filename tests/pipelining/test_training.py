@@ -218,8 +218,7 @@ def test_balance_over_the_step() -> None:
 
 
 QUANTILE = config(
-    "deepseek_v3",
-    moe=replace(MOE["deepseek_v3"], num_groups=1, top_k_groups=1, correction_bias_rule="quantile"),
+    "deepseek_v3", moe=replace(MOE["deepseek_v3"], num_groups=1, top_k_groups=1, correction_bias_rule="quantile")
 )
 
 

@@ -5,22 +5,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 from maxmoe import MoE, MoEConfig, parallelize
 from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.sharding import LogicalRules, Mesh
-from support.run_ranks import run_ranks
+from support.messages import error_of
+from support.run_ranks import fake_rank, run_ranks
 
 SIZES: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 4, "num_experts": 4, "top_k": 2}
-
-
-def message_of(call: Callable[[], Any]) -> str:
-    with pytest.raises(ValueError) as caught:  # noqa: PT011  the message is tested below
-        call()
-    return str(caught.value)
 
 
 def layer(is_other: bool = False, dtype: torch.dtype = torch.float32, **changes: Any) -> MoE:
@@ -68,10 +62,7 @@ MODULES: list[tuple[Callable[[bool], nn.Module], str]] = [
     (partial(layer, dtype=torch.float64), f"{AGREE}.*router.weight: rank 0 has shape .*float32, .*, rank 1 .*float64"),
     (with_buffer, rf"{AGREE}extra: rank 0 has nothing, rank 1 has shape \(\)"),
     (with_adapter, AGREE),
-    (
-        branches,
-        "the order must be the same on all ranks: rank 0 has .*the module one where rank 1 has the module two",
-    ),
+    (branches, "the order must be the same on all ranks: rank 0 has .*the module one where rank 1 has the module two"),
 ]
 # Arguments of `parallelize` on rank 1.
 ARGUMENTS: list[tuple[dict[str, Any], str]] = [
@@ -90,12 +81,12 @@ def test_ranks_that_differ() -> None:
         meshes = {str(sizes): Mesh(sizes) for sizes in ({"fsdp": 2}, {"expert": 2})}
         mesh = meshes["{'fsdp': 2}"]
         is_other = mesh.rank == 1
-        messages = [message_of(partial(parallelize, make(is_other), mesh, "pure-fsdp")) for make, _ in MODULES]
+        messages = [error_of(parallelize, make(is_other), mesh, "pure-fsdp") for make, _ in MODULES]
         for options, _ in ARGUMENTS:
             given = {"mesh": {"fsdp": 2}, "rules": "shard-exp-on-fsdp", **(options if is_other else {})}
             given["mesh"] = meshes[str(given["mesh"])]
-            messages.append(message_of(partial(parallelize, layer(), **given)))
-        return [*messages, message_of(partial(Mesh, {"fsdp": 2} if is_other else {"expert": 2}))]
+            messages.append(error_of(parallelize, layer(), **given))
+        return [*messages, error_of(Mesh, {"fsdp": 2} if is_other else {"expert": 2})]
 
     first, second = run_ranks(check, 2)
     assert first == second
@@ -111,16 +102,10 @@ def test_experts_that_an_axis_does_not_divide() -> None:
     decoder = DecoderConfig(vocab_size=16, hidden_size=8, num_layers=1, num_heads=2, moe=moe, max_sequence_length=8)
     strategies = [("ep-as-dp", "ring_of_experts"), ("ep-as-dp", "ragged_all_to_all"), ("ep-tp", "auto")]
 
-    def check() -> list[str]:
+    rule = "the axes ('expert',) of the rule 'activation_exp'"
+    with fake_rank(1, 4):
         mesh = Mesh({"expert": 4})
-        return [
-            message_of(partial(parallelize, module, mesh, rules, dispatch=dispatch))
-            for rules, dispatch in strategies
-            for module in (MoE(moe), Decoder(decoder))
-        ]
-
-    first, *others = run_ranks(check, 4)
-    assert others == [first] * 3
-    for message, path in zip(first, ["the layer", "blocks.0.feed_forward"] * 3, strict=True):
-        rule = "the axes ('expert',) of the rule 'activation_exp'"
-        assert message.startswith(f"{path}: num_experts must be divisible by {rule}: 6 is not divisible by 4; ")
+        for rules, dispatch in strategies:
+            for module, path in ((MoE(moe), "the layer"), (Decoder(decoder), "blocks.0.feed_forward")):
+                message = error_of(parallelize, module, mesh, rules, dispatch=dispatch)
+                assert message.startswith(f"{path}: num_experts must be divisible by {rule}: 6 is not divisible by 4; ")

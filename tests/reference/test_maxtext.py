@@ -1,22 +1,14 @@
-"""MaxText's numbers: the reference, the operators and the layer against the fixtures of tests/golden.
+"""MaxText's numbers: the reference against the fixtures of tests/golden.
 
 Tolerance 2e-5 of the largest value: both sides are float32 and sum up to 40 products in different orders.
 """
-
-import dataclasses
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-import maxmoe
-from maxmoe import ops, reference
-from maxmoe.config import MoEConfig
+from maxmoe import reference
 from support import golden_fixtures
-
-Layer = Callable[[Tensor, MoEConfig, dict[str, Tensor]], Tensor]
 
 
 def assert_matches(got: Tensor, expected: Tensor, what: str) -> None:
@@ -25,24 +17,8 @@ def assert_matches(got: Tensor, expected: Tensor, what: str) -> None:
     assert error < 2e-5, f"{what}: relative error {error:.2e}"
 
 
-def reference_layer(x: Tensor, config: MoEConfig, parameters: dict[str, Tensor]) -> Tensor:
-    return reference.moe(x, config, parameters)[0]
-
-
-def sparse_layer(x: Tensor, config: MoEConfig, parameters: dict[str, Tensor]) -> Tensor:
-    layer = maxmoe.MoE(config)
-    assert set(layer.state_dict()) == set(parameters)
-    output: maxmoe.MoEOutput = torch.func.functional_call(layer, parameters, (x,))
-    return output.hidden_states
-
-
-def dense_layer(x: Tensor, config: MoEConfig, parameters: dict[str, Tensor]) -> Tensor:
-    return sparse_layer(x, dataclasses.replace(config, implementation="dense"), parameters)
-
-
 @pytest.mark.parametrize("name", golden_fixtures.LAYERS)
-@pytest.mark.parametrize("layer", [reference_layer, sparse_layer, dense_layer])
-def test_layer(layer: Layer, name: str) -> None:
+def test_layer(name: str) -> None:
     arrays, meta = golden_fixtures.load(name)
     config = golden_fixtures.layer_config(arrays, meta)
     parameters = {
@@ -51,7 +27,7 @@ def test_layer(layer: Layer, name: str) -> None:
     }
     x = arrays["x"].clone().requires_grad_()
 
-    out = layer(x, config, parameters)
+    out, *_ = reference.moe(x, config, parameters)
     assert_matches(out, arrays["out"], "out")
     balance_loss = golden_fixtures.balance_loss(x, parameters, arrays, meta)
     ((out * arrays["cotangent"]).sum() + balance_loss).backward()
@@ -64,12 +40,11 @@ def test_layer(layer: Layer, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["deepseek3", "deepseek2", "deepseek4_sqrtsoftplus"])
-@pytest.mark.parametrize("module", [reference, ops])
-def test_route(module: Any, name: str) -> None:
+def test_route(name: str) -> None:
     """Here MaxText's scores come before its top-k, so that our routing can be compared alone."""
     arrays, meta = golden_fixtures.load(name)
     config = golden_fixtures.layer_config(arrays, meta)
-    weights, experts, _ = module.route(
+    weights, experts, _ = reference.route(
         (arrays["x"] @ arrays["gate_kernel"]).flatten(0, 1),
         config.top_k,
         score_function=config.score_function,
@@ -84,21 +59,19 @@ def test_route(module: Any, name: str) -> None:
     assert_matches(weights, arrays["topk_weights"].flatten(0, 1), "weights")
 
 
-@pytest.mark.parametrize("module", [reference, ops])
-def test_ragged_kernels(module: Any) -> None:
+def test_ragged_kernels() -> None:
     arrays, meta = golden_fixtures.load("ragged_kernels")
     x, index, weights = arrays["x"], arrays["indices"], arrays["weights"]
     bounds = {"start": meta["start"], "end": meta["end"]}
-    assert_matches(module.ragged_gather(x, index, **bounds), arrays["gather"], "gather")
-    assert_matches(module.ragged_gather(x, index, weights, **bounds), arrays["gather_weighted"], "weighted gather")
-    reduced = module.ragged_gather_reduce(
+    assert_matches(reference.ragged_gather(x, index, **bounds), arrays["gather"], "gather")
+    assert_matches(reference.ragged_gather(x, index, weights, **bounds), arrays["gather_weighted"], "weighted gather")
+    reduced = reference.ragged_gather_reduce(
         x, index, meta["reduce_group_size"], weights, valid=arrays["reduce_mask"].bool()
     )
     assert_matches(reduced, arrays["gather_reduce"], "gather_reduce")
 
 
-@pytest.mark.parametrize("module", [reference, ops])
-def test_permutation(module: Any) -> None:
+def test_permutation() -> None:
     """MaxText sorts the rows that an all-to-all received by a permutation of the valid prefix, and inverts it."""
     arrays, meta = golden_fixtures.load("a2a_sort")
     for permutation, out, gradient in (
@@ -106,18 +79,17 @@ def test_permutation(module: Any) -> None:
         ("revert_indices", "unsort_out", "grad_unsort_in"),
     ):
         x = arrays["x"].clone().requires_grad_()
-        rows = module.ragged_gather(x, arrays[permutation], end=meta["valid_end"])
+        rows = reference.ragged_gather(x, arrays[permutation], end=meta["valid_end"])
         assert_matches(rows, arrays[out], out)
         (rows * arrays["cotangent"]).sum().backward()
         assert_matches(x.grad, arrays[gradient], gradient)
 
 
 @pytest.mark.parametrize("name", ["gmm_full", "gmm_offset"])
-@pytest.mark.parametrize("module", [reference, ops])
-def test_gmm(module: Any, name: str) -> None:
+def test_gmm(name: str) -> None:
     arrays, meta = golden_fixtures.load(name)
     lhs, rhs = arrays["lhs"].requires_grad_(), arrays["rhs"].requires_grad_()
-    out = module.gmm(lhs, rhs, arrays["group_sizes"], group_offset=meta["group_offset"])
+    out = reference.gmm(lhs, rhs, arrays["group_sizes"], group_offset=meta["group_offset"])
     assert_matches(out, arrays["out"], "out")
     out.backward(arrays["cotangent"])
     assert_matches(lhs.grad, arrays["grad_lhs"], "gradient of lhs")
@@ -125,15 +97,14 @@ def test_gmm(module: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["ring_sort_full", "ring_sort_trunc"])
-@pytest.mark.parametrize("module", [reference, ops])
-def test_ring_sort(module: Any, name: str) -> None:
+def test_ring_sort(name: str) -> None:
     """Each of four ranks sorts the rows of its experts; truncated buffers drop the last rows."""
     arrays, meta = golden_fixtures.load(name)
     num_local_experts = meta["E"] // meta["ep"]
     experts = arrays["topk_indices"]
     for rank in range(meta["ep"]):
         valid = arrays["valid"][rank].bool()
-        plan = module.ragged_plan(
+        plan = reference.ragged_plan(
             experts,
             meta["E"],
             first_expert=rank * num_local_experts,
@@ -143,14 +114,14 @@ def test_ring_sort(module: Any, name: str) -> None:
         assert len(plan.slots) == valid.sum()
 
         x = arrays["x"].clone().requires_grad_()
-        rows = module.ragged_sort(x, plan)
+        rows = reference.ragged_sort(x, plan)
         assert_matches(rows, arrays["sorted_out"][rank][valid], "sorted rows")
         rows.backward(arrays["cot_sorted"][rank][valid])
         assert_matches(x.grad, arrays["grad_x_per_shard"][rank], "gradient of x")
 
         rows = arrays["unsort_in"][rank][valid].requires_grad_()
         weights = arrays["topk_weights"].reshape(experts.shape).clone().requires_grad_()
-        out = module.ragged_unsort(rows, plan, weights)
+        out = reference.ragged_unsort(rows, plan, weights)
         assert_matches(out, arrays["unsort_out_per_shard"][rank], "unsorted rows")
         out.backward(arrays["cot_unsort"][rank])
         assert_matches(rows.grad, arrays["grad_unsort_in"][rank][valid], "gradient of rows")

@@ -15,6 +15,7 @@ import argparse
 import ast
 import contextlib
 import fcntl
+import functools
 import hashlib
 import os
 import re
@@ -87,9 +88,14 @@ class Mistake:
         return text[: found[0].start()] + self.wrong + text[found[0].end() :]
 
 
+@functools.lru_cache(maxsize=16)
+def _tree(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
 def _span(text: str, names: Sequence[str]) -> tuple[int, int]:
     """Return where a class or function of a Python source begins and ends; (0, 0) if it is not there."""
-    node: ast.AST | None = ast.parse(text)
+    node: ast.AST | None = _tree(text)
     for name in names:
         scopes = (
             (child for child in ast.walk(node) if isinstance(child, ast.FunctionDef | ast.ClassDef)) if node else ()

@@ -1,13 +1,15 @@
-"""The tables of docs/ are those that its scripts print now, and the scripts draw pictures."""
+"""The tables of docs/ are those that scripts print now, and the scripts of its pictures draw."""
 
-from typing import Any, get_args
+from pathlib import Path
 
 import pytest
 
-from maxmoe.parallel.plan.dispatch_plan import Dispatch
-from maxmoe.sharding.rules import PRESETS
+from benchmarks import device_report
+from benchmarks.published_steps import ROWS
+from maxmoe.costs.search_result import ERRORS
 from support.docs_module import DOCS, docs_module
 
+RESULTS = sorted((DOCS.parent / "benchmarks/device_results").iterdir())
 TABLES = [
     ("dispatch", "dispatch_pictures", "bytes_table"),
     ("layer", "config_table", "config_table"),
@@ -15,7 +17,7 @@ TABLES = [
     pytest.param("optimizers", "optimizer_tables", "traffic", marks=pytest.mark.slow),
     pytest.param("recomputation", "recomputation_tables", "kept", marks=pytest.mark.slow),
     ("sharding", "sharding_tables", "placements"),
-    ("sharding", "sharding_tables", "collectives"),
+    pytest.param("sharding", "sharding_tables", "collectives", marks=pytest.mark.slow),
 ]
 
 
@@ -25,23 +27,29 @@ def test_a_table_is_up_to_date(page: str, script: str, table: str) -> None:
     assert getattr(docs_module(script), table)().strip("\n") + "\n" in (DOCS / f"{page}.md").read_text()
 
 
+@pytest.mark.parametrize("folder", RESULTS, ids=lambda folder: folder.name)
+def test_the_tables_of_a_device_are_up_to_date(folder: Path) -> None:
+    pages = [(DOCS / f"{name}.md").read_text() for name in ("devices", "performance")]
+    tables = device_report.tables(device_report.read(folder))
+    assert tables and not [table for table in tables if not any(table in page for page in pages)]
+
+
+@pytest.mark.slow
+def test_the_table_of_published_steps_is_up_to_date() -> None:
+    lines = (DOCS / "costs.md").read_text().splitlines()
+    assert not [row for row in (published.row() for published in ROWS) if row not in lines]
+    errors = [int(line.split("|")[-2].split()[0]) for line in lines if line.endswith(" % |") and "http" in line]
+    assert (min(errors), max(errors)) == ERRORS  # which a search prints
+
+
 @pytest.mark.parametrize(
-    ("script", "picture", "arguments"),
+    ("script", "picture"),
     [
-        ("concept_pictures", "ragged_picture", []),
-        ("concept_pictures", "routing_picture", []),
-        ("dispatch_pictures", "picture", ["least_loaded"]),
-        ("overview_picture", "picture", []),
-        ("pipeline_pictures", "schedules_picture", []),
-        ("sharding_tables", "picture", ["ep-tp"]),
+        ("concept_pictures", "ragged_picture"),
+        ("concept_pictures", "routing_picture"),
+        ("overview_picture", "picture"),
+        pytest.param("pipeline_pictures", "schedules_picture", marks=pytest.mark.slow),
     ],
 )
-def test_a_picture_is_drawn(script: str, picture: str, arguments: list[Any]) -> None:
-    figure = getattr(docs_module(script), picture)(*arguments)
-    assert any(axes.texts for axes in figure.axes)
-
-
-def test_every_strategy_and_preset_is_described() -> None:
-    dispatch, sharding = ((DOCS / f"{page}.md").read_text() for page in ("dispatch", "sharding"))
-    assert not [name for name in get_args(Dispatch) if f'`"{name}"`' not in dispatch]
-    assert not [path.stem for path in PRESETS.glob("*.yaml") if f"| {path.stem} | " not in sharding]
+def test_a_picture_is_drawn(script: str, picture: str) -> None:
+    assert any(axes.texts for axes in getattr(docs_module(script), picture)().axes)

@@ -1,7 +1,6 @@
 """setup.py before compilation: the versions of torch that it builds for, and the requirement on torch."""
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -96,28 +95,3 @@ def test_the_releases_are_the_same_everywhere() -> None:
     assert f"for version in {' '.join(TORCHES)}; do" in PROJECT
     minors = [f"{major}.{minor}" for major, minor in MINORS]
     assert f"{', '.join(minors[:-1])} or {minors[-1]}" in (ROOT / "README.md").read_text()
-
-
-def test_environments_with_different_torch_share_the_sources(tmp_path: Path) -> None:
-    """An editable installation keeps the files for another torch, and none that belong to an earlier library."""
-    for name in ("setup.py", "pyproject.toml"):
-        shutil.copy(ROOT / name, tmp_path)
-    kept = ["libmaxmoe_torch2_99.so", "torch2.99/_C.a.so", "libmaxmoe_cuda_emulator.so"]
-    built = ["libmaxmoe_torch2_13.so", "torch2.13/_C.a.so"]
-    before = [*kept, *built, "torch2.13/_C.of_another_python.so", "libmaxmoe_cuda.so"]
-    for folder, names, text in (("maxmoe", before, "earlier"), ("lib/maxmoe", built, "built")):
-        for name in names:
-            path = tmp_path / folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
-    code = """
-import setuptools
-from distutils.core import run_setup
-command = run_setup("setup.py", stop_after="init").get_command_obj("build_ext")
-command.build_lib = "lib"
-command.copy_extensions_to_source()
-"""
-    programs.printed(programs.python(code, cwd=tmp_path))
-    package = tmp_path / "maxmoe"
-    found = {str(path.relative_to(package)): path.read_text() for path in package.rglob("*.so")}
-    assert found == dict.fromkeys(kept, "earlier") | dict.fromkeys(built, "built")

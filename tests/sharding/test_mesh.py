@@ -4,13 +4,13 @@ import itertools
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from maxmoe.sharding import Mesh, parse_mesh
+from support.messages import error_of
 from support.run_ranks import fake_rank, run_ranks
 
 
@@ -94,7 +94,8 @@ def test_large_worlds() -> None:
     assert time.process_time() - begin < 5
 
 
-def wait_for_a_rank_that_stays_away() -> float:
+def wait_for_a_rank_that_stays_away(level: dist.DebugLevel) -> float:
+    dist.set_debug_level(level)
     mesh = Mesh({"fsdp": 2, "expert": 2}, timeout=timedelta(seconds=1))
     begin = time.monotonic()
     axis = {1: "fsdp", 2: "expert"}.get(dist.get_rank())  # in groups with rank 3
@@ -104,9 +105,9 @@ def wait_for_a_rank_that_stays_away() -> float:
     return time.monotonic() - begin
 
 
-@pytest.mark.parametrize("debug", [False, True])
-def test_the_timeout_reaches_every_group(debug: bool) -> None:
-    _, *victims, _ = run_ranks(wait_for_a_rank_that_stays_away, 4, debug=debug)
+@pytest.mark.parametrize("level", [dist.DebugLevel.OFF, dist.DebugLevel.DETAIL])
+def test_the_timeout_reaches_every_group(level: dist.DebugLevel) -> None:
+    _, *victims, _ = run_ranks(wait_for_a_rank_that_stays_away, 4, level)
     assert all(0.9 < seconds < 100 for seconds in victims)
 
 
@@ -126,16 +127,10 @@ BAD_SIZES = [
 ]
 
 
-def error_of(make: Callable[[], object]) -> str:
-    with pytest.raises(ValueError) as caught:  # noqa: PT011  the message is tested below
-        make()
-    return str(caught.value)
-
-
 def test_sizes_that_do_not_fit_are_refused_on_every_rank_alike() -> None:
     expected = [message for _, message in BAD_SIZES]
-    assert [error_of(partial(Mesh.planned, sizes, world_size=4)) for sizes, _ in BAD_SIZES] == expected
-    assert run_ranks(lambda: [error_of(partial(Mesh, sizes)) for sizes, _ in BAD_SIZES], 4) == [expected] * 4
+    assert [error_of(Mesh.planned, sizes, world_size=4) for sizes, _ in BAD_SIZES] == expected
+    assert run_ranks(lambda: [error_of(Mesh, sizes) for sizes, _ in BAD_SIZES], 4) == [expected] * 4
 
 
 MESH = Mesh.planned({"fsdp": 2, "expert": 4})
@@ -158,10 +153,7 @@ MESH = Mesh.planned({"fsdp": 2, "expert": 4})
         (MESH.coordinates, "rank must be given on the planned Mesh(fsdp=2, expert=4), got None"),
         (lambda: MESH.coordinates(-1), "rank must be from 0 to 7 on Mesh(fsdp=2, expert=4), got -1"),
         (lambda: MESH.coordinates(8), "rank must be from 0 to 7 on Mesh(fsdp=2, expert=4), got 8"),
-        (
-            lambda: parse_mesh("fsdp=2,expert=2,fsdp=2"),
-            "the mesh axis 'fsdp' is there twice: 'fsdp=2,expert=2,fsdp=2'",
-        ),
+        (lambda: parse_mesh("fsdp=2,expert=2,fsdp=2"), "the mesh axis 'fsdp' is there twice: 'fsdp=2,expert=2,fsdp=2'"),
     ],
 )
 def test_what_a_mesh_needs_and_what_a_planned_mesh_cannot_do(call: Callable[[], object], message: str) -> None:
@@ -174,7 +166,7 @@ def test_sub_meshes_that_are_not_there() -> None:
         for axes in (("one",), ("absent",), ("fsdp", "one"), ()):
             of_mesh = "Mesh(fsdp=2, one=1, expert=4) has no sub-mesh"
             message = f"{of_mesh} of {axes}: its axes larger than one are ('fsdp', 'expert')"
-            assert error_of(partial(mesh.__getitem__, axes)) == message
+            assert error_of(mesh.__getitem__, axes) == message
 
 
 def test_sizes_from_a_command_line() -> None:
@@ -182,4 +174,4 @@ def test_sizes_from_a_command_line() -> None:
         assert parse_mesh(text) == sizes and list(parse_mesh(text)) == list(sizes)
     for part in ("fsdp", "fsdp=", "=2", "fsdp=two", "fsdp=2.0", "fsdp=--2", "fsdp=²", "fsdp:2", " fsdp=2"):
         message = f"a mesh must read like fsdp=2,expert=4, got {part!r} in 'expert=2,{part}'"
-        assert error_of(partial(parse_mesh, f"expert=2,{part}")) == message
+        assert error_of(parse_mesh, f"expert=2,{part}") == message

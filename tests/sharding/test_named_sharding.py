@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from maxmoe.sharding import Mesh, NamedSharding, P, PartitionSpec
 from support.parts import part_by_definition
-from support.run_ranks import fake_rank, run_ranks
+from support.run_ranks import fake_rank
 
 SIZES = {"data": 2, "fsdp": 2, "expert": 4}
 SHAPE = (16, 32)
@@ -103,25 +103,6 @@ def test_dtensors_are_the_part_by_definition(rank: int) -> None:
             placements = NamedSharding(mesh, spec).placements
             laid = distribute_tensor(whole, mesh.device_mesh, placements, src_data_rank=None)
             assert laid.to_local().equal(part_by_definition(whole, spec, mesh)), (spec, placements)
-
-
-def check_every_spec(sizes: dict[str, int]) -> None:
-    """The parts of the ranks by slices and in DTensors, also after gathering over one axis, and the whole tensor."""
-    whole, mesh = numbered(*SHAPE), Mesh(sizes)
-    for spec in all_specs(mesh, SHAPE):
-        sharding, part = NamedSharding(mesh, spec), part_by_definition(whole, spec, mesh)
-        assert whole[sharding.slices(SHAPE)].equal(part), spec
-        laid = distribute_tensor(whole, mesh.device_mesh, sharding.placements, src_data_rank=None)
-        assert laid.to_local().equal(part), spec
-        assert laid.full_tensor().equal(whole), spec
-        for axis in sorted(axis for axes in spec for axis in axes):
-            rest = NamedSharding(mesh, spec.without(axis))
-            gathered = laid.redistribute(placements=rest.placements).to_local()
-            assert gathered.equal(part_by_definition(whole, rest.spec, mesh)), (spec, axis)
-
-
-def test_real_ranks_hold_their_part_and_give_it_back() -> None:
-    run_ranks(check_every_spec, 4, {"one": 1, "fsdp": 2, "expert": 2})
 
 
 def test_placements_of_axes_in_and_out_of_the_order_of_the_mesh() -> None:

@@ -90,8 +90,7 @@ def test_running_and_planning_agree(call: Callable[..., Any]) -> None:
 
 class Own(nn.Module):
     declaration = Declaration(
-        logical_names={"rows": ("rows", None), "absent": ("columns",)},
-        tensor_parallel_dims={"parts": 2},
+        logical_names={"rows": ("rows", None), "absent": ("columns",)}, tensor_parallel_dims={"parts": 2}
     )
     absent = None
 

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -29,9 +28,3 @@ class Outer(nn.Module):
         self.extra = None
         self.scale = nn.Parameter(torch.randn(()))
         self.declaration = Declaration(logical_names=names)
-
-
-def error_of(call, *arguments: Any, **options: Any) -> str:
-    with pytest.raises(ValueError) as caught:  # noqa: PT011  the message is tested below
-        call(*arguments, **options)
-    return str(caught.value)

@@ -50,11 +50,7 @@ FAILURES = [
 
 
 def outcomes(
-    folder: Path,
-    train: Callable[[], None],
-    world_size: int = 4,
-    timeout: float = ENOUGH,
-    patience: float = PATIENCE,
+    folder: Path, train: Callable[[], None], world_size: int = 4, timeout: float = ENOUGH, patience: float = PATIENCE
 ) -> dict[int, tuple[float, str]]:
     """Run a training loop on all ranks; return, by rank, its error and the seconds from the failure to the error.
 

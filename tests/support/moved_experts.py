@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -12,14 +11,9 @@ from maxmoe.parallel.dispatch import expert_moves, least_loaded
 from maxmoe.parallel.dispatch.lent_experts import LentExperts
 
 
-def make_moves_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sending weights costs nothing: they are sent to save a few rows if a rank has more rows than the bound."""
-    monkeypatch.setattr(least_loaded, "FLOP_PER_BYTE", {"cpu": 0, "cuda": 0})
-
-
 @contextmanager
 def free_moves() -> Iterator[None]:
-    """Do the same on this rank."""
+    """Sending weights costs nothing: they are sent to save a few rows if a rank has more rows than the bound."""
     with patch.object(least_loaded, "FLOP_PER_BYTE", {"cpu": 0, "cuda": 0}):
         yield
 
@@ -27,12 +21,10 @@ def free_moves() -> Iterator[None]:
 @contextmanager
 def moving_experts(expected: bool) -> Iterator[None]:
     """Move experts for every row above the mean; this rank must take part in a move if and only if `expected`."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        make_moves_free(monkeypatch)
-        monkeypatch.setattr(expert_moves, "TRIED_PERCENT", (100,))
-        with patch.object(LentExperts, "compute", autospec=True, side_effect=LentExperts.compute) as lent:
-            yield
-        assert lent.called == expected
+    compute = patch.object(LentExperts, "compute", autospec=True, side_effect=LentExperts.compute)
+    with free_moves(), patch.object(expert_moves, "TRIED_PERCENT", (100,)), compute as lent:
+        yield
+    assert lent.called == expected
 
 
 @contextmanager

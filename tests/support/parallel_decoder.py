@@ -110,8 +110,7 @@ VARIANTS = {
         ),
     ),
     "latent experts, and experts that compute nothing": replace(
-        CONFIG,
-        moe=replace(MOE, latent_size=4, zero_computation=ZeroComputation(zero=1, copy=2, constant=3), top_k=4),
+        CONFIG, moe=replace(MOE, latent_size=4, zero_computation=ZeroComputation(zero=1, copy=2, constant=3), top_k=4)
     ),
     "latent experts alone": replace(
         CONFIG, moe=replace(MOE, latent_size=4, num_shared_experts=0, shared_expert_gate=False)

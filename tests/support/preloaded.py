@@ -1,19 +1,22 @@
-"""Imported once, by the process that ranks of tests are forked from: what most of them import."""
+"""Imported once, by the process that ranks of tests are forked from: what takes long, and what most of them import."""
 
 import importlib
 
+import functorch.compile  # noqa: F401  torch.compile imports it at its first use
+import peft  # noqa: F401
 import pytest  # noqa: F401, the main module of the process that ranks belong to
 import torch._dynamo  # noqa: F401
-import transformers  # noqa: F401
 
 import maxmoe.parallel
 import maxmoe.pipelining  # noqa: F401
 from maxmoe.ranks.rank_processes import PRELOADED
 from maxmoe.sharding import LogicalRules
 from maxmoe.sharding.rules import PRESETS
-from support import run_ranks  # noqa: F401
+from support import dispatched_layer, run_ranks, staged_decoder, trained_decoders  # noqa: F401
+from support.small_models import import_models
 
 for module in PRELOADED:
     importlib.import_module(module)
+import_models("gpt_oss", "mixtral", "qwen3_moe")
 for preset in PRESETS.glob("*.yaml"):
     LogicalRules.load(preset.stem)  # keeps the rules: parsed once

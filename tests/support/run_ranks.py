@@ -54,19 +54,11 @@ def start_server() -> None:
 
 
 def run_ranks(
-    function: Callable[..., Any],
-    world_size: int,
-    *arguments: Any,
-    timeout: float = 60.0,
-    deadline: float = 120.0,
-    debug: bool = False,
+    function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 60.0, deadline: float = 120.0
 ) -> list[Any]:
-    """Call a function on every rank, closures included, and return the results by rank; see `RankProcesses`.
-
-    `debug` compares the collectives of all ranks before they run, which takes half as much time again.
-    """
+    """Call a function on every rank, closures included, and return the results by rank; see `RankProcesses`."""
     __tracebackhide__ = True  # by pytest
-    ranks = rank_processes(timeout, deadline, debug)
+    ranks = rank_processes(timeout, deadline)
     return [pickle.loads(result) for result in ranks.run(call, world_size, ByValue(function), ByValue(arguments))]
 
 
@@ -77,19 +69,17 @@ def run_alone(function: Callable[..., Any], *arguments: Any, deadline: float = 1
     return pickle.loads(process.run_alone(call, ByValue(function), ByValue(arguments)))
 
 
-def rank_processes(timeout: float, deadline: float, debug: bool = False) -> RankProcesses:
+def rank_processes(timeout: float, deadline: float) -> RankProcesses:
     """Return processes that begin in the state of this test."""
     start_server()
-    state = debug, os.getcwd(), warnings.filters
-    return RankProcesses(timeout=timeout, deadline=deadline, prepare=partial(prepare, *state))
+    return RankProcesses(timeout=timeout, deadline=deadline, prepare=partial(prepare, os.getcwd(), warnings.filters))
 
 
-def prepare(debug: bool, folder: str, filters: list[Any]) -> None:
+def prepare(folder: str, filters: list[Any]) -> None:
     """Initialize the process of a rank."""
     os.chdir(folder)
     warnings.filters[:] = filters  # type: ignore[index]
     torch.default_generator.manual_seed(0)
-    dist.set_debug_level(dist.DebugLevel.DETAIL if debug else dist.DebugLevel.OFF)
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 

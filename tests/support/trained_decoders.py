@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils.checkpoint import checkpoint
 
 import maxmoe
 from maxmoe import MoEStats, StatsAccumulator, quantize_experts
@@ -82,6 +83,13 @@ def partly_frozen(config: DecoderConfig = BLOCK) -> nn.Module:
     model = decoder(config)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("router" not in name and "embedding" not in name)
+    return model
+
+
+def embedding_alone(config: DecoderConfig = BLOCK) -> nn.Module:
+    """A decoder of which only the embedding is trained."""
+    model = decoder(config).requires_grad_(False)
+    model.embedding.requires_grad_(True)
     return model
 
 
@@ -210,6 +218,28 @@ def scaled(model: Any, part: Part) -> Results:
         scales.append((scaler.get_scale(), scaler.state_dict()["_growth_tracker"]))
     assert scales[-3:] == [(2.0**7, 0), (2.0**7, 1), (2.0**8, 0)]
     return Results(of_all={"scales": torch.tensor(scales)})
+
+
+def checkpointed(model: Any, part: Part) -> Results:
+    """Two steps; torch ends the recomputation by an exception when it has all tensors that the backward needs."""
+    tokens, targets = map(part, batch())
+    descent = LocalSGD(model)
+    for _ in range(2):
+        model.zero_grad()
+        output = checkpoint(model, tokens, use_reentrant=False)
+        loss(output, targets).backward()
+        descent.step()
+    return of(output)
+
+
+def stepped_between(model: Any, part: Part) -> Results:
+    """An optimizer steps between a forward and its backward, which does not need the values of an embedding."""
+    tokens, targets = map(part, batch())
+    first, second = loss(model(tokens), targets), loss(model(tokens), targets)
+    first.backward()
+    torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.1).step()
+    second.backward()
+    return Results()
 
 
 def with_adamw(model: Any, part: Part) -> Results:

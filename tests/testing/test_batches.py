@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from maxmoe.testing.batches import have_same_tensors, micro_batches
-from support.compared_models import Case, ddp, make_batch
-from support.forked_comparison import compare
+from testing.compared_models import Case, compare, ddp, make_batch
 
 
 class Fields(UserDict[str, Tensor]):

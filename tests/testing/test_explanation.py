@@ -14,13 +14,15 @@ from torch.nn.parallel import DistributedDataParallel
 from maxmoe.testing import RankComparison
 from maxmoe.testing.comparison import compare_output
 from maxmoe.testing.layout import Entries, matching_names
-from support.compared_models import (
+from testing.compared_models import (
     BATCH,
     REPLICATED,
     WIDTH,
     Case,
     alone,
     build,
+    build_feed_forward,
+    compare,
     ddp,
     expert_parallel,
     loss,
@@ -29,8 +31,6 @@ from support.compared_models import (
     share_of_loss,
     whole_batch,
 )
-from support.forked_comparison import compare
-from support.wrong_training import build_feed_forward
 
 MISSING = "missing reduction (mean) over all ranks: each rank has only its own gradient"
 

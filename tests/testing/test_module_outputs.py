@@ -7,9 +7,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from support.compared_models import WIDTH, Case, build, same_batch
-from support.forked_comparison import compare
-from support.parallel_by_hand import Dense, SumOfParts, dense_loss, split_features
+from testing.compared_models import (
+    WIDTH,
+    Case,
+    Dense,
+    SumOfParts,
+    build,
+    compare,
+    dense_loss,
+    same_batch,
+    split_features,
+)
 
 
 class RowParallel(Dense):

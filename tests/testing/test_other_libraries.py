@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from support.compared_models import Case
-from support.forked_comparison import compare
 from support.small_models import import_models, model_of
+from testing.compared_models import Case, compare
 
 import_models("mixtral", "qwen3_moe", "gpt_oss")
 IDS = torch.randint(0, 32, (8, 6), generator=torch.Generator().manual_seed(1))

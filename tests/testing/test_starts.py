@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from support.compared_models import Case, Model, build, ddp
-from support.forked_comparison import compare
+from testing.compared_models import Case, Model, build, compare, ddp
 
 
 def test_a_random_model_is_told_apart() -> None:

@@ -16,9 +16,21 @@ from torch.distributed.fsdp import fully_shard
 
 from maxmoe.ranks.failures import RankError
 from maxmoe.testing import compare_ranks
-from support.compared_models import Case, Model, Terms, Update, alone, build, ddp, loss, make_batch, same_batch
-from support.forked_comparison import compare
-from support.parallel_by_hand import Dense, dense_loss
+from testing.compared_models import (
+    Case,
+    Dense,
+    Model,
+    Terms,
+    Update,
+    alone,
+    build,
+    compare,
+    ddp,
+    dense_loss,
+    loss,
+    make_batch,
+    same_batch,
+)
 
 
 def fail_on_rank_1(model: nn.Module) -> nn.Module:

@@ -14,7 +14,6 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from maxmoe.integrations.transformers import replace_moe_blocks
-from support.programs import printed, python
 from support.replaced_models import IDS, PRESETS, assert_equal, replaced, small_model
 
 # F = D, where a transposed matrix has the same shape.
@@ -51,31 +50,6 @@ def test_names_and_folders_are_those_of_transformers(preset: str, tmp_path: Path
     assert not any(map(len, info.values())), info
     assert_equal(model.state_dict(), ours.state_dict())
     assert all("maxmoe" not in file.read_text() for file in tmp_path.glob("*.json"))
-
-
-# In a process that cannot import this library.
-READ = """
-import sys
-sys.modules["maxmoe"] = None
-import torch, transformers
-for name in sys.argv[1:]:
-    (architecture,) = transformers.AutoConfig.from_pretrained(name).architectures
-    model, info = getattr(transformers, architecture).from_pretrained(name, output_loading_info=True)
-    assert not any(map(len, info.values())), info
-    torch.save(model.state_dict(), f"{name}/read.pt")
-"""
-
-
-@pytest.mark.slow
-def test_folders_are_read_without_this_library(tmp_path: Path) -> None:
-    expected = {}
-    for preset in PRESETS:
-        model = replaced(preset).bfloat16()
-        model.save_pretrained(tmp_path / preset)
-        expected[preset] = model.state_dict()
-    printed(python(READ, *(str(tmp_path / preset) for preset in PRESETS)))
-    for preset, value in expected.items():
-        assert_equal(torch.load(tmp_path / preset / "read.pt"), value)
 
 
 def test_published_names_that_do_not_fit_are_errors(tmp_path: Path) -> None:

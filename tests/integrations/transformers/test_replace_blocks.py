@@ -112,11 +112,7 @@ def test_nllb_moe_is_refused_because_its_router_selects_among_two_experts() -> N
     sizes = {"d_model": 16, "encoder_ffn_dim": 10, "decoder_ffn_dim": 10, "vocab_size": 32, "num_experts": 6}
     layers = {"encoder_layers": 1, "decoder_layers": 1, "encoder_sparse_step": 1, "decoder_sparse_step": 1}
     heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "router_dtype": "float32"}
-    model: Any = NllbMoeForConditionalGeneration(NllbMoeConfig(**sizes, **layers, **heads)).eval()
-    model(input_ids=IDS, labels=IDS).loss.backward()
-    experts = model.model.encoder.layers[0].ffn.experts
-    used = [name for name in experts if name != "token_dropout" and experts[name].fc1.weight.grad is not None]
-    assert used == ["expert_0", "expert_1"]
+    model = NllbMoeForConditionalGeneration(NllbMoeConfig(**sizes, **layers, **heads))
     with pytest.raises(ValueError, match=r"cannot be replaced: model_type 'nllb-moe' .*: NllbMoeExperts of"):
         replace_moe_blocks(model)
 

@@ -10,7 +10,6 @@ import pytest
 pytest.importorskip("transformers")
 
 from maxmoe.integrations.transformers import _version
-from support.programs import python
 
 
 @pytest.mark.parametrize("installed", ["4.57.6", "5.19.0", "5.9.0.dev0", None])
@@ -25,21 +24,6 @@ def test_an_old_or_missing_transformers_is_refused(installed: str | None) -> Non
 def test_a_newer_transformers_is_taken(installed: str) -> None:
     with patch.object(metadata, "version", return_value=installed):
         _version.check_version()
-
-
-@pytest.mark.slow
-def test_without_the_import_the_implementation_is_not_known() -> None:
-    """The error that docs/troubleshooting.md explains."""
-    code = """
-import maxmoe
-from transformers import MixtralConfig, MixtralForCausalLM
-config = MixtralConfig(hidden_size=8, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1, vocab_size=8)
-try:
-    MixtralForCausalLM(config).set_experts_implementation("maxmoe")
-except ValueError as error:
-    print(error)
-"""
-    assert '`experts_implementation="maxmoe"` is not supported' in python(code).stdout
 
 
 def test_the_extra_asks_for_the_tested_versions() -> None:

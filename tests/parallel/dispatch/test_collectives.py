@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import maxmoe
+from maxmoe import MoE
 from maxmoe.parallel import parallelize
 from maxmoe.parallel.dispatch import all_gather_rows, ragged_all_to_all, reduce_scatter_rows
 from maxmoe.parallel.dispatch import collectives as dispatch_collectives
@@ -23,6 +24,7 @@ from maxmoe.parallel.dispatch.collectives import all_gather_counts
 from maxmoe.parallel.plan.dispatch_plan import STRATEGIES, Dispatch
 from maxmoe.sharding import Mesh
 from support.dispatched_layer import FAMILIES, make_batch, make_layer, take_step
+from support.moved_experts import free_moves
 from support.run_ranks import fake_rank, run_cases, run_ranks
 
 COUNTS = [(2, 2, 2, 2), (3, 0, 1, 5), (0, 0, 4, 0), (0, 0, 0, 0)]
@@ -153,6 +155,24 @@ def test_what_nobody_waits_for_is_freed() -> None:
         return sum(type(found) is Tensor and found.shape == (6, 7) for found in gc.get_objects())
 
     assert run_ranks(check, 2) == [0, 0]
+
+
+def test_a_step_leaves_no_process_group_and_no_tensor() -> None:
+    batch = make_batch(FAMILIES["mixtral"], "three quarters to one expert")
+
+    def remains(layer: MoE) -> tuple[int, int]:
+        with free_moves():
+            take_step(layer, batch)
+        gc.collect()
+        tensors = [type(found) for found in gc.get_objects() if issubclass(type(found), Tensor)]
+        return len(dist.distributed_c10d._world.pg_map), len(tensors)
+
+    def check(dispatch: Dispatch) -> None:
+        layer = parallelize(make_layer(FAMILIES["mixtral"]), Mesh({"expert": 2}), "ep-as-dp", dispatch=dispatch)
+        left = [remains(layer) for _ in range(4)]
+        assert any(before >= after for before, after in itertools.pairwise(left)), left
+
+    run_cases(check, 2, [(dispatch,) for dispatch in STRATEGIES])
 
 
 @pytest.mark.parametrize(

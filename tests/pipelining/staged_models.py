@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from maxmoe import MoEConfig, MoEFeedForward, ZeroComputation, quantize_experts
@@ -18,6 +17,7 @@ from maxmoe.parallel import Declaration, PipelineParts
 from support import staged_decoder
 from support.small_models import import_models, model_of
 from support.staged_decoder import DEEPSEEK, LENGTH, MOE, TWO_BLOCKS, Step, batch, config, decoder, step_of
+from support.trained_decoders import add_adapters
 
 import_models("mixtral", "gpt_oss")
 
@@ -47,11 +47,7 @@ def adapted(config: DecoderConfig, format: str | None = None) -> nn.Module:
     model: Any = decoder(config)
     if format is not None:
         quantize_experts(model.requires_grad_(False), format)
-    torch.manual_seed(3)
-    experts = [f"experts.{name}_proj" for name in ("gate", "up", "down")]
-    options: Any = {"target_modules": [], "target_parameters": experts, "init_lora_weights": False}
-    wrapped = get_peft_model(model, LoraConfig(r=3, lora_alpha=5, **options)).to(torch.float64)
-    return wrapped.base_model.model
+    return add_adapters(model).base_model.model
 
 
 def of_transformers(preset: str) -> Subject:

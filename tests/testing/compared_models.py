@@ -1,6 +1,7 @@
-"""A small model with experts in plain torch, ways to train it on several ranks, and mistakes in them."""
+"""Small models in plain torch, ways to train them on several ranks, and `compare_ranks` of them."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
+
+from maxmoe import MoEConfig, MoEFeedForward
+from maxmoe.testing import RankComparison
+from maxmoe.testing.measurement import Training
+from maxmoe.testing.training_runs import Run
+from support.run_ranks import ByValue, rank_processes
 
 BATCH, LENGTH, WIDTH, EXPERTS, MICRO_BATCHES = 24, 5, 8, 8, 3
 # Parameters that expert parallelism leaves whole on every rank.
@@ -206,13 +213,78 @@ class Case(NamedTuple):
     steps: int = 1
 
 
-FIRST = "last.bias"  # the first gradient in the order of the backward
+def compare(case: Case, timeout: float = 60.0, dtype: torch.dtype | None = None) -> RankComparison:
+    """Call `compare_ranks`, also with functions that have no name in a module."""
+    __tracebackhide__ = True  # by pytest
+    functions = case.build, case.parallelize, case.make_batch, case.loss, case.step, case.make_update
+    training = Training(*(function and ByValue(function) for function in functions), case.steps)  # type: ignore[call-arg]
+    return Run(training, case.num_ranks, dtype, None, rank_processes(timeout, timeout)).compare()
 
 
-class Mistake(NamedTuple):
-    """A case with a mistake, and what must be found."""
+# Models without routing, and tensor parallelism with ordinary tensors and collectives
 
-    case: Case
-    explanation: str
-    first_wrong: str = FIRST
-    place: str = ""  # in several steps, such as "in step 2"
+
+class Dense(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(self.norm(x))))
+
+
+build_dense = partial(build, Dense)
+
+
+def dense_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+class SumOfParts(torch.autograd.Function):
+    """All-reduce whose result is used on every rank: its backward is the identity."""
+
+    @staticmethod
+    def forward(_context: Any, x: Tensor) -> Tensor:
+        return fc.all_reduce(x, "sum", dist.group.WORLD).wait()
+
+    @staticmethod
+    def backward(_context: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class SameOnRanks(torch.autograd.Function):
+    """Identity whose backward is an all-reduce."""
+
+    @staticmethod
+    def forward(_context: Any, x: Tensor) -> Tensor:
+        return x
+
+    @staticmethod
+    def backward(_context: Any, gradient: Tensor) -> Tensor:
+        return fc.all_reduce(gradient.contiguous(), "sum", dist.group.WORLD).wait()
+
+
+def split_features(model: Any) -> Any:
+    """Keep this rank's hidden features, as ordinary parameters."""
+    rank, count = dist.get_rank(), dist.get_world_size()
+    for layer, name, dim in ((model.up, "weight", 0), (model.up, "bias", 0), (model.down, "weight", 1)):
+        setattr(layer, name, nn.Parameter(getattr(layer, name).detach().chunk(count, dim)[rank].clone()))
+    return model
+
+
+def tensor_parallel_by_hand(model: Any) -> nn.Module:
+    def forward(x: Tensor) -> Tensor:
+        hidden = F.gelu(model.up(SameOnRanks.apply(model.norm(x))))
+        return SumOfParts.apply(hidden @ model.down.weight.mT) + model.down.bias
+
+    split_features(model).forward = forward
+    return model
+
+
+def build_feed_forward(scope: Any = "batch") -> nn.Module:
+    """A layer whose backward adds the gradient of its auxiliary loss."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 4, "num_experts": 4, "top_k": 2}
+    config = MoEConfig(**sizes, load_balance_loss_weight=0.1, load_balance_scope=scope)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), MoEFeedForward(config))
