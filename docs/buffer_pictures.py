@@ -15,7 +15,7 @@ from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.sharding import Mesh
 
 PICTURE = Path(__file__).parent / "how_to" / "buffers.png"
-NUM_RANKS, LENGTH = 8, 4096
+NUM_RANKS, LENGTH = 4, 2048
 DISPATCHES: tuple[Dispatch, ...] = ("ragged_all_to_all", "ring_of_experts")
 BUFFERS: dict[str, tuple[dict[str, Any], str, str]] = {
     "no buffer": ({}, "#b5541c", "-"),
@@ -26,9 +26,9 @@ BUFFERS: dict[str, tuple[dict[str, Any], str, str]] = {
 
 def peak(dispatch: Dispatch, imbalance: float, buffer: dict[str, Any]) -> float:
     """GiB of activations and temporary tensors on the rank with the most rows."""
-    moe = MoEConfig(hidden_size=2048, intermediate_size=1024, num_experts=64, top_k=8, **buffer)
+    moe = MoEConfig(hidden_size=1024, intermediate_size=512, num_experts=32, top_k=8, **buffer)
     config = DecoderConfig(
-        vocab_size=1024, hidden_size=2048, num_layers=16, num_heads=16, max_sequence_length=LENGTH, moe=moe
+        vocab_size=1024, hidden_size=1024, num_layers=16, num_heads=16, max_sequence_length=LENGTH, moe=moe
     )
     memory = estimate(
         Decoder(config, device="meta"),
@@ -42,7 +42,7 @@ def peak(dispatch: Dispatch, imbalance: float, buffer: dict[str, Any]) -> float:
     return (memory["activations"] + memory["temporary"]) / 2**30
 
 
-def picture(imbalances: tuple[float, ...] = (1, 1.2, 1.5, 2, 3, 4, 6, 8)) -> Figure:
+def picture(imbalances: tuple[float, ...] = (1, 1.25, 1.3, 2, 3, 4)) -> Figure:
     """A panel for each dispatch, a line for each buffer."""
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     for dispatch, axes in zip(DISPATCHES, figure.subplots(1, 2, sharey=True), strict=True):
