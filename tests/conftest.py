@@ -14,7 +14,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONP
 import pytest
 import torch
 
-pytest.register_assert_rewrite("support")
+pytest.register_assert_rewrite("support", "fuzz", "ranks")
 
 EMULATOR = Path(__file__).parents[1] / "maxmoe/libmaxmoe_cuda_emulator.so"
 

@@ -51,9 +51,9 @@ def test_recomputed_and_replayed(name: str) -> None:
 
 COMPILED = [
     ("hash", "capacity"),
-    ("muse_spark", "sparse"),
     ("inkling, zero computation", "sparse"),
-    ("zaya", "dense"),
+    pytest.param("muse_spark", "sparse", marks=pytest.mark.slow),
+    pytest.param("zaya", "dense", marks=pytest.mark.slow),
     pytest.param("gpt_oss", "buffer", marks=pytest.mark.slow),
     pytest.param("llama4", "capacity", marks=pytest.mark.slow),
     pytest.param("zero by logits", "sparse", marks=pytest.mark.slow),
@@ -70,7 +70,7 @@ def test_compiled_as_one_graph(name: str, compute: str) -> None:
     assert_same(outcome(layer, x, compile_whole(layer, "aot_eager")), outcome(layer, x), 1e-12)
 
 
-def test_compiled_with_padding(path: str) -> None:
+def test_compiled_with_padding() -> None:
     layer = make(**DEEPSEEK)
     x, mask = tokens(layer, 2, 6), torch.tensor([[0, 1, 1, 0, 1, 0], [1, 0, 0, 1, 0, 1]]).bool()
     compiled = compile_whole(layer, "aot_eager")

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from maxmoe.optim import Muon, parameter_groups
+from optim.muon_by_definition import muon_by_definition
 from support.moe_layers import make
-from support.muon_by_definition import muon_by_definition
 from support.parts import assert_same
 
 OPTIONS: list[dict[str, Any]] = [

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from maxmoe.optim.newton_schulz import COEFFICIENT_SETS, fast_dtype, orthogonalize, steps_of
-from support.muon_by_definition import orthogonalized
+from optim.muon_by_definition import orthogonalized
 from support.parts import assert_same
 
 # Singular values after 5 steps of matrices whose smallest one is 1e-2 of the norm, and what rounding adds to it.

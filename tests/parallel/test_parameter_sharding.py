@@ -8,8 +8,8 @@ from torch import nn
 
 from maxmoe.parallel import logical_names, parameter_shardings
 from maxmoe.sharding import LogicalRules, Mesh, P
+from parallel.declared_modules import MESH, RULES, Outer
 from support import small_decoder
-from support.declared_modules import MESH, RULES, Outer
 from support.messages import error_of
 from support.parallel_decoder import layouts
 

@@ -13,7 +13,7 @@ from maxmoe.models import Decoder
 from maxmoe.models.blocks import FeedForward
 from maxmoe.parallel import parallelize, parameter_shardings, shard_parameters
 from maxmoe.sharding import LogicalRules, Mesh, NamedSharding, P, redistribute
-from support.declared_modules import MESH, RULES, Inner, Outer
+from parallel.declared_modules import MESH, RULES, Inner, Outer
 from support.messages import error_of
 from support.parallel_decoder import CONFIG, MOE
 from support.parts import assert_same, laid, part_by_definition, whole_tensor

@@ -18,7 +18,7 @@ from maxmoe.parallel import Declaration, PipelineParts, parallelize
 from maxmoe.pipelining import Pipeline, pipeline
 from maxmoe.sharding import Mesh
 from pipelining.staged_models import BY_IDS, Model, Scaled, X, squares
-from support.failing_ranks import FAILURES, TIMEOUT, check_rank_2_is_named, outcomes, patience_with
+from ranks.failing_ranks import FAILURES, TIMEOUT, check_rank_2_is_named, outcomes, patience_with
 from support.messages import error_of
 from support.run_ranks import run_ranks
 from support.staged_decoder import batch, config, decoder, loss, staged

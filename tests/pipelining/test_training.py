@@ -42,23 +42,14 @@ LATENT = replace(
 
 
 def muon(model: nn.Module) -> torch.optim.Optimizer:
+    """Muon for matrices, and AdamW for the rest."""
     return Muon(parameter_groups(model), lr=1e-2, ns_dtype=torch.float64)
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-@pytest.mark.parametrize(
-    ("make_optimizer", "config"),
-    [
-        pytest.param(adamw, LATENT, id="adamw, latent, copy and constant experts"),
-        pytest.param(muon, TWO_BLOCKS, id="muon, deepseek_v3", marks=pytest.mark.slow),
-    ],
-)
-def test_training_steps_with_clipping_and_correction_biases(make_optimizer: Any, config: DecoderConfig) -> None:
-    norms, model = [], decoder(config)
-    optimizer = make_optimizer(model)
+def test_training_steps_with_clipping_and_correction_biases() -> None:
+    """Also of latents, and of experts that copy or are constant."""
+    norms, model = [], decoder(LATENT)
+    optimizer = muon(model)
     for _ in range(2):
         optimizer.zero_grad()
         step = step_of(model, *batch())
@@ -70,8 +61,8 @@ def test_training_steps_with_clipping_and_correction_biases(make_optimizer: Any,
 
     def check() -> None:
         mesh = Mesh({"stage": 2, "expert": 2})
-        run = staged(config, mesh)
-        optimizer = make_optimizer(run.model)
+        run = staged(LATENT, mesh)
+        optimizer = muon(run.model)
         for norm in norms:
             optimizer.zero_grad()
             found = run.step(*part_of_micro_batches(batch(), mesh))
@@ -79,7 +70,7 @@ def test_training_steps_with_clipping_and_correction_biases(make_optimizer: Any,
             optimizer.step()
             run.update_correction_bias(found.stats)
         for key, value in run.model.state_dict().items():
-            assert_same(whole(value), expected[key], key, tolerance=1e-10)
+            assert_same(whole(value), expected[key], key, tolerance=1e-9)
 
     run_ranks(check, 4)
 

@@ -23,7 +23,7 @@ from maxmoe.parallel import RankError, watch_ranks
 from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.ranks.failures import STORE_IS_GONE, Watch, first_line, is_lost_connection
 from maxmoe.sharding import Mesh
-from support.failing_ranks import (
+from ranks.failing_ranks import (
     ENOUGH,
     FAILURES,
     PATIENCE,

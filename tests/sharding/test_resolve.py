@@ -8,7 +8,7 @@ import re
 import pytest
 
 from maxmoe.sharding import DroppedAxis, LogicalRules, P, PartitionSpec, logical_to_mesh_axes, resolve
-from support.golden_sharding import golden_tables
+from sharding.golden_sharding import golden_tables
 
 TABLES = golden_tables()
 AXES = ("data", "fsdp", "context", "tensor", "expert")

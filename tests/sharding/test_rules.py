@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from maxmoe.sharding import LogicalRules
-from support.golden_sharding import golden_tables
+from sharding.golden_sharding import golden_tables
 from support.memory import at_most
 
 NAMES = sorted(path.stem for path in (Path(__file__).parents[2] / "maxmoe/sharding/presets").glob("*.yaml"))

@@ -20,6 +20,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from maxmoe.integrations.transformers import experts as implementation
 from support.named import named
 from support.operator_checks import compile_whole
+from support.slow_cases import by_default
 from support.transformers_experts import (
     HIDDEN_SIZE,
     INTERMEDIATE_SIZE,
@@ -42,7 +43,7 @@ each_kind = pytest.mark.parametrize("model", KINDS)
 
 
 @pytest.mark.parametrize("model", families.models())
-def test_equals_the_code_of_the_family(path: str, model: str) -> None:
+def test_equals_the_code_of_the_family(model: str) -> None:
     classes = families.experts_classes(model)
     assert classes
     for experts_class, (dtype, tolerance) in product(classes, ((torch.float64, 1e-12), (torch.float32, 3e-5))):
@@ -83,7 +84,7 @@ def test_the_table_is_up_to_date() -> None:
 
 
 @pytest.mark.parametrize("act_fn", [ACT2FN["silu"], ACT2FN["mish"]], ids=["known", "unknown"])
-def test_every_declared_layout(path: str, act_fn: Any) -> None:
+def test_every_declared_layout(act_fn: Any) -> None:
     for values in product([False, True], repeat=len(FLAGS)):
         flags = dict(zip(FLAGS, values, strict=True))
         with named(flags):
@@ -178,7 +179,7 @@ def test_autocast_returns_the_dtype_of_its_input(model: str, dtype: torch.dtype)
         assert_equals_eager(experts, routed(dtype, torch.float32), 0.03)
 
 
-@each_kind
+@pytest.mark.parametrize("model", by_default(KINDS, {"gpt_oss", "nemotron_h"} & {*KINDS}))
 def test_compiles_without_graph_breaks(model: str) -> None:
     experts = small(families.experts_classes(model)[0])
     inputs = routed(torch.float64)
