@@ -250,5 +250,5 @@ def _values(stats: MoEStats) -> Tensor:
     most, busiest = load.max(0)
     mean = load.double().mean().clamp_min(1e-20)
     values = (most / mean, least / mean, (load == 0).sum(), stats.router_entropy, stats.dropped, busiest, idlest)
-    of_buffer = (load.new_zeros(()) if value is None else value for value in stats[3:])
+    of_buffer = stats[3:] or (load.new_zeros(()), load.new_zeros(()))
     return torch.stack([value.double() for value in (*values, *of_buffer)])

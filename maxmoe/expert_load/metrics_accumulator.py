@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from maxmoe._torch import never_compiled
-from maxmoe.expert_load.stats import MoEStats
+from maxmoe.expert_load.stats import BoundedMoEStats, MoEStats
 from maxmoe.expert_load.step_counts import StepCounts
 from maxmoe.recompute.attached_gradient import with_gradient
 
@@ -24,10 +24,10 @@ def packed(aux_loss: Tensor, stats: MoEStats) -> Tensor:
     return torch.cat([torch.stack([scalar.double() for scalar in scalars]), stats.tokens_per_expert.double()])
 
 
-def unpacked(sums: Tensor, use: Tensor) -> tuple[Tensor, Tensor, MoEStats]:
+def unpacked(sums: Tensor, use: Tensor) -> tuple[Tensor, Tensor, BoundedMoEStats]:
     """Return the number of forwards ``()``, the sum of their auxiliary losses ``()``, and their statistics."""
     calls, aux_loss, dropped, entropy = sums[:4].unbind()
-    stats = MoEStats(sums[4:].long(), dropped.long(), entropy / calls.clamp_min(1), use[0], use[1].long())
+    stats = BoundedMoEStats(sums[4:].long(), dropped.long(), entropy / calls.clamp_min(1), use[0], use[1].long())
     return calls, aux_loss, stats
 
 
@@ -42,7 +42,7 @@ class UseOfBuffer:
 
     def add(self, stats: MoEStats) -> None:
         """Add the statistics of a forward."""
-        if stats.required_buffer_factor is None or stats.overflowed is None:
+        if not isinstance(stats, BoundedMoEStats):
             return
         use = torch.stack([stats.required_buffer_factor, stats.overflowed.double()])
         if self._use is not None:
@@ -93,7 +93,7 @@ class MetricsAccumulator:
         if histogram is not None:
             summand = torch.cat([summand, histogram.flatten()])
         hidden_states = with_gradient(hidden_states, self.leaf, summand)
-        if stats.required_buffer_factor is not None:
+        if isinstance(stats, BoundedMoEStats):
             self._add_use(hidden_states, stats)
         return hidden_states
 

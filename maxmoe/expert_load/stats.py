@@ -17,18 +17,11 @@ class MoEStats(NamedTuple):
         dropped: ``()``, int64, number of slots dropped by capacity_factor or buffer_factor. Without gradients, on
             a mesh, those that this rank dropped, which may be slots of other ranks' tokens.
         router_entropy: ``()``, mean entropy of the normalised scores in nats, at most log(E).
-        required_buffer_factor: ``()``, float64, least `buffer_factor` that would not have overflowed, on the rank with
-            the most rows; over a step, the largest of all calls. None, and 0 over a step, for a layer without a buffer
-            whose overflow is computed in chunks, or whose rows always fit.
-        overflowed: ``()``, int64, whether the rows were computed in several chunks, 0 or 1; over a step, the number of
-            such calls. None likewise.
     """
 
     tokens_per_expert: Tensor
     dropped: Tensor
     router_entropy: Tensor
-    required_buffer_factor: Tensor | None = None
-    overflowed: Tensor | None = None
 
     @property
     def load_max_over_mean(self) -> Tensor:
@@ -46,5 +39,27 @@ class MoEStats(NamedTuple):
         return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
 
 
+class BoundedMoEStats(NamedTuple):
+    """As `MoEStats`, of a layer with a buffer whose overflow is computed in chunks, unless its rows always fit.
+
+    Attributes:
+        required_buffer_factor: ``()``, float64, least `buffer_factor` that would not have overflowed, on the rank with
+            the most rows; over a step, the largest of all calls.
+        overflowed: ``()``, int64, whether the rows were computed in several chunks, 0 or 1; over a step, the number of
+            such calls.
+    """
+
+    tokens_per_expert: Tensor
+    dropped: Tensor
+    router_entropy: Tensor
+    required_buffer_factor: Tensor
+    overflowed: Tensor
+
+    load_max_over_mean = MoEStats.load_max_over_mean
+    dead_expert_fraction = MoEStats.dead_expert_fraction
+    __repr__ = MoEStats.__repr__
+
+
 # torch.export.save requires a serialized type name.
 register_namedtuple(MoEStats, "maxmoe.MoEStats")
+register_namedtuple(BoundedMoEStats, "maxmoe.expert_load.BoundedMoEStats")

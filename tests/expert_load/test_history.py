@@ -12,6 +12,7 @@ from torch import Tensor
 import maxmoe
 from maxmoe import MoEStats
 from maxmoe.expert_load import LayerLoad, LoadHistory
+from maxmoe.expert_load.stats import BoundedMoEStats
 
 NUM_EXPERTS = {"layers.0.mlp": 4, "layers.1.mlp": 7}
 
@@ -25,7 +26,7 @@ def statistics(generator: torch.Generator, device: str = "cpu") -> dict[str, MoE
         if num_experts == 7:  # with a buffer
             factor = torch.rand((), generator=generator, dtype=torch.float64) + 1
             of_buffer = {"required_buffer_factor": factor.to(device), "overflowed": dropped.to(device)}
-            found[layer] = found[layer]._replace(**of_buffer)
+            found[layer] = BoundedMoEStats(*found[layer], **of_buffer)
     return found
 
 
@@ -51,8 +52,8 @@ def by_hand(step: int, layer: str, stats: MoEStats) -> LayerLoad:
         dropped=int(stats.dropped),
         busiest_expert=load.index(most),
         idlest_expert=load.index(least),
-        required_buffer_factor=float(stats.required_buffer_factor or 0.0),
-        overflowed=int(stats.overflowed or 0),
+        required_buffer_factor=float(getattr(stats, "required_buffer_factor", 0.0)),
+        overflowed=int(getattr(stats, "overflowed", 0)),
     )
 
 

@@ -103,8 +103,8 @@ def test_a_whole_model() -> None:
     assert list(step.layers) == ["0.layer", "1.layer", "2.layer", "3.layer"]
     torch.testing.assert_close(step.aux_loss, sum(output.aux_loss for output in outputs))
     for stats, output in zip(step.layers.values(), outputs, strict=True):
-        for got, expected in zip(stats, output.stats, strict=True):
-            torch.testing.assert_close(got, torch.zeros_like(got) if expected is None else expected)
+        for got, expected in zip(stats, output.stats, strict=False):
+            torch.testing.assert_close(got, expected)
     assert step.layers["2.layer"].dropped == 24
     assert step.layers["3.layer"][3:] == (1.0, 1)  # all rows are in this process
     for _ in range(3):
