@@ -1,4 +1,4 @@
-"""Runs of the benchmarks: files, contenders in turn, wrong results, Ctrl-C."""
+"""Runs of the benchmarks: files, contenders in turn, wrong results."""
 
 import dataclasses
 import importlib
@@ -80,25 +80,6 @@ def test_a_run_writes_table_json_and_picture(
     assert all(result["seconds"] or result["numbers"] or result["absent"] for result in contents["results"])
     assert (tmp_path / f"{benchmark.name}.png").exists()
     assert ("gmm" if benchmark is sizes.BENCHMARK else "maxmoe") in capsys.readouterr().out
-
-
-def test_ctrl_c_keeps_what_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    calls = 0
-
-    def third_call_is_interrupted() -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            raise KeyboardInterrupt
-
-    def measure(session: command.Session, case: Case) -> None:
-        session.time(case, [Runner("maxmoe", lambda: None, "maxmoe"), Runner("other", third_call_is_interrupted)])
-
-    contents = run(dataclasses.replace(experts.BENCHMARK, measure=measure), tmp_path)
-    assert contents["interrupted"] is True
-    assert [len(result["seconds"]) > 0 for result in contents["results"]] == [True, True]
-    assert "Interrupted" in capsys.readouterr().out
-    assert (tmp_path / "experts.png").exists()
 
 
 def test_contenders_are_timed_in_turn_and_each_round_starts_with_another() -> None:

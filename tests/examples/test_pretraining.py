@@ -1,16 +1,11 @@
-"""The parts of `examples/pretrain.py`: text, steps, baselines."""
+"""The parts of `examples/pretrain.py`: text and learning rate."""
 
-import math
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
 
-from pretraining import baselines, corpus, trainer
-from support.pretrain_run import OPTIONS
-
-# Text
+from pretraining import corpus, trainer
 
 
 def test_files_folders_and_patterns(text: Path) -> None:
@@ -56,39 +51,9 @@ def test_an_epoch_reads_every_sequence_once(size: int) -> None:
     assert size < 100 or epochs[0] != epochs[1]
 
 
-# Steps
-
-
 def test_learning_rate_warms_up_and_decays() -> None:
     rates = [trainer.learning_rate(step, 200, 1.0) for step in range(200)]
     assert rates[0] == pytest.approx(0.1) and rates[9] == 1.0
     assert rates[9:] == sorted(rates[9:], reverse=True)
     assert rates[-1] == pytest.approx(0.05, abs=1e-3)
     assert trainer.learning_rate(0, 1, 1.0) == 1.0
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_options_of_parameters(optimizer: str) -> None:
-    """Decay is for matrices only; Muon is for the matrices of blocks, and changes nothing for the others."""
-    model = trainer.build_model(OPTIONS)
-    groups = trainer.build_optimizer(model, Namespace(**{**vars(OPTIONS), "optimizer": optimizer})).param_groups
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    chosen = {names[id(parameter)]: group for group in groups for parameter in group["params"]}
-    assert chosen.keys() == set(names.values())
-    for name, parameter in model.named_parameters():
-        group, is_adamw = chosen[name], parameter.ndim < 2 or not name.startswith("blocks.") or "router" in name
-        assert group.get("algorithm") in (None, "adamw" if is_adamw else "muon"), name
-        assert group["weight_decay"] == (0.1 if parameter.ndim >= 2 else 0.0) and group["lr"] == 0.01, name
-        assert group.get("betas", (0.9, 0.95)) == (0.9, 0.95)
-
-
-# Baselines
-
-
-def test_bigram_counts_pairs() -> None:
-    training = torch.tensor([*b"abacab"], dtype=torch.uint8)
-    pieces = torch.tensor([[*b"aba"], [*b"zac"]], dtype=torch.uint8)
-    # a is followed by b twice and c once, b once by a, z by nothing; one more for each of the 256 bytes.
-    probabilities = [3 / 259, 2 / 257, 1 / 256, 2 / 259]
-    expected = -sum(math.log2(probability) for probability in probabilities) / 4
-    assert baselines.bigram_bits_per_byte(training, pieces) == pytest.approx(expected, rel=1e-12)

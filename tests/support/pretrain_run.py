@@ -2,7 +2,6 @@
 
 import json
 import warnings
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,12 +23,6 @@ TINY = [
     *("--intermediate-size", "8", "--batch-size", "2", "--sequence-length", "16"),
     *("--steps", "8", "--eval-every", "4"),
 ]
-OPTIONS = Namespace(
-    hidden_size=8, num_layers=2, num_heads=1, num_experts=4, top_k=2, intermediate_size=4, batch_size=3,
-    sequence_length=16, steps=8, optimizer="adamw", learning_rate=0.01, seed=0, dtype="float32", mesh="fsdp=-1",
-    rules="default", dispatch="auto", num_chunks=1, schedule=None,
-    num_micro_batches=None, out=Path("none"), beside=None,
-)  # fmt: skip
 
 
 def words(folder: Path) -> Path:
