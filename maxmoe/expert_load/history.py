@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from maxmoe.checks.fields import check_int
-from maxmoe.expert_load.stats import MoEStats
+from maxmoe.expert_load.stats import BoundedMoEStats, MoEStats
 from maxmoe.files import replacing
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class LoadHistory:
         counts = torch.split(self._windows.clone(), [*self._num_experts.values()], dim=1)
         return dict(zip(self._num_experts, counts, strict=True))
 
-    def add(self, layers: Mapping[str, MoEStats]) -> None:
+    def add(self, layers: Mapping[str, MoEStats | BoundedMoEStats]) -> None:
         """Add the statistics of an optimizer step.
 
         Args:
@@ -243,7 +243,7 @@ class LoadHistory:
         return self._values[start : self.num_steps - self._first_step + 1].cpu()
 
 
-def _values(stats: MoEStats) -> Tensor:
+def _values(stats: MoEStats | BoundedMoEStats) -> Tensor:
     """Return the VALUES of a layer in one step as ``(len(VALUES),)``, float64."""
     load = stats.tokens_per_expert
     least, idlest = load.min(0)

@@ -55,9 +55,15 @@ class BoundedMoEStats(NamedTuple):
     required_buffer_factor: Tensor
     overflowed: Tensor
 
-    load_max_over_mean = MoEStats.load_max_over_mean
-    dead_expert_fraction = MoEStats.dead_expert_fraction
-    __repr__ = MoEStats.__repr__
+    @property
+    def load_max_over_mean(self) -> Tensor:
+        """Largest load of an expert divided by the mean load: 1 if balanced, at most E / K."""
+        return MoEStats(*self[:3]).load_max_over_mean
+
+    @property
+    def dead_expert_fraction(self) -> Tensor:
+        """Fraction of the experts that received no token."""
+        return MoEStats(*self[:3]).dead_expert_fraction
 
 
 # torch.export.save requires a serialized type name.

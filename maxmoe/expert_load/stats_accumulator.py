@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from maxmoe._torch.join import is_within_join, watch_joins
 from maxmoe._torch.wrappers import unwrapped_path
 from maxmoe.expert_load.metrics_accumulator import MetricsAccumulator, packed_size, unpacked
-from maxmoe.expert_load.stats import MoEStats
+from maxmoe.expert_load.stats import BoundedMoEStats
 from maxmoe.ranks import named_collectives
 from maxmoe.ranks.checksum import are_equal, checksum
 from maxmoe.ranks.token_group import FlattenedBatch, LocalTokens
@@ -29,7 +29,7 @@ class StepStats(NamedTuple):
     """
 
     aux_loss: Tensor
-    layers: dict[str, MoEStats]
+    layers: dict[str, BoundedMoEStats]
 
 
 class StatsAccumulator:
