@@ -142,10 +142,10 @@ class ScaledMoE(MoE):
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "a view is modified in place": lambda: Model(Unit(lambda _, x: x.flatten().view(x.shape)), in_place),
     "an activation in place": lambda: nn.Sequential(
         nn.Linear(8, 16), nn.ReLU(inplace=True), nn.Linear(16, 8), nn.Tanh()
     ),
+    "a view is modified in place": lambda: Model(Unit(lambda _, x: x.flatten().view(x.shape)), in_place),
     "returns a tensor and an object": lambda: Model(
         Unit(lambda _, x: (x.sum(), Holder(x))), lambda output, _: output[1].hidden_states
     ),
