@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from maxmoe import MoE, MoEConfig, MoEStats, StatsAccumulator, StepStats
+from maxmoe import MoE, MoEConfig, StatsAccumulator, StepStats
 from maxmoe.expert_load import LoadHistory
 from maxmoe.expert_load.history import NUM_WINDOWS
+from maxmoe.expert_load.stats import BoundedMoEStats
 from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.optim import Muon, parameter_groups
 from pretraining import InputError, checkpoint
@@ -111,7 +112,7 @@ class History:
         history.load_state_dict({"num_steps": len(training), "tokens_per_expert": load})
         return cls(history, training, held_out)
 
-    def record(self, bits_per_byte: float, layers: Mapping[str, MoEStats]) -> None:
+    def record(self, bits_per_byte: float, layers: Mapping[str, BoundedMoEStats]) -> None:
         """Add the loss and the statistics of a step."""
         self.training.append(bits_per_byte)
         self.load.add(layers)

@@ -14,6 +14,7 @@ from maxmoe._torch.wrappers import unwrapped_path
 from maxmoe.checks.fields import check_int
 from maxmoe.nn import ExpertRunner, MoELayer, local_dispatcher
 from maxmoe.nn.routing import TopK
+from maxmoe.nn.windows import BufferUse
 from maxmoe.ranks import named_collectives
 from maxmoe.ranks.token_group import FlattenedBatch, LocalTokens
 from maxmoe.recompute.selective import is_recomputation
@@ -154,7 +155,7 @@ class _RecordingRunner(ExpertRunner):
     whole: ExpertRunner
     add: Callable[[Tensor, Tensor], None]
 
-    def run(self, experts: Callable[..., Tensor], x: Tensor, top_k: TopK, **options: Any) -> tuple[Tensor, Tensor]:
+    def run(self, experts: Callable[..., Tensor], x: Tensor, top_k: TopK, **options: Any) -> tuple[Tensor, BufferUse]:
         """Record, and then run as the runner of the layer."""
         if not is_recomputation():
             self._record(experts, x, top_k, options["num_sequences"])

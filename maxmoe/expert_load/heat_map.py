@@ -11,8 +11,13 @@ NO_TOKEN = "gold"
 LEAST = 1e-9  # lower than any load above zero
 
 
-def heat_map(tokens_per_expert: Mapping[str, Tensor], window: int, num_steps: int) -> Figure:
-    """Draw counts ``(W, E)`` in W windows of steps, by layer, divided by their mean over experts; see `LoadHistory`."""
+def heat_map(
+    tokens_per_expert: Mapping[str, Tensor], window: int, num_steps: int, required_factors: Mapping[str, float]
+) -> Figure:
+    """Draw counts ``(W, E)`` in W windows of steps, by layer, divided by their mean over experts; see `LoadHistory`.
+
+    `required_factors` of buffers are in the titles of the layers that have one, the others are 0.
+    """
     num_layers = len(tokens_per_expert)
     columns = min(num_layers, 2)
     rows = -(-num_layers // columns)
@@ -29,7 +34,9 @@ def heat_map(tokens_per_expert: Mapping[str, Tensor], window: int, num_steps: in
             norm=TwoSlopeNorm(vmin=LEAST, vcenter=1, vmax=3),
             extent=(0, num_windows * window, num_experts - 0.5, -0.5),
         )
-        axes.set_title(layer.replace("$", r"\$"), fontsize=10)
+        factor = required_factors[layer]
+        required = f", buffer factor {factor:.2f} required" if factor else ""
+        axes.set_title(layer.replace("$", r"\$") + required, fontsize=10)
         axes.set_xlim(0, num_steps)
         axes.locator_params(integer=True)
     for axes in panels[num_layers:]:

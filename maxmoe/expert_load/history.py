@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from maxmoe.checks.fields import check_int
-from maxmoe.expert_load.stats import MoEStats
+from maxmoe.expert_load.stats import BoundedMoEStats, MoEStats
 from maxmoe.files import replacing
 
 if TYPE_CHECKING:
@@ -31,6 +31,9 @@ class LayerLoad(NamedTuple):
         dropped: number of slots dropped by capacity_factor or buffer_factor.
         busiest_expert: id of the expert with the largest load, the lowest id among equal loads.
         idlest_expert: id of the expert with the smallest load, the lowest id among equal loads.
+        required_buffer_factor: least buffer_factor that would not have overflowed in any call; 0 without a buffer
+            whose overflow is computed in chunks, or if the rows always fit.
+        overflowed: number of calls whose rows were computed in several chunks.
     """
 
     step: int
@@ -42,6 +45,8 @@ class LayerLoad(NamedTuple):
     dropped: int
     busiest_expert: int
     idlest_expert: int
+    required_buffer_factor: float
+    overflowed: int
 
 
 VALUES = LayerLoad._fields[2:]  # without step and layer
@@ -60,7 +65,7 @@ class LoadHistory:
         history.write_csv("load.csv")
         history.heat_map().savefig("load.png")
 
-    A step takes 56 bytes per layer. For the heat map, counts are summed over at most 100 windows of steps, however long
+    A step takes 72 bytes per layer. For the heat map, counts are summed over at most 100 windows of steps, however long
     the run is. The record of a run that is resumed is saved with its checkpoint, by `state_dict`.
 
     Args:
@@ -94,7 +99,7 @@ class LoadHistory:
         counts = torch.split(self._windows.clone(), [*self._num_experts.values()], dim=1)
         return dict(zip(self._num_experts, counts, strict=True))
 
-    def add(self, layers: Mapping[str, MoEStats]) -> None:
+    def add(self, layers: Mapping[str, MoEStats | BoundedMoEStats]) -> None:
         """Add the statistics of an optimizer step.
 
         Args:
@@ -120,7 +125,7 @@ class LoadHistory:
         """Return the whole record, for `torch.save` or `torch.distributed.checkpoint`.
 
         Returns:
-            Number of steps, `tokens_per_expert`, and the values of each step and layer, ``(N, M, 7)``, float64; tensors
+            Number of steps, `tokens_per_expert`, and the values of each step and layer, ``(N, M, 9)``, float64; tensors
             are on the CPU.
         """
         counts = {layer: counts.cpu() for layer, counts in self.tokens_per_expert.items()}
@@ -191,7 +196,8 @@ class LoadHistory:
     def heat_map(self) -> "Figure":
         """Draw the load of each expert over time, divided by the mean over experts, in one panel per layer.
 
-        Windows of steps in which an expert got no token have a color of their own. Needs matplotlib.
+        Windows of steps in which an expert got no token have a color of their own. The title of a layer with a buffer
+        whose overflow is computed in chunks has the largest `required_buffer_factor`. Needs matplotlib.
 
         Returns:
             `matplotlib.figure.Figure`, which has the method `savefig`.
@@ -205,7 +211,9 @@ class LoadHistory:
             raise ValueError("heat_map needs at least one step, got 0: call add first")
         num_windows = -(-self.num_steps // self.window)
         counts = {layer: counts[:num_windows].cpu() for layer, counts in self.tokens_per_expert.items()}
-        return heat_map(counts, self.window, self.num_steps)
+        required = self._read_values()[:, :, VALUES.index("required_buffer_factor")]
+        factors = torch.cat([required.new_zeros(1, len(counts)), required]).amax(0).tolist()
+        return heat_map(counts, self.window, self.num_steps, dict(zip(self._num_experts, factors, strict=True)))
 
     def _add_to_windows(self, counts: Tensor) -> None:
         """Add the counts ``(sum of E,)`` of the next step; windows are merged in pairs where they are not enough."""
@@ -235,11 +243,12 @@ class LoadHistory:
         return self._values[start : self.num_steps - self._first_step + 1].cpu()
 
 
-def _values(stats: MoEStats) -> Tensor:
+def _values(stats: MoEStats | BoundedMoEStats) -> Tensor:
     """Return the VALUES of a layer in one step as ``(len(VALUES),)``, float64."""
     load = stats.tokens_per_expert
     least, idlest = load.min(0)
     most, busiest = load.max(0)
     mean = load.double().mean().clamp_min(1e-20)
     values = (most / mean, least / mean, (load == 0).sum(), stats.router_entropy, stats.dropped, busiest, idlest)
-    return torch.stack([value.double() for value in values])
+    of_buffer = stats[3:] or (load.new_zeros(()), load.new_zeros(()))
+    return torch.stack([value.double() for value in (*values, *of_buffer)])

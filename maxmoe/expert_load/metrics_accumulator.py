@@ -4,11 +4,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from maxmoe.expert_load.stats import MoEStats
+from maxmoe._torch import never_compiled
+from maxmoe.expert_load.stats import BoundedMoEStats, MoEStats
 from maxmoe.expert_load.step_counts import StepCounts
 from maxmoe.recompute.attached_gradient import with_gradient
 
 AUX_LOSS = 1  # index of the auxiliary loss in packed metrics
+USE = 2  # numbers of the use of a buffer: the largest required factor, and the number of overflows
 
 
 def packed_size(num_experts: int) -> int:
@@ -22,10 +24,35 @@ def packed(aux_loss: Tensor, stats: MoEStats) -> Tensor:
     return torch.cat([torch.stack([scalar.double() for scalar in scalars]), stats.tokens_per_expert.double()])
 
 
-def unpacked(sums: Tensor) -> tuple[Tensor, Tensor, MoEStats]:
+def unpacked(sums: Tensor, use: Tensor) -> tuple[Tensor, Tensor, BoundedMoEStats]:
     """Return the number of forwards ``()``, the sum of their auxiliary losses ``()``, and their statistics."""
     calls, aux_loss, dropped, entropy = sums[:4].unbind()
-    return calls, aux_loss, MoEStats(sums[4:].long(), dropped.long(), entropy / calls.clamp_min(1))
+    stats = BoundedMoEStats(sums[4:].long(), dropped.long(), entropy / calls.clamp_min(1), use[0], use[1].long())
+    return calls, aux_loss, stats
+
+
+class UseOfBuffer:
+    """Largest required factor of a buffer, and number of overflows, of the forwards of one layer in a step.
+
+    They are the same on all ranks of a mesh, so that nothing is reduced over ranks.
+    """
+
+    def __init__(self) -> None:
+        self._use: Tensor | None = None  # (USE,), float64
+
+    def add(self, stats: MoEStats) -> None:
+        """Add the statistics of a forward."""
+        if not isinstance(stats, BoundedMoEStats):
+            return
+        use = torch.stack([stats.required_buffer_factor, stats.overflowed.double()])
+        if self._use is not None:
+            use = torch.stack([torch.maximum(self._use[0], use[0]), self._use[1] + use[1]])
+        self._use = use
+
+    def take(self, like: Tensor) -> Tensor:
+        """Return the numbers ``(USE,)``, float64, and reset them; zeros on the device of `like` for none."""
+        use, self._use = self._use, None
+        return torch.zeros(USE, dtype=torch.float64, device=like.device) if use is None else use
 
 
 class MetricsAccumulator:
@@ -40,6 +67,7 @@ class MetricsAccumulator:
     Attributes:
         step: counts of the step for the balance loss of the scope "step".
         leaf: leaf tensor whose gradient is the sums: packed metrics, then a histogram ``(E, num_bins)``.
+        use: use of the buffer of the layer.
     """
 
     def __init__(
@@ -48,6 +76,7 @@ class MetricsAccumulator:
         self.num_experts, self.num_bins = num_experts, num_bins
         self.step = StepCounts(num_experts, device, process_group)
         size = packed_size(num_experts) + num_experts * num_bins
+        self.use = UseOfBuffer()
         self.leaf = torch.zeros(size, dtype=torch.float64, device=device, requires_grad=True)
 
     def resized(self, num_experts: int) -> "MetricsAccumulator":
@@ -63,7 +92,14 @@ class MetricsAccumulator:
         summand = packed(aux_loss, stats)
         if histogram is not None:
             summand = torch.cat([summand, histogram.flatten()])
-        return with_gradient(hidden_states, self.leaf, summand)
+        hidden_states = with_gradient(hidden_states, self.leaf, summand)
+        if isinstance(stats, BoundedMoEStats):
+            self._add_use(hidden_states, stats)
+        return hidden_states
+
+    @never_compiled
+    def _add_use(self, hidden_states: Tensor, stats: MoEStats) -> None:
+        hidden_states.register_hook(lambda _gradient: self.use.add(stats))  # type: ignore[no-untyped-call]
 
     def take(self) -> Tensor:
         """Return the sums and reset them to zero, with the counts of the step."""

@@ -39,5 +39,33 @@ class MoEStats(NamedTuple):
         return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
 
 
+class BoundedMoEStats(NamedTuple):
+    """As `MoEStats`, of a layer with a buffer whose overflow is computed in chunks, unless its rows always fit.
+
+    Attributes:
+        required_buffer_factor: ``()``, float64, least `buffer_factor` that would not have overflowed, on the rank with
+            the most rows; over a step, the largest of all calls.
+        overflowed: ``()``, int64, whether the rows were computed in several chunks, 0 or 1; over a step, the number of
+            such calls.
+    """
+
+    tokens_per_expert: Tensor
+    dropped: Tensor
+    router_entropy: Tensor
+    required_buffer_factor: Tensor
+    overflowed: Tensor
+
+    @property
+    def load_max_over_mean(self) -> Tensor:
+        """Largest load of an expert divided by the mean load: 1 if balanced, at most E / K."""
+        return MoEStats(*self[:3]).load_max_over_mean
+
+    @property
+    def dead_expert_fraction(self) -> Tensor:
+        """Fraction of the experts that received no token."""
+        return MoEStats(*self[:3]).dead_expert_fraction
+
+
 # torch.export.save requires a serialized type name.
 register_namedtuple(MoEStats, "maxmoe.MoEStats")
+register_namedtuple(BoundedMoEStats, "maxmoe.expert_load.BoundedMoEStats")

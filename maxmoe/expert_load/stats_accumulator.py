@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from maxmoe._torch.join import is_within_join, watch_joins
 from maxmoe._torch.wrappers import unwrapped_path
 from maxmoe.expert_load.metrics_accumulator import MetricsAccumulator, packed_size, unpacked
-from maxmoe.expert_load.stats import MoEStats
+from maxmoe.expert_load.stats import BoundedMoEStats
 from maxmoe.ranks import named_collectives
 from maxmoe.ranks.checksum import are_equal, checksum
 from maxmoe.ranks.token_group import FlattenedBatch, LocalTokens
@@ -29,7 +29,7 @@ class StepStats(NamedTuple):
     """
 
     aux_loss: Tensor
-    layers: dict[str, MoEStats]
+    layers: dict[str, BoundedMoEStats]
 
 
 class StatsAccumulator:
@@ -80,6 +80,7 @@ class StatsAccumulator:
         """Forget the micro-batches since the last update, for a step that ended early, for example by an error."""
         for layer in self._layers.values():
             layer.metrics_accumulator.take()
+            layer.metrics_accumulator.use.take(layer.metrics_accumulator.leaf)
 
     @torch.no_grad()
     def update(self) -> StepStats:
@@ -102,12 +103,13 @@ class StatsAccumulator:
             )
         sums = self._sums_over_ranks()
         sizes = {name: packed_size(layer.config.num_selectable_experts) for name, layer in self._layers.items()}
-        metrics = {name: sums[name][:size] for name, size in sizes.items()}
+        accumulators = {name: layer.metrics_accumulator for name, layer in self._layers.items()}
+        metrics = {name: (sums[name][:size], accumulators[name].use.take(sums[name])) for name, size in sizes.items()}
         if self._stages is not None:
             metrics = self._stages.all_reduce(metrics)
         aux_losses, stats = [], {}
-        for name, packed in metrics.items():
-            calls, aux_loss, stats[name] = unpacked(packed)
+        for name, of_layer in metrics.items():
+            calls, aux_loss, stats[name] = unpacked(*of_layer)
             aux_losses.append(aux_loss / calls.clamp_min(1))
         for name, layer in self._layers.items():
             router = layer.balanced_router

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from maxmoe.nn.routing import TopK
-from maxmoe.nn.windows import Windows
+from maxmoe.nn.windows import BufferUse, Windows
 from maxmoe.ops import RaggedPlan
 from maxmoe.recompute.freed_storage import Recomputation, Rematerialized
 
@@ -65,7 +65,7 @@ class Dispatcher(Protocol[D, C]):
             dtype: dtype of the tokens.
 
         Returns:
-            Counts of each chunk, for `dispatch`; if its rows do not fit in a buffer, of each window of them.
+            Counts of each chunk, for `dispatch`; with a buffer whose overflow is computed, of each window of its rows.
         """
         ...
 
@@ -190,7 +190,7 @@ class ExpertRunner:
         *,
         num_sequences: int = 1,
         recompute: bool = False,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, BufferUse]:
         """Dispatch tokens to their experts, compute the experts, and combine their outputs.
 
         While the experts compute a chunk, the next chunk is dispatched and the previous one is combined. Autograd runs
@@ -204,15 +204,18 @@ class ExpertRunner:
             recompute: whether tensors that the dispatcher can recompute are freed between forward and backward.
 
         Returns:
-            Combined outputs ``(T, D)`` and the number ``()`` of dropped slots.
+            Combined outputs ``(T, D)``, and what the buffers have dropped or required.
         """
         dispatch, combine = self.dispatcher.dispatch, self.dispatcher.combine
         tokens, top_k_chunks = x.tensor_split(self.num_chunks), top_k.tensor_split(self.num_chunks)
         counts = self.dispatcher.exchange_counts(top_k_chunks, num_sequences, x.dtype)
-        if any(isinstance(each, Windows) for each in counts):
-            parts = zip(tokens, top_k_chunks, counts, strict=True)
+        windows = [each for each in counts if isinstance(each, Windows)]
+        if any(len(each.counts) > 1 for each in windows):
+            parts = zip(tokens, top_k_chunks, windows, strict=True)
             sums = [self._sum_over_windows(experts, *part) for part in parts]
-            return torch.cat(sums), top_k.experts.new_zeros(())
+            return torch.cat(sums), BufferUse.of(top_k.experts.new_zeros(()), windows)
+        if windows:
+            counts = [count for each in windows for count in each.counts]
         arriving = dispatch(tokens[0], top_k_chunks[0], counts[0])
         returning, dropped, recomputed = [], [], []
         for index in range(self.num_chunks):
@@ -230,10 +233,12 @@ class ExpertRunner:
         for part, chunk in zip(recomputed, combined, strict=recompute):
             part.start_before_backward_of(chunk)
         if self.num_chunks == 1:
-            return combined[0], dropped[0]
-        return torch.cat(combined), torch.stack(dropped).sum()
+            return combined[0], BufferUse.of(dropped[0], windows)
+        return torch.cat(combined), BufferUse.of(torch.stack(dropped).sum(), windows)
 
-    def _sum_over_windows(self, experts: Callable[..., Tensor], x: Tensor, top_k: TopK, counts: Any) -> Tensor:
+    def _sum_over_windows(
+        self, experts: Callable[..., Tensor], x: Tensor, top_k: TopK, windows: Windows[Any]
+    ) -> Tensor:
         """Run a chunk of tokens without overlap, one window of its rows after the other; nothing is dropped.
 
         A window saves nothing for the backward, which dispatches and computes it again before its own backward.
@@ -248,4 +253,4 @@ class ExpertRunner:
             combined: Tensor = self.dispatcher.combine(outputs, dispatched)()
             return combined
 
-        return reduce(torch.add, map(sum_of_window, counts if isinstance(counts, Windows) else (counts,)))
+        return reduce(torch.add, map(sum_of_window, windows.counts))

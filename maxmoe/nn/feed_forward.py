@@ -29,13 +29,13 @@ class FeedForwardLayer(MoELayer):
         router_inputs: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return the hidden states of `MoE.forward` with the same arguments, and the state of a router that has one."""
-        hidden_states, routing, dropped = self.hidden_states_and_routing(x, token_mask, router_state, router_inputs)
+        hidden_states, routing, use = self.hidden_states_and_routing(x, token_mask, router_state, router_inputs)
         is_recorded = self.losses.are_recorded
         if torch.is_grad_enabled() or is_recorded:
             num_sequences, stats = math.prod(x.shape[:-2]), None
             # On a mesh the statistics are always computed: no rank decides by itself whether their collective runs.
             if is_recorded or self.metrics_accumulator is not None or not isinstance(self.token_group, LocalTokens):
-                aux_loss, stats = self.losses_and_stats(routing, dropped, num_sequences)
+                aux_loss, stats = self.losses_and_stats(routing, use, num_sequences)
             else:
                 aux_loss = self.losses.aux_loss(routing, num_sequences)
             hidden_states = self.observed(hidden_states, routing, aux_loss, stats)

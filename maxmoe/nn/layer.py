@@ -24,6 +24,7 @@ from maxmoe.nn.replay import given_experts, observe
 from maxmoe.nn.router import Router, is_custom_router
 from maxmoe.nn.routing import Routing, checked_routing
 from maxmoe.nn.training_watch import TrainingWatch
+from maxmoe.nn.windows import BufferUse
 from maxmoe.ranks.token_group import LocalTokens, TokenGroupAttribute
 from maxmoe.recompute.selective import has_backward
 
@@ -119,8 +120,8 @@ class MoELayer(nn.Module):
 
     def hidden_states_and_routing(
         self, x: Tensor, token_mask: Tensor | None, router_state: Tensor | None, router_inputs: Tensor | None
-    ) -> tuple[Tensor, Routing, Tensor]:
-        """Return hidden states, routing and its state as `forward`, and the number of slots that this rank drops."""
+    ) -> tuple[Tensor, Routing, BufferUse]:
+        """Return hidden states, routing and its state as `forward`, and the use of this rank's buffer."""
         hooks, leading_dims = self.routing_hooks, x.shape[:-1]
         mask = None if token_mask is None else token_mask.reshape(-1)
         # Hooks that give no experts do not decide: a recomputation, which may have others, takes the same way.
@@ -150,18 +151,18 @@ class MoELayer(nn.Module):
             observe(hooks, computed[1].experts, leading_dims)
         return computed
 
-    def in_one_operator(self, x: Tensor) -> tuple[Tensor, Routing, Tensor] | None:
+    def in_one_operator(self, x: Tensor) -> tuple[Tensor, Routing, BufferUse] | None:
         """Compute `hidden_states_and_routing` of tokens without a mask in one process; None where parts must run."""
         return None
 
-    def _in_parts(self, inputs: LayerInputs, of_router: RouterInputs) -> tuple[Tensor, Routing, Tensor]:
+    def _in_parts(self, inputs: LayerInputs, of_router: RouterInputs) -> tuple[Tensor, Routing, BufferUse]:
         """Compute `hidden_states_and_routing` by a call of each part."""
         region, leading_dims, maps_rows = self.runner.region, of_router.leading_dims, self.config.maps_rows
         routing = self.route(of_router)
         (latent_in, latent_out), rows = self.latent_projections(), inputs.experts
         for part in (self.part("input_norm"), latent_in):
             rows = rows if part is None else part(rows)
-        routed, dropped = self.runner.run(  # dispatch, experts, combine
+        routed, use = self.runner.run(  # dispatch, experts, combine
             self.expert_function(),
             region.copy_to_experts(rows) if maps_rows else rows,
             region.assign(routing.top_k),
@@ -178,9 +179,9 @@ class MoELayer(nn.Module):
         if routing.state is not None:
             routing = routing._replace(state=reshaped(routing.state, (*leading_dims, routing.state.shape[1])))
         # A view would lose the backward hook that FSDP registers on this tensor.
-        return reshaped(hidden_states.contiguous(), (*leading_dims, hidden_states.shape[1])), routing, dropped
+        return reshaped(hidden_states.contiguous(), (*leading_dims, hidden_states.shape[1])), routing, use
 
-    def losses_and_stats(self, routing: Routing, dropped: Tensor, num_sequences: int) -> tuple[Tensor, MoEStats]:
+    def losses_and_stats(self, routing: Routing, use: BufferUse, num_sequences: int) -> tuple[Tensor, MoEStats]:
         """Compute the auxiliary loss ``()`` and the statistics of a call over the tokens of all ranks.
 
         Without a backward they are over this rank's tokens alone, and the scope "step" has the balance loss of the
@@ -192,8 +193,8 @@ class MoELayer(nn.Module):
         if communicates and not has_backward():
             tokens, step = tokens if self.losses.are_recorded else LOCAL, None
         if not isinstance(tokens, LocalTokens):
-            dropped = self.runner.region.all_reduce_dropped(dropped)
-        return self.losses(routing, dropped, num_sequences, tokens, step)
+            use = use._replace(dropped=self.runner.region.all_reduce_dropped(use.dropped))
+        return self.losses(routing, use, num_sequences, tokens, step)
 
     def _balances_step(self) -> bool:
         """Return whether the running forward has a balance loss over its optimizer step."""

@@ -40,12 +40,13 @@ class LocalExperts:
         """Return the range of all experts of a layer with this config."""
         return cls(0, config.num_experts, config.num_experts, config.num_selectable_experts)
 
-    def max_rows(self, num_slots: int, factor: float) -> int:
-        """Return the largest number of rows that the local experts accept of the slots in all processes.
+    def mean_rows(self, num_slots: int) -> int:
+        """Return the number of rows of the slots in all processes if all selectable experts get equally many."""
+        return num_slots * self.count // self.num_selectable
 
-        `factor` is a multiple of their number if all selectable experts get equally many.
-        """
-        return int(num_slots * self.count // self.num_selectable * factor)
+    def max_rows(self, num_slots: int, factor: float) -> int:
+        """Return the largest number of rows that the local experts accept of the slots in all processes."""
+        return int(self.mean_rows(num_slots) * factor)
 
     @property
     def are_all(self) -> bool:
@@ -162,9 +163,9 @@ class LocalDispatcher(InProcess):
         counts, buffer = [LocalCounts(num_sequences)] * len(chunks), self.buffer
         if buffer is None or buffer.drops:
             return counts
-        sizes = [self.experts.max_rows(chunk.experts.numel(), buffer.factor) for chunk in chunks]
+        means = [self.experts.mean_rows(chunk.experts.numel()) for chunk in chunks]
         rows = [self._num_rows(chunk) for chunk in chunks]
-        return buffer.in_windows(counts, rows, sizes, chunks[0].experts.device)
+        return buffer.in_windows(counts, rows, means, chunks[0].experts.device)
 
     def dispatch(self, x: Tensor, top_k: TopK, counts: LocalCounts) -> Future[LocallyDispatched]:
         """Sort the slots of x ``(T, D)`` by expert; return a function that returns the input of the experts."""

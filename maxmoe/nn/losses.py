@@ -1,17 +1,18 @@
 """Auxiliary losses of the routing, and what a layer computes of them."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from maxmoe import _C
 from maxmoe.config import MoEConfig
-from maxmoe.expert_load.stats import MoEStats
+from maxmoe.expert_load.stats import BoundedMoEStats, MoEStats
 from maxmoe.expert_load.step_counts import StepCounts
 from maxmoe.nn.routing import Routing
 from maxmoe.nn.step_balance import step_balance_loss
+from maxmoe.nn.windows import BufferUse
 from maxmoe.ranks.token_group import FlattenedBatch, LocalTokens, TokenReductions
 
 LOCAL = LocalTokens()
@@ -176,25 +177,25 @@ class RoutingLosses:
     def __call__(
         self,
         routing: Routing,
-        dropped: Tensor,
+        use: BufferUse,
         num_sequences: int,
         tokens: TokenReductions,
         step: StepCounts | None = None,
     ) -> tuple[Tensor, MoEStats]:
         """Compute the sum ``()`` of the weighted losses and the statistics over the tokens of all processes.
 
-        `routing` and `num_sequences` are of this rank, `dropped` ``()`` is of all processes. Without the counts of the
+        `routing` and `num_sequences` are of this rank, `use` is of all processes. Without the counts of the
         step, the scope "step" has the balance loss of the scope "batch".
         """
         if routing.tokens_per_expert is not None and isinstance(tokens, LocalTokens) and step is None:
             entropy = router_entropy(routing.probabilities, max(routing.probabilities.shape[0], 1))
             has_loss = self.config.load_balance_loss_weight > 0 or self.config.router_z_loss_weight > 0
             aux_loss = self.aux_loss(routing, num_sequences) if has_loss else torch.zeros_like(entropy)
-            return aux_loss, MoEStats(routing.tokens_per_expert, dropped, entropy)
+            return aux_loss, _stats(routing.tokens_per_expert, use.dropped, entropy, use)
         counts = self._tokens_per_expert(routing, num_sequences)
         aux_loss = self._weighted_losses(routing, counts, tokens, step)
         entropy = router_entropy(routing.probabilities)
-        summands = (counts.sum(0), dropped, entropy, num_tokens_of(routing.probabilities, routing.token_mask))
+        summands = (counts.sum(0), use.dropped, entropy, num_tokens_of(routing.probabilities, routing.token_mask))
         everywhere = FlattenedBatch(tokens)
         if routing.token_losses is None:
             load, dropped, entropy, num_tokens = everywhere.all_reduce_sequence(*summands)
@@ -203,7 +204,7 @@ class RoutingLosses:
             total = routing.token_losses.sum()
             load, dropped, entropy, num_tokens, total = everywhere.all_reduce_sequence(*summands, total)
             aux_loss = aux_loss + mean_of(total, num_tokens)
-        return aux_loss, MoEStats(load, dropped, mean_of(entropy, num_tokens))
+        return aux_loss, _stats(load, dropped, mean_of(entropy, num_tokens), use)
 
     def aux_loss(self, routing: Routing, num_sequences: int) -> Tensor:
         """Compute the auxiliary loss ``()`` over the tokens of this process, for callers that read no statistics."""
@@ -274,3 +275,10 @@ def mean_of(total: Tensor, count: Tensor | int) -> Tensor:
     if isinstance(count, Tensor):
         return total / count.clamp_min(1).to(total.dtype)
     return total / max(count, 1)
+
+
+def _stats(load: Tensor, dropped: Tensor, entropy: Tensor, use: BufferUse) -> Any:
+    """Return `MoEStats`, or `BoundedMoEStats` if a buffer has windows."""
+    if use.required_factor is None or use.overflowed is None:
+        return MoEStats(load, dropped, entropy)
+    return BoundedMoEStats(load, dropped, entropy, use.required_factor, use.overflowed)

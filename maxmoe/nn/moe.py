@@ -22,6 +22,7 @@ from maxmoe.nn.rms_norm import LatentNorm
 from maxmoe.nn.routed_experts import OneOperator
 from maxmoe.nn.router import Router, make_router
 from maxmoe.nn.routing import Routing
+from maxmoe.nn.windows import BufferUse
 from maxmoe.ops import ActivationFunction
 
 
@@ -197,14 +198,14 @@ class MoE(MoELayer):
                 is not bool or has another shape, or a state or ids are missing, superfluous or have another shape, or
                 ids another dtype or range.
         """
-        hidden_states, routing, dropped = self.hidden_states_and_routing(x, token_mask, router_state, router_inputs)
-        aux_loss, stats = self.losses_and_stats(routing, dropped, math.prod(x.shape[:-2]))
+        hidden_states, routing, use = self.hidden_states_and_routing(x, token_mask, router_state, router_inputs)
+        aux_loss, stats = self.losses_and_stats(routing, use, math.prod(x.shape[:-2]))
         hidden_states = self.observed(hidden_states, routing, aux_loss, stats)
         if routing.state is None:
             return MoEOutput(hidden_states, aux_loss, stats)
         return StatefulMoEOutput(hidden_states, aux_loss, stats, routing.state)
 
-    def in_one_operator(self, x: Tensor) -> tuple[Tensor, Routing, Tensor] | None:
+    def in_one_operator(self, x: Tensor) -> tuple[Tensor, Routing, BufferUse] | None:
         """Compute router and routed experts in one operator, and then the others."""
         children, operator = child_table(self), self.one_operator
         router, experts = children.get("router"), children.get("experts")
@@ -215,6 +216,6 @@ class MoE(MoELayer):
         tokens = x.reshape(-1, x.shape[-1]) if operator.has_others and x.dim() > 2 else x
         if (computed := operator(tokens)) is None or not operator.has_others:
             return computed
-        routed, routing, dropped = computed
+        routed, routing, use = computed
         others = self.compute_others(LayerInputs(tokens, tokens, tokens), None, routing, routed.dtype)
-        return reshaped(sum_of(routed, *others).contiguous(), x.shape), routing, dropped
+        return reshaped(sum_of(routed, *others).contiguous(), x.shape), routing, use

@@ -11,6 +11,7 @@ from maxmoe.nn.local_dispatcher import LocalDispatcher, LocalExperts
 from maxmoe.nn.module_path import module_path
 from maxmoe.nn.router import Router
 from maxmoe.nn.routing import Routing
+from maxmoe.nn.windows import BufferUse
 
 
 class OneOperator:
@@ -44,8 +45,8 @@ class OneOperator:
             *experts.activation_arguments.values(),
         )
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, Routing, Tensor] | None:
-        """Return the outputs ``(..., D)`` for tokens x, their routing, and the number ``()`` of dropped slots.
+    def __call__(self, x: Tensor) -> tuple[Tensor, Routing, BufferUse] | None:
+        """Return the outputs ``(..., D)`` for tokens x, their routing, and the number of dropped slots.
 
         None if the modules would now run more than their own forward, and for tokens of another size or dtype.
         """
@@ -60,4 +61,4 @@ class OneOperator:
         if routed is None:
             return None
         out, logits, weights, ids, probabilities, load, dropped = routed
-        return out, Routing(logits, probabilities, weights, ids, tokens_per_expert=load), dropped
+        return out, Routing(logits, probabilities, weights, ids, tokens_per_expert=load), BufferUse(dropped)

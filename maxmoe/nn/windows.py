@@ -6,7 +6,7 @@ communication and computation; each may have several windows.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from maxmoe.ops import RaggedPlan
 
 C = TypeVar("C")
 
+PARTS = 2**20  # of one, in which required factors are counted
+
 
 class Window(NamedTuple):
     """Rows from `start` to `stop` - 1 of each process, in the order in which its experts would compute them."""
@@ -25,10 +27,41 @@ class Window(NamedTuple):
     stop: int
 
 
-class Windows(tuple[C, ...]):
-    """Counts of a chunk of tokens for each window of its rows, if the rows of a process do not fit in its buffer."""
+@dataclass(frozen=True)
+class Windows(Generic[C]):
+    """Counts of a chunk of tokens for each window of its rows; one window if they fit in the buffers.
 
-    __slots__ = ()
+    Args:
+        counts: counts of each window.
+        required_factor: least factor of a buffer that holds the rows of each process.
+    """
+
+    counts: tuple[C, ...]
+    required_factor: float
+
+
+class BufferUse(NamedTuple):
+    """How the rows of a call filled the buffers, of the processes that know each other's counts.
+
+    Attributes:
+        dropped: ``()``, int64, number of dropped slots.
+        required_factor: ``()``, float64, least factor of a buffer that would not have overflowed; None without a buffer
+            whose overflow is computed in windows.
+        overflowed: ``()``, int64, 1 if rows were computed in several windows, else 0; None likewise.
+    """
+
+    dropped: Tensor
+    required_factor: Tensor | None = None
+    overflowed: Tensor | None = None
+
+    @classmethod
+    def of(cls, dropped: Tensor, chunks: Sequence[Windows[Any]]) -> "BufferUse":
+        """Return the use of the buffers, given the windows of the chunks that have a buffer."""
+        if not chunks:
+            return cls(dropped)
+        factor = max(chunk.required_factor for chunk in chunks)
+        has_windows = any(len(chunk.counts) > 1 for chunk in chunks)
+        return cls(dropped, dropped.new_full((), factor, dtype=torch.float64), dropped.new_full((), int(has_windows)))
 
 
 class Agreement(Protocol):
@@ -66,28 +99,31 @@ class Buffer:
         return self.overflow == "drop"
 
     def in_windows(
-        self, counts: Sequence[C], rows: Sequence[int], sizes: Sequence[int], device: torch.device
-    ) -> list[C | Windows[C]]:
+        self, counts: Sequence[C], rows: Sequence[int], means: Sequence[int], device: torch.device
+    ) -> list[Windows[C]]:
         """Restrict the counts of each chunk of tokens to the windows of its rows, if one does not hold them.
 
         Args:
             counts: named tuples with a field `window`.
             rows: largest number of rows of a process, for each chunk.
-            sizes: number of rows of the buffer, for each chunk.
+            means: mean number of rows of a process, for each chunk.
             device: device of collectives.
         """
-        sizes = [max(size, 1) for size in sizes]
+        sizes = [max(int(mean * self.factor), 1) for mean in means]
         numbers = [-(-most // size) for most, size in zip(rows, sizes, strict=True)]
+        # Rounded up to parts that are exact in floating point, because integers are exchanged.
+        parts = [-(-most * PARTS // max(mean, 1)) for most, mean in zip(rows, means, strict=True)]
         if self.agreement is not None:
-            numbers = self.agreement(numbers, device)
-        return [
-            each if number <= 1 else Windows(_restricted(each, index * size, size) for index in range(number))
-            for each, number, size in zip(counts, numbers, sizes, strict=True)
-        ]
+            agreed = self.agreement([*numbers, *parts], device)
+            numbers, parts = agreed[: len(counts)], agreed[len(counts) :]
+        chunks = zip(counts, numbers, sizes, parts, strict=True)
+        return [Windows(_windows(each, number, size), part / PARTS) for each, number, size, part in chunks]
 
 
-def _restricted(counts: Any, start: int, size: int) -> Any:
-    return counts._replace(window=Window(start, start + size))
+def _windows(counts: Any, number: int, size: int) -> tuple[Any, ...]:
+    if number <= 1:
+        return (counts,)
+    return tuple(counts._replace(window=Window(index * size, (index + 1) * size)) for index in range(number))
 
 
 def rows_within(rows: Tensor, window: Window | None) -> Tensor:

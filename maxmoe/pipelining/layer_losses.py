@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from maxmoe.expert_load.metrics_accumulator import packed, packed_size
+from maxmoe.expert_load.metrics_accumulator import USE, UseOfBuffer, packed, packed_size
 from maxmoe.expert_load.stats import MoEStats
 from maxmoe.nn import MoELayer, MoEOutput
 from maxmoe.nn.feed_forward import FeedForwardLayer
@@ -25,17 +25,20 @@ class RecordedLosses(RoutingLosses):
     are_recorded: ClassVar[bool] = True
 
     sums: list[Tensor] = field(default_factory=list)  # packed
+    use: UseOfBuffer = field(default_factory=UseOfBuffer)
 
     def __call__(self, *arguments: Any, **options: Any) -> tuple[Tensor, MoEStats]:
         """Compute auxiliary loss and statistics of one forward."""
         aux_loss, stats = super().__call__(*arguments, **options)
         if not is_recomputation():
             self.sums[:] = [sum(self.sums, packed(aux_loss, stats))]
+            self.use.add(stats)
         return aux_loss, stats
 
-    def take(self) -> Tensor:
-        """Return the sums and reset them."""
-        return self.sums.pop() if self.sums else torch.zeros(packed_size(self.config.num_selectable_experts))
+    def take(self) -> tuple[Tensor, Tensor]:
+        """Return the sums and the use of the buffer, and reset both."""
+        sums = self.sums.pop() if self.sums else torch.zeros(packed_size(self.config.num_selectable_experts))
+        return sums, self.use.take(sums)
 
 
 @dataclass(frozen=True)
@@ -46,16 +49,19 @@ class LayersOfStages:
     group: dist.ProcessGroup | None  # over the stages; None if there is one stage
     device: str
 
-    def all_reduce(self, metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the packed metrics of all layers; `metrics` has this rank's layers. Collective over the stages."""
-        sizes = [packed_size(count) for count in self.num_experts.values()]
+    def all_reduce(self, metrics: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return packed metrics and use of the buffer of all layers; `metrics` has this rank's layers.
+
+        Collective over the stages.
+        """
+        sizes = [packed_size(count) + USE for count in self.num_experts.values()]
         sums = torch.zeros(sum(sizes), dtype=torch.float64, device=self.device)
         of_layers = dict(zip(self.num_experts, torch.split(sums, sizes), strict=True))
         for path, of_layer in metrics.items():
-            of_layers[path].copy_(of_layer)
+            of_layers[path].copy_(torch.cat(of_layer))
         if self.group is not None:
             all_reduce(sums, "metrics of the layers of stages", group=self.group)
-        return of_layers
+        return {path: (of_layer[:-USE], of_layer[-USE:]) for path, of_layer in of_layers.items()}
 
     def __deepcopy__(self, _memo: object) -> "LayersOfStages":
         """Return the object itself: process groups cannot be copied."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from maxmoe.adapters import stacked_factors
 from maxmoe.expert_load.metrics_accumulator import unpacked
-from maxmoe.expert_load.stats import MoEStats
+from maxmoe.expert_load.stats import BoundedMoEStats
 from maxmoe.nn import MoELayer, check_recompute, recompute_of, set_recompute
 from maxmoe.parallel.apply.apply import apply_plan
 from maxmoe.parallel.apply.fsdp import fully_shard_stage
@@ -45,7 +45,7 @@ class PipelineOutput(NamedTuple):
 
     loss: Tensor
     aux_loss: Tensor
-    stats: dict[str, MoEStats]
+    stats: dict[str, BoundedMoEStats]
 
 
 def pipeline(
@@ -252,7 +252,7 @@ class Pipeline:
             all_reduce(squares, "squares of gradients over stages", group=self._run.group)
         return clip(parameters, max_norm, squares)
 
-    def update_correction_bias(self, stats: Mapping[str, MoEStats]) -> None:
+    def update_correction_bias(self, stats: Mapping[str, BoundedMoEStats]) -> None:
         """Take one step of loss-free balancing in the layers of this rank, given `PipelineOutput.stats`."""
         for path, layer in _layers(self.model).items():
             layer.update_correction_bias(stats[path].tokens_per_expert)
@@ -283,6 +283,6 @@ class Pipeline:
         sums = layers.all_reduce({path: recorded.take() for path, recorded in self._recorded.items()})
         aux_loss, stats = torch.zeros_like(loss), {}
         for path, total in sums.items():
-            _, total_aux_loss, stats[path] = unpacked(total)
+            _, total_aux_loss, stats[path] = unpacked(*total)
             aux_loss = aux_loss + total_aux_loss * self._aux_loss_scale
         return PipelineOutput(loss, aux_loss, stats)

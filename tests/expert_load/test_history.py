@@ -12,6 +12,7 @@ from torch import Tensor
 import maxmoe
 from maxmoe import MoEStats
 from maxmoe.expert_load import LayerLoad, LoadHistory
+from maxmoe.expert_load.stats import BoundedMoEStats
 
 NUM_EXPERTS = {"layers.0.mlp": 4, "layers.1.mlp": 7}
 
@@ -22,6 +23,10 @@ def statistics(generator: torch.Generator, device: str = "cpu") -> dict[str, MoE
         load = torch.randint(0, 5, (num_experts,), generator=generator)
         dropped, entropy = torch.randint(9, (), generator=generator), torch.rand((), generator=generator)
         found[layer] = MoEStats(load.to(device), dropped.to(device), entropy.to(device))
+        if num_experts == 7:  # with a buffer
+            factor = torch.rand((), generator=generator, dtype=torch.float64) + 1
+            of_buffer = {"required_buffer_factor": factor.to(device), "overflowed": dropped.to(device)}
+            found[layer] = BoundedMoEStats(*found[layer], **of_buffer)
     return found
 
 
@@ -47,6 +52,8 @@ def by_hand(step: int, layer: str, stats: MoEStats) -> LayerLoad:
         dropped=int(stats.dropped),
         busiest_expert=load.index(most),
         idlest_expert=load.index(least),
+        required_buffer_factor=float(getattr(stats, "required_buffer_factor", 0.0)),
+        overflowed=int(getattr(stats, "overflowed", 0)),
     )
 
 
@@ -124,7 +131,7 @@ def test_a_resumed_record_has_the_rows_of_all_steps(resumed_after: int, tmp_path
 def test_rows_of_other_layers_are_refused() -> None:
     state = recorded(3)[0].state_dict()
     history = LoadHistory()
-    with pytest.raises(ValueError, match=r"^values must have shape \[N, 2, 7\] for N of 3 steps, got \(3, 1, 7\)$"):
+    with pytest.raises(ValueError, match=r"^values must have shape \[N, 2, 9\] for N of 3 steps, got \(3, 1, 9\)$"):
         history.load_state_dict({**state, "values": state["values"][:, :1]})
     assert history.num_steps == 0
 
@@ -203,7 +210,10 @@ def test_heat_map() -> None:
     figure = history.heat_map()
     figure.savefig(io.BytesIO())
     panels = [axes for axes in figure.axes if axes.images]
-    assert [axes.get_title() for axes in panels] == [*NUM_EXPERTS] and panels[0].get_xlim() == (0, 130)
+    factor = max(row.required_buffer_factor for row in history.rows())
+    first, second = NUM_EXPERTS
+    assert [axes.get_title() for axes in panels] == [first, f"{second}, buffer factor {factor:.2f} required"]
+    assert panels[0].get_xlim() == (0, 130)
     for axes, (layer, num_experts) in zip(panels, NUM_EXPERTS.items(), strict=True):
         assert axes.get_ylim() == (num_experts - 0.5, -0.5)
         counts: Tensor = torch.stack([layers[layer].tokens_per_expert for layers in steps]).unflatten(0, (65, 2)).sum(1)

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import maxmoe
 from maxmoe import MoE, MoEConfig, MoEFeedForward, MoEStats, ZeroComputation, parallelize
 from maxmoe.nn import RoutingRecord
+from maxmoe.nn.windows import BufferUse
 from maxmoe.parallel import token_sharding
 from maxmoe.parallel.apply.input_gradients import InputGradientCheck
 from maxmoe.parallel.dispatch.partial_sums import PartialSums
@@ -77,8 +78,8 @@ class NoLosses:
 
     are_recorded = False
 
-    def __call__(self, routing: Any, dropped: Tensor, *_: Any, **__: Any) -> tuple[Tensor, MoEStats]:
-        return routing.weights.new_zeros(()), MoEStats(dropped, dropped, dropped)
+    def __call__(self, routing: Any, use: BufferUse, *_: Any, **__: Any) -> tuple[Tensor, MoEStats]:
+        return routing.weights.new_zeros(()), MoEStats(use.dropped, use.dropped, use.dropped)
 
 
 @contextmanager

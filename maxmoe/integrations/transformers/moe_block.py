@@ -25,6 +25,7 @@ from maxmoe.nn.layer import RouterInputs
 from maxmoe.nn.module_path import module_path
 from maxmoe.nn.router import make_router, select_experts
 from maxmoe.nn.routing import chooses_itself
+from maxmoe.nn.windows import BufferUse
 from maxmoe.ops import RaggedPlan, ragged_sort, ragged_unsort, route
 
 # Parts of a layer, each with a parameter that tells which module of a block is the part.
@@ -249,11 +250,11 @@ class SwitchMoE(TransformersMoE):
         weights, experts = routing.weights.masked_fill(is_dropped, 0.0), routing.experts.masked_fill(is_dropped, -1)
         return routing._replace(weights=weights, experts=experts, is_unpadded=False)
 
-    def losses_and_stats(self, routing: Routing, dropped: Tensor, num_sequences: int) -> tuple[Tensor, MoEStats]:
+    def losses_and_stats(self, routing: Routing, use: BufferUse, num_sequences: int) -> tuple[Tensor, MoEStats]:
         """Count the tokens that the router has dropped as well."""
         is_dropped, mask = routing.experts < 0, routing.token_mask
-        dropped = dropped + (is_dropped if mask is None else is_dropped & mask.unsqueeze(1)).sum()
-        return super().losses_and_stats(routing, dropped, num_sequences)
+        dropped = use.dropped + (is_dropped if mask is None else is_dropped & mask.unsqueeze(1)).sum()
+        return super().losses_and_stats(routing, use._replace(dropped=dropped), num_sequences)
 
     @property
     def declaration(self) -> Declaration:

@@ -118,11 +118,12 @@ class RaggedAllToAll(Strategy):
         if buffer is None:
             return counts
         num_slots = [int(each.facts[:, 0].sum()) for each in counts]
-        sizes = [self.ranks.experts.max_rows(number, buffer.factor) for number in num_slots]
         if buffer.drops:
+            sizes = [self.ranks.experts.max_rows(number, buffer.factor) for number in num_slots]
             return [each._replace(window=Window(0, size)) for each, size in zip(counts, sizes, strict=True)]
         rows = [max(self._loads(each)) for each in counts]
-        return buffer.in_windows(counts, rows, sizes, chunks[0].experts.device)
+        means = [self.ranks.experts.mean_rows(number) for number in num_slots]
+        return buffer.in_windows(counts, rows, means, chunks[0].experts.device)
 
     def _gather_counts(self, chunks: Sequence[TopK], dtype: torch.dtype) -> list[RaggedCounts]:
         plans = [self.ranks.plan(chunk) for chunk in chunks]

@@ -79,9 +79,9 @@ class RingOfExperts(Strategy):
         if buffer is None or buffer.drops:
             return of_chunks
         num_slots = num_tokens.sum(0) * chunks[0].experts.shape[1]
-        sizes = [self.ranks.experts.max_rows(number, buffer.factor) for number in num_slots.tolist()]
+        means = [self.ranks.experts.mean_rows(number) for number in num_slots.tolist()]
         most: list[int] = rows.sum(0).view(len(chunks), self.ranks.size).amax(1).tolist()
-        return buffer.in_windows(of_chunks, most, sizes, device)
+        return buffer.in_windows(of_chunks, most, means, device)
 
     def _check_lengths(self, num_tokens: list[int], num_sequences: list[int]) -> None:
         totals = zip(num_tokens, num_sequences, strict=True)
