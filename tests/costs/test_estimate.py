@@ -214,7 +214,7 @@ def test_the_memory_of_an_overflow_is_that_of_a_balanced_step(dispatch: Dispatch
         return memory["activations"] + memory["temporary"]
 
     balanced = peak(1.0, **IN_CHUNKS)
-    assert balanced == peak(1.0)
+    assert 0 <= balanced - peak(1.0) <= 4 * 2 * 8  # two statistics of each layer
     assert peak(4.0, **IN_CHUNKS) <= 1.1 * balanced < 1.4 * balanced < peak(4.0)
 
 
