@@ -34,7 +34,7 @@ class Published:
 
     format: ClassVar[str | None] = None  # of quantized weights
     ends: ClassVar[tuple[str, ...]] = ("",)  # of the names of the codes, the scales, and other tensors
-    number: ClassVar[str | None] = None  # end of the name of a tensor with one number, for an expert or for all
+    has_number: ClassVar[bool] = False  # whether the last of these is one number, for an expert or for all
     unused: ClassVar[tuple[str, ...]] = ()  # ends of names, which replace "weight", of tensors that are not read
 
     def tensors(self, weight: Any) -> dict[str, Tensor]:
@@ -120,13 +120,10 @@ class _Nvfp4(Published):
 
     format = "nvfp4"
     ends = ("", "_scale", "_scale_2")
-    number = "_scale_2"
+    has_number = True
     unused = ("input_scale",)
 
     def tensors(self, weight: QuantizedStack) -> dict[str, Tensor]:
-        return dict(zip(self.ends, self._tensors(weight), strict=True))
-
-    def _tensors(self, weight: QuantizedStack) -> tuple[Tensor, Tensor, Tensor]:
         codes, scales = weight.codes, weight.scales.view(torch.float8_e4m3fn)
         if weight.is_transposed:
             codes, scales = codes.mT, scales.mT
@@ -134,7 +131,7 @@ class _Nvfp4(Published):
         if not row_scales.is_meta and bool((row_scales != row_scales[0]).any()):
             low, high = (each.item() for each in row_scales.aminmax())
             raise ValueError(f"checkpoints in nvfp4 have one scale for all rows of a matrix, got {low:g} to {high:g}")
-        return codes, scales, row_scales[0, 0]
+        return dict(zip(self.ends, (codes, scales, row_scales[0, 0]), strict=True))
 
     def check(self, tensors: Mapping[str, Tensor], like: QuantizedStack) -> None:
         _, scales, number = self.ends
@@ -157,7 +154,6 @@ class _StackedNvfp4(_Nvfp4):
     """Tensors of ModelOpt for a weight that is no module."""
 
     ends = ("", "_weight_scale", "_weight_scale_2")
-    number = "_weight_scale_2"
     unused = ("_input_scale",)
 
 
@@ -168,7 +164,6 @@ class _PackedNvfp4(_Nvfp4):
     """
 
     ends = ("_packed", "_scale", "_global_scale")
-    number = "_global_scale"
     unused = ("input_global_scale",)
 
     def _row_scale(self, number: Tensor) -> Tensor:
@@ -237,8 +232,11 @@ class StoredWeight:
 
     def has_shape(self, name: str, found: Sequence[int], expected: Sequence[int]) -> bool:
         """Return whether a tensor of a checkpoint has the expected shape; a number may be of all experts."""
-        is_number = self.published.number is not None and name == f"{self.key}{self.published.number}"
-        return tuple(found) == tuple(expected) or (is_number and math.prod(found) == 1)
+        return tuple(found) == tuple(expected) or self._is_of_all(name.removeprefix(self.key), found)
+
+    def _is_of_all(self, end: str, shape: Sequence[int]) -> bool:
+        """Return whether a tensor is one number for all experts, given the end of its name."""
+        return self.published.has_number and end == self.published.ends[-1] and math.prod(shape) == 1
 
     @property
     def unused(self) -> set[str]:
@@ -247,10 +245,8 @@ class StoredWeight:
 
     def _read(self, slices: Slices, names: Mapping[str, str], index: Any) -> dict[str, Tensor]:
         """Return the tensors of an expert; a number may be of all experts."""
-        is_whole = {
-            end: end == self.published.number and math.prod(slices[names[end]].get_shape()) == 1 for end in names
-        }
-        return {end: slices[name][... if is_whole[end] else index] for end, name in names.items()}
+        found = {end: slices[name] for end, name in names.items()}
+        return {end: each[... if self._is_of_all(end, each.get_shape()) else index] for end, each in found.items()}
 
     def check(self, where: str, slices: Slices) -> None:
         """Read the tensors beside the codes of a quantized weight; raise unless their values fit the weight."""

@@ -31,7 +31,7 @@ def unpacked(sums: Tensor, use: Tensor) -> tuple[Tensor, Tensor, BoundedMoEStats
     return calls, aux_loss, stats
 
 
-class UseOfBuffer:
+class StepBufferUse:
     """Largest required factor of a buffer, and number of overflows, of the forwards of one layer in a step.
 
     They are the same on all ranks of a mesh, so that nothing is reduced over ranks.
@@ -76,7 +76,7 @@ class MetricsAccumulator:
         self.num_experts, self.num_bins = num_experts, num_bins
         self.step = StepCounts(num_experts, device, process_group)
         size = packed_size(num_experts) + num_experts * num_bins
-        self.use = UseOfBuffer()
+        self.use = StepBufferUse()
         self.leaf = torch.zeros(size, dtype=torch.float64, device=device, requires_grad=True)
 
     def resized(self, num_experts: int) -> "MetricsAccumulator":

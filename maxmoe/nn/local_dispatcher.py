@@ -44,10 +44,6 @@ class LocalExperts:
         """Return the number of rows of the slots in all processes if all selectable experts get equally many."""
         return num_slots * self.count // self.num_selectable
 
-    def max_rows(self, num_slots: int, factor: float) -> int:
-        """Return the largest number of rows that the local experts accept of the slots in all processes."""
-        return int(self.mean_rows(num_slots) * factor)
-
     @property
     def are_all(self) -> bool:
         """Whether all experts of the layer are local."""
@@ -194,7 +190,7 @@ class LocalDispatcher(InProcess):
         num_slots, buffer = top_k.experts.numel(), self.buffer
         max_rows = num_rows = None
         if buffer is not None and buffer.drops:
-            max_rows = self.experts.max_rows(num_slots, buffer.factor)
+            max_rows = buffer.size(self.experts.mean_rows(num_slots))
         if self.experts.are_all:
             # The number of slots is a bound that drops nothing. It tells operators the largest number of rows.
             max_rows = num_slots if max_rows is None else min(num_slots, max_rows)

@@ -27,6 +27,11 @@ class Window(NamedTuple):
     stop: int
 
 
+def before(window: Window | None) -> Window:
+    """Return the window of the rows before a window; None is the window of all rows."""
+    return Window(0, 0 if window is None else window.start)
+
+
 @dataclass(frozen=True)
 class Windows(Generic[C]):
     """Counts of a chunk of tokens for each window of its rows; one window if they fit in the buffers.
@@ -98,6 +103,10 @@ class Buffer:
         """Whether rows past the bound are dropped."""
         return self.overflow == "drop"
 
+    def size(self, mean: int) -> int:
+        """Return the number of rows that the buffer holds, given the mean number of rows of a process."""
+        return int(mean * self.factor)
+
     def in_windows(
         self, counts: Sequence[C], rows: Sequence[int], means: Sequence[int], device: torch.device
     ) -> list[Windows[C]]:
@@ -109,7 +118,7 @@ class Buffer:
             means: mean number of rows of a process, for each chunk.
             device: device of collectives.
         """
-        sizes = [max(int(mean * self.factor), 1) for mean in means]
+        sizes = [max(self.size(mean), 1) for mean in means]
         numbers = [-(-most // size) for most, size in zip(rows, sizes, strict=True)]
         # Rounded up to parts that are exact in floating point, because integers are exchanged.
         parts = [-(-most * PARTS // max(mean, 1)) for most, mean in zip(rows, means, strict=True)]

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from maxmoe.expert_load.metrics_accumulator import USE, UseOfBuffer, packed, packed_size
+from maxmoe.expert_load.metrics_accumulator import USE, StepBufferUse, packed, packed_size
 from maxmoe.expert_load.stats import MoEStats
 from maxmoe.nn import MoELayer, MoEOutput
 from maxmoe.nn.feed_forward import FeedForwardLayer
@@ -25,7 +25,7 @@ class RecordedLosses(RoutingLosses):
     are_recorded: ClassVar[bool] = True
 
     sums: list[Tensor] = field(default_factory=list)  # packed
-    use: UseOfBuffer = field(default_factory=UseOfBuffer)
+    use: StepBufferUse = field(default_factory=StepBufferUse)
 
     def __call__(self, *arguments: Any, **options: Any) -> tuple[Tensor, MoEStats]:
         """Compute auxiliary loss and statistics of one forward."""

@@ -145,22 +145,24 @@ class Format:
 
     def check_values(self, scales: Tensor, zeros: Tensor | None = None, row_scales: Tensor | None = None) -> None:
         """Raise unless all scales are finite, also multiplied by scales of rows, and all zero points are codes."""
-        name, reach = "scales", torch.finfo(torch.float32).max
         if self.scale_bytes is None:
-            is_bad = ~scales.isfinite()
+            _refuse(~scales.isfinite(), scales, "scales must be finite")
         else:
-            is_bad = scales == 255 if self.scale_bytes == "E8M0" else scales % 128 == 127
-        if row_scales is not None and not bool(is_bad.any()):
-            name, scales, reach = "row_scales", row_scales, reach / _E4M3[-1]
-            is_bad = ~(row_scales.abs() <= reach)
-        if bool(is_bad.any()):
-            index = tuple(is_bad.nonzero()[0].tolist())
-            value = scales[index].item()
-            got = f"{value}, NaN in {self.scale_bytes}," if scales.dtype == torch.uint8 else value
-            limit = "finite" if name == "scales" else f"between {-reach:.2g} and {reach:.2g}"
-            raise ValueError(f"{name} must be {limit}, got {got} at {index}")
+            is_nan = scales == 255 if self.scale_bytes == "E8M0" else scales % 128 == 127
+            _refuse(is_nan, scales, "scales must be finite", f", NaN in {self.scale_bytes},")
+        if row_scales is not None:
+            reach = torch.finfo(torch.float32).max / _E4M3[-1]
+            wanted = f"row_scales must be between {-reach:.2g} and {reach:.2g}"
+            _refuse(~(row_scales.abs() <= reach), row_scales, wanted)
         if zeros is not None and bool((zeros > 15).any()):
             raise ValueError(f"zeros must be below 16, got {int(zeros.max())}")
+
+
+def _refuse(is_bad: Tensor, values: Tensor, wanted: str, meaning: str = "") -> None:
+    """Raise if any value is bad, with the first one, its `meaning` and its index."""
+    if bool(is_bad.any()):
+        index = tuple(is_bad.nonzero()[0].tolist())
+        raise ValueError(f"{wanted}, got {values[index].item()}{meaning} at {index}")
 
 
 FORMATS = {

@@ -10,7 +10,7 @@ from torch import Tensor
 from maxmoe.nn.dispatcher import Future
 from maxmoe.nn.local_dispatcher import LocalDispatcher, LocalExperts
 from maxmoe.nn.routing import TopK
-from maxmoe.nn.windows import Window
+from maxmoe.nn.windows import before
 from maxmoe.ops import RaggedPlan
 from maxmoe.parallel.dispatch.computed_rows import ComputedRows
 from maxmoe.parallel.dispatch.expert_moves import TRIED_PERCENT, plan_moves
@@ -91,8 +91,8 @@ class LeastLoaded(RaggedAllToAll):
         if counts.moved is None:
             return super().dispatch(x, top_k, counts)
         moved, window, rank = counts.moved, counts.window, self.ranks.group.rank()
-        computed, before = moved.within(window), moved.within(Window(0, 0 if window is None else window.start))
-        splits = Splits(moved.sent(rank), computed.sent(rank), computed.received(rank), before.sent(rank))
+        computed, skipped = moved.within(window), moved.within(before(window))
+        splits = Splits(moved.sent(rank), computed.sent(rank), computed.received(rank), skipped.sent(rank))
         plan = splits.sent_part(with_rows(counts.plan, moved.order(rank).to(x.device)))
         num_experts = len(computed.experts[rank])
         local = replace(self.local, experts=LocalExperts(0, num_experts, num_experts, num_experts))

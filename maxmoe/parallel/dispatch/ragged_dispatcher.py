@@ -14,7 +14,7 @@ from torch import Tensor
 from maxmoe.nn.dispatcher import Dispatcher, Future
 from maxmoe.nn.local_dispatcher import LocalCounts
 from maxmoe.nn.routing import TopK
-from maxmoe.nn.windows import Window, Windows, rows_within
+from maxmoe.nn.windows import Window, Windows, before, rows_within
 from maxmoe.ops import RaggedPlan, ragged_gather, ragged_sort, ragged_unsort
 from maxmoe.parallel.dispatch.collectives import all_gather_counts, ragged_all_to_all
 from maxmoe.parallel.dispatch.computed_rows import ComputedRows
@@ -73,8 +73,7 @@ def splits_of(matrix: Tensor, rank: int, window: Window | None = None) -> Splits
 
     Source: MaxText, `get_all_to_all_params` and its `ragged_buffer_factor`, for the first window.
     """
-    accepted, before = rows_within(matrix, window), Window(0, 0 if window is None else window.start)
-    skipped = rows_within(matrix, before)
+    accepted, skipped = rows_within(matrix, window), rows_within(matrix, before(window))
     lists = (matrix[rank], accepted[rank], accepted[:, rank], skipped[rank])
     return Splits(*(counts.tolist() for counts in lists))
 
@@ -94,6 +93,8 @@ class RaggedAllToAll(Strategy):
     5. The local dispatcher sorts the received rows by expert. The experts compute and weight them: ``(R, D)``.
     6. All-to-all in the opposite direction: ``(R, D)`` to ``(S, D)``.
     7. Unsort: each token sums its K rows, ``(T, D)``. Nothing of size ``(T, K, D)`` is saved for the backward.
+
+    If a buffer has several windows of rows, each takes the steps 3 to 7.
 
     Args:
         local: dispatcher to the experts of this rank, with K = 1, which drops no rows.
@@ -117,12 +118,12 @@ class RaggedAllToAll(Strategy):
         counts, buffer = self._gather_counts(chunks, dtype), self.ranks.buffer
         if buffer is None:
             return counts
-        num_slots = [int(each.facts[:, 0].sum()) for each in counts]
+        means = [self.ranks.experts.mean_rows(int(each.facts[:, 0].sum())) for each in counts]
         if buffer.drops:
-            sizes = [self.ranks.experts.max_rows(number, buffer.factor) for number in num_slots]
-            return [each._replace(window=Window(0, size)) for each, size in zip(counts, sizes, strict=True)]
+            return [
+                each._replace(window=Window(0, buffer.size(mean))) for each, mean in zip(counts, means, strict=True)
+            ]
         rows = [max(self._loads(each)) for each in counts]
-        means = [self.ranks.experts.mean_rows(number) for number in num_slots]
         return buffer.in_windows(counts, rows, means, chunks[0].experts.device)
 
     def _gather_counts(self, chunks: Sequence[TopK], dtype: torch.dtype) -> list[RaggedCounts]:
