@@ -232,11 +232,12 @@ class StoredWeight:
 
     def has_shape(self, name: str, found: Sequence[int], expected: Sequence[int]) -> bool:
         """Return whether a tensor of a checkpoint has the expected shape; a number may be of all experts."""
-        return tuple(found) == tuple(expected) or self._is_of_all(name.removeprefix(self.key), found)
+        is_of_all = self._is_number(name.removeprefix(self.key)) and math.prod(found) == 1
+        return is_of_all or tuple(found) == tuple(expected)
 
-    def _is_of_all(self, end: str, shape: Sequence[int]) -> bool:
-        """Return whether a tensor is one number for all experts, given the end of its name."""
-        return self.published.has_number and end == self.published.ends[-1] and math.prod(shape) == 1
+    def _is_number(self, end: str) -> bool:
+        """Return whether a tensor is one number for an expert, or for all, given the end of its name."""
+        return self.published.has_number and end == self.published.ends[-1]
 
     @property
     def unused(self) -> set[str]:
@@ -245,8 +246,11 @@ class StoredWeight:
 
     def _read(self, slices: Slices, names: Mapping[str, str], index: Any) -> dict[str, Tensor]:
         """Return the tensors of an expert; a number may be of all experts."""
-        found = {end: slices[name] for end, name in names.items()}
-        return {end: each[... if self._is_of_all(end, each.get_shape()) else index] for end, each in found.items()}
+        tensors = {}
+        for end, name in names.items():
+            is_of_all = self._is_number(end) and slices[name][...].numel() == 1
+            tensors[end] = slices[name][... if is_of_all else index]
+        return tensors
 
     def check(self, where: str, slices: Slices) -> None:
         """Read the tensors beside the codes of a quantized weight; raise unless their values fit the weight."""
