@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from support.pretrain_run import EXAMPLES, TINY, after_step, assert_close, messages, run, saved
-from support.programs import Program
+from support.programs import started, wait_until
 from support.run_ranks import run_ranks as run_ranks_in_time
 
 SHORT = ("--batch-size", "4", "--sequence-length", "32", "--steps", "6", "--eval-every", "6")
@@ -92,9 +92,8 @@ def test_an_interrupt_saves(text: Path, tmp_path: Path) -> None:
     options = ("--steps", "5000", "--eval-every", "5000", "--save-every", "2")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
     script = [str(EXAMPLES / "pretrain.py"), *TINY, "--data", str(text), "--out", str(tmp_path / "out"), *options]
-    with Program([sys.executable, *torchrun, *script]) as program:
-        program.wait_until((tmp_path / "out/checkpoint").exists)
-        program.process.send_signal(signal.SIGINT)
-        done = program.wait()
+    with started([sys.executable, *torchrun, *script]) as finish:
+        wait_until((tmp_path / "out/checkpoint").exists)
+        done = finish(signal.SIGINT)
     step = len(saved(tmp_path / "out")["training"])
     assert f"Stopped and saved at step {step}. To continue: torchrun --nproc-per-node 1 {EXAMPLES}/" in done.stdout

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from maxmoe.ranks.rank_processes import RankProcesses
-from support.programs import Program
+from support.programs import started, wait_until
 from support.run_ranks import run_ranks
 
 
@@ -108,15 +108,7 @@ def test_ranks_end_with_a_process_that_is_killed(tmp_path: Path) -> None:
     (tmp_path / "main.py").write_text(PROGRAM)
     folder = tmp_path / "ranks"
     folder.mkdir()
-    with Program([sys.executable, str(tmp_path / "main.py"), str(folder)]) as program:
+    with started([sys.executable, str(tmp_path / "main.py"), str(folder)]) as finish:
         wait_until(lambda: len(os.listdir(folder)) == 2)
-        program.process.kill()
+        finish(signal.SIGKILL)
         wait_until(lambda: not any(Path("/proc", pid).exists() for pid in os.listdir(folder)))
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait for at most two minutes."""
-    end = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)

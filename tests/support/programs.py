@@ -1,114 +1,60 @@
-"""Programs, started as a user starts them. A program that hangs ends with the stacks of all its processes.
-
-A program has a bound in seconds. When it has passed, the program and all processes that it has started are aborted:
-each Python process writes the stacks of its threads to stderr (PYTHONFAULTHANDLER), which the error shows.
-"""
+"""Programs, started as a user starts them. A program that hangs ends with the stacks of all its processes."""
 
 import os
-import resource
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 MAX_SECONDS = 300.0  # on a busy machine
-SECONDS = 5.0  # for the stacks of processes and their end
-# Environment variable with the marks of a process. Sessions or process groups would not do: torchrun starts each rank
-# in a new one.
-MARKS = "MAXMOE_TEST_MARKS"
 
 
-class HangError(AssertionError):
-    """Error for a program, a call or a test that has not ended in time."""
+@contextmanager
+def started(
+    command: Sequence[str], env: Mapping[str, str] | None = None, **options: Any
+) -> Iterator[Callable[..., "subprocess.CompletedProcess[str]"]]:
+    """Start a program, give a function that may send it a signal and waits for its end, and end all its processes."""
+    # A variable of the environment marks all its processes: torchrun starts each rank in a new session.
+    mark = f"MAXMOE_TEST_{uuid.uuid4().hex}"
+    environment = {**(os.environ if env is None else env), mark: "1", "PYTHONFAULTHANDLER": "1"}
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
+    process = subprocess.Popen(command, env=environment, errors="replace", start_new_session=True, **options)
 
-
-class Program:
-    """A running program. Leaving the context kills it and all processes that it has started.
-
-    Args:
-        command: program and arguments.
-        seconds: time after which the program hangs.
-        cwd: working folder, this one if None.
-        env: environment, this one if None.
-        **options: of `subprocess.Popen`. By default, stdout and stderr are files, which never fill up as pipes do.
-    """
-
-    def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        seconds: float = MAX_SECONDS,
-        cwd: Path | None = None,
-        env: Mapping[str, str] | None = None,
-        **options: Any,
-    ) -> None:
-        self.command, self.seconds = list(command), seconds
-        self.last = time.monotonic() + seconds
-        self.stdout, self.stderr = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
-        environment = dict(os.environ if env is None else env)
-        self.mark = add_mark(environment)
-        files: dict[str, Any] = {"stdout": self.stdout, "stderr": self.stderr} | options
-        self.process = subprocess.Popen(self.command, cwd=cwd, env=environment, start_new_session=True, **files)
-
-    def __enter__(self) -> "Program":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Kill the program and all processes that it has started."""
-        end(self.mark, signal.SIGKILL)
-        self.process.wait()
-        self.stdout.close()
-        self.stderr.close()
-
-    def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait until a condition holds; raise if the program ends before it does."""
-        while not condition():
-            if self.process.poll() is not None:
-                assert condition(), f"{self} has ended with status {self.process.returncode}\n{self.written()}"
-            if time.monotonic() > self.last:
-                self.abort()
-            time.sleep(0.01)
-
-    def wait(self) -> "subprocess.CompletedProcess[str]":
-        """Wait until the program ends; return its exit status and its output."""
+    def finish(number: int | None = None, seconds: float = MAX_SECONDS) -> "subprocess.CompletedProcess[str]":
+        if number is not None:
+            process.send_signal(number)
         try:
-            self.process.wait(max(0.0, self.last - time.monotonic()))
+            output, errors = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
-            self.abort()
-        output, errors = _text(self.stdout), _text(self.stderr)
-        return subprocess.CompletedProcess(self.command, self.process.returncode, output, errors)
+            write_stacks(mark)
+            output, errors = process.communicate()
+            name = subprocess.list2cmdline(command)[:300]
+            raise AssertionError(f"still running after {seconds:g} s: {name}\n{output}\n{errors}") from None
+        return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
-    def abort(self) -> None:
-        """End all processes with their stacks, and raise an error that shows them."""
-        abort(self.mark)
-        self.process.wait()
-        raise HangError(f"still running after {self.seconds:g} s: {self}\n{self.written()}")
-
-    def written(self) -> str:
-        """Return the output of the processes so far."""
-        return f"stdout:\n{_text(self.stdout)}\nstderr:\n{_text(self.stderr)}"
-
-    def __str__(self) -> str:
-        return subprocess.list2cmdline(self.command)[:300]
+    try:
+        yield finish
+    finally:
+        while running := processes(mark):
+            send(running, signal.SIGKILL)
+            process.poll()
+            time.sleep(0.01)
+        process.communicate()
 
 
-def run(command: Sequence[str], **options: Any) -> "subprocess.CompletedProcess[str]":
-    """Run a program to its end, with options of `Program`."""
-    with Program(command, **options) as program:
-        return program.wait()
+def run(command: Sequence[str], seconds: float = MAX_SECONDS, **options: Any) -> "subprocess.CompletedProcess[str]":
+    """Run a program to its end, with options of `subprocess.Popen`."""
+    with started(command, **options) as finish:
+        return finish(seconds=seconds)
 
 
 def python(code: str, *arguments: str, **options: Any) -> "subprocess.CompletedProcess[str]":
-    """Run code in a new Python, with options of `Program`."""
+    """Run code in a new Python."""
     return run([sys.executable, "-c", code, *arguments], **options)
 
 
@@ -118,67 +64,38 @@ def printed(done: "subprocess.CompletedProcess[str]") -> str:
     return done.stdout
 
 
-# Processes, found by a mark in the environment that they were started with
-
-
-def add_mark(environment: dict[str, str] | os._Environ[str]) -> str:
-    """Mark all processes that will be started with an environment; return the mark."""
-    mark = uuid.uuid4().hex
-    environment["PYTHONFAULTHANDLER"] = "1"
-    environment[MARKS] = f"{environment.get(MARKS, '')} {mark}"
-    return mark
-
-
-def abort(mark: str) -> None:
-    """End processes with their stacks, one after the other, so that no two write at the same time.
-
-    The others are stopped meanwhile: torchrun would end its ranks when the first of them has ended.
-    """
-    send(processes(mark), signal.SIGSTOP)
-    for process in processes(mark):
-        send([process], signal.SIGABRT)
-        send([process], signal.SIGCONT)
-        wait_for_end(mark, process)
-    end(mark, signal.SIGKILL)
-
-
-def end(mark: str, number: int) -> None:
-    """Send a signal to all processes, and wait some seconds for their end."""
-    send(processes(mark), number)
-    wait_for_end(mark)
-
-
-def send(numbers: Sequence[int], number: int) -> None:
-    """Send a signal to processes that may have ended."""
-    for process in numbers:
-        with suppress(ProcessLookupError):
-            resource.prlimit(process, resource.RLIMIT_CORE, (0, 0))
-            os.kill(process, number)
-
-
-def wait_for_end(mark: str, process: int | None = None) -> None:
-    """Wait some seconds for the end of one process with a mark, or of all."""
-    last = time.monotonic() + SECONDS
-    while time.monotonic() < last:
-        running = processes(mark)
-        if not running or (process is not None and process not in running):
-            return
+def wait_until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
+    """Wait until a condition holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
         time.sleep(0.01)
 
 
-def processes(mark: str) -> list[int]:
-    """Return the running processes with a mark, children before their parents, since some end with their parent.
+def write_stacks(mark: str) -> None:
+    """Abort processes, which then write their stacks: one after the other, while the others are stopped.
 
-    A process that waits to be reaped has no environment.
+    torchrun would end its ranks when the first of them has ended.
     """
+    send(processes(mark), signal.SIGSTOP)
+    for process in processes(mark):
+        send([process], signal.SIGABRT, signal.SIGCONT)
+        wait_until(lambda process=process: process not in processes(mark))  # type: ignore[misc]
+
+
+def send(numbers: Sequence[int], *signals: int) -> None:
+    """Send signals to processes that may have ended."""
+    for process in numbers:
+        for number in signals:
+            with suppress(ProcessLookupError):
+                os.kill(process, number)
+
+
+def processes(mark: str) -> list[int]:
+    """Return the running processes with a mark, children before their parents, since some end with their parent."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):
+        with suppress(OSError):  # of a process that has ended
             if mark.encode() in path.read_bytes():
                 found.append(int(path.parent.name))
     return sorted(found, reverse=True)
-
-
-def _text(file: IO[bytes]) -> str:
-    descriptor = file.fileno()  # shares its offset with the processes, which may still write
-    return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace")
