@@ -1,17 +1,21 @@
 """After an exception in a forward or backward the model is unchanged, or the error of its next call names the fix."""
 
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch.distributed as dist
+from torch import Tensor, nn
 
-from fuzz.fuzz_sequences import ERRORS, Operation, in_one_process, on_ranks
-from maxmoe.parallel import RankError, parallelize, token_sharding
+from maxmoe.parallel import RankError, clip_grad_norm_, parallelize, token_sharding
 from maxmoe.sharding import Mesh
-from support.parallel_decoder import MeshRules, batch, decoder, loss
+from support.parallel_decoder import LocalSGD, MeshRules, batch, decoder, loss
+from support.parts import assert_same
 from support.run_ranks import check_at_once, run_cases, run_ranks
 from support.slow_cases import by_default
+
+ERRORS = (ArithmeticError, KeyboardInterrupt)
 
 EXPERT, FSDP = MeshRules("ep-as-dp", {"expert": 2}), MeshRules("pure-fsdp", {"fsdp": 2})
 # Hooks of FSDP2 beside experts, of replicas, of sequences, of parts of weights and of tokens that all ranks hold.
@@ -34,11 +38,84 @@ CASES: list[tuple[MeshRules, dict[str, Any]]] = [
 PLACES = ("embedding", "blocks.0.attention.o_proj", "blocks.1.feed_forward.router", "blocks.1.feed_forward", "output")
 
 
+class Operation(NamedTuple):
+    """A method of `Run`, and where and how it is interrupted."""
+
+    name: str
+    place: str
+    error: type[BaseException]
+
+
+class Run:
+    """A model on the tokens of one rank, or on all of them in one process, where nothing is interrupted."""
+
+    def __init__(self, model: nn.Module, part: Any) -> None:
+        self.model, self.part = model, part
+        self.norms: list[Tensor] = []
+
+    def backward(self, _operation: Operation) -> None:
+        tokens, targets = (whole[self.part] for whole in batch())
+        loss(self.model(tokens), targets).backward()
+
+    def step(self, _operation: Operation) -> None:
+        LocalSGD(self.model).step()
+        self.model.zero_grad()
+
+    def clip(self, _operation: Operation) -> None:
+        self.norms.append(clip_grad_norm_(self.model.parameters(), 0.5))
+
+    def interrupt_forward(self, operation: Operation) -> None:
+        self._interrupt(operation, lambda _output: self._stop(operation))
+
+    def interrupt_backward(self, operation: Operation) -> None:
+        def add_hook(output: Any) -> None:
+            (output if isinstance(output, Tensor) else output[0]).register_hook(lambda _: self._stop(operation))
+
+        self._interrupt(operation, add_hook)
+        self.model.zero_grad()  # it has added to the gradients
+
+    def _stop(self, operation: Operation) -> None:
+        raise operation.error("stopped")
+
+    def _interrupt(self, operation: Operation, act: Callable[[Any], None]) -> None:
+        place, before = self.model.get_submodule(operation.place), dict(self.model.named_parameters())
+        handle = place.register_forward_hook(lambda _module, _arguments, output: act(output))
+        with pytest.raises(operation.error, match=r"^stopped$"):
+            self.backward(operation)
+        handle.remove()
+        after = dict(self.model.named_parameters())
+        assert after.keys() == before.keys() and all(after[name] is before[name] for name in before), operation
+
+
+def in_one_process(operations: list[Operation]) -> Run:
+    run = Run(decoder(), ...)
+    for operation in operations:
+        if operation.name == "interrupt_backward":
+            run.model.zero_grad()
+        elif operation.name != "interrupt_forward":
+            getattr(run, operation.name)(operation)
+    return run
+
+
+def on_ranks(layout: MeshRules, options: dict[str, Any], operations: list[Operation]) -> None:
+    """Compare norms, and the parameters and gradients in the end, with one process."""
+    expected, mesh = in_one_process(operations), Mesh(layout.sizes)
+    model: Any = parallelize(decoder(), mesh, layout.rules, **options)
+    run = Run(model, token_sharding(mesh, layout.rules).slices(batch()[0].shape))
+    for operation in operations:
+        getattr(run, operation.name)(operation)
+    for norm, other in zip(run.norms, expected.norms, strict=True):
+        assert_same(norm.double(), other.double(), "norm", tolerance=1e-10)
+    for (name, parameter), of_one in zip(model.named_parameters(), expected.model.parameters(), strict=True):
+        assert_same(parameter.full_tensor(), of_one.detach(), name, tolerance=1e-10)
+        assert_same(parameter.grad.full_tensor(), of_one.grad, f"gradient of {name}", tolerance=1e-10)
+
+
 def interrupted(name: str, number: int) -> list[Operation]:
     """Interruptions in turn between whole steps; every place has both errors in some case."""
 
     def operation(name: str, index: int = 0) -> Operation:
-        return Operation(name, 0, PLACES[index], ERRORS[(number + index) % 2])
+        return Operation(name, PLACES[index], ERRORS[(number + index) % 2])
 
     places = range(len(PLACES) - (name == "interrupt_backward"))
     names = ("clip", "step") if name == "interrupt_forward" else ()  # gradients of a micro-batch before stay
@@ -55,8 +132,7 @@ def test_an_interruption_leaves_nothing_behind(world_size: int) -> None:
     cases = []
     for number, (layout, options) in enumerate(CASES):
         for name in ("interrupt_forward", "interrupt_backward") if layout.world_size == world_size else ():
-            operations = interrupted(name, number)
-            cases.append((layout, options, operations, in_one_process(operations)))
+            cases.append((layout, options, interrupted(name, number)))
     run_cases(on_ranks, world_size, cases)
 
 
