@@ -78,18 +78,6 @@ def test_dequantize_does_not_wait(format: str) -> None:
     assert torch.equal(to_host(got), on_host)
 
 
-def test_a_bound_on_the_rows_is_their_number() -> None:
-    """Rows past the last group have no slot, and results that are computed with them are not used."""
-    experts = torch.tensor([[0, 2], [-1, 1], [2, -1], [1, 1]])
-    exact = ops.ragged_plan(experts, 3, num_local_experts=2)
-    with DeviceMemory():
-        plan = ops.ragged_plan(to_device(experts), 3, num_local_experts=2, max_rows=6)
-    assert to_host(plan.slots).tolist() == [*exact.slots.tolist(), -1, -1]
-    assert torch.equal(to_host(plan.rows), exact.rows)
-    assert torch.equal(to_host(plan.group_sizes), exact.group_sizes)
-    assert to_host(plan.dropped) == 0
-
-
 def test_no_copy_of_all_slots_in_the_sum() -> None:
     """Apart from the R rows and their gradients, no tensor has more numbers than the T rows of the result."""
     T, K, D = 30, 6, 16

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from maxmoe.nn import Dispatched, ExpertRunner, Future, TopK
-from maxmoe.nn.dispatcher import Dispatcher
+from maxmoe.nn import Dispatched, ExpertRunner, Future, LocalDispatcher, LocalExperts, TopK
 from maxmoe.ops import RaggedPlan
 from support.moe_layers import Options, each_compute, make, tokens
 
@@ -41,60 +40,27 @@ def test_hooks_on_the_experts(compute: Options, weights_to: str) -> None:
     assert all(gradient.isfinite().all() and gradient.abs().sum() > 0 for gradient in seen)
 
 
-def test_the_layer_takes_any_dispatcher() -> None:
-    """A dispatcher that reverses the tokens, and reverses the outputs back, does not change the result."""
-
-    class Reversed:
-        def __init__(self, inner: Dispatcher[Any, Any]) -> None:
-            self.inner = inner
-
-        def exchange_counts(self, chunks: Sequence[TopK], *sizes: Any) -> Sequence[Any]:
-            return self.inner.exchange_counts(chunks, *sizes)
-
-        def dispatch(self, x: Tensor, top_k: TopK, counts: Any) -> Future[Dispatched]:
-            reversed_top_k = TopK(*(part.flip(0) for part in top_k[:2]))
-            return self.inner.dispatch(x.flip(0), reversed_top_k, counts)
-
-        def combine(self, outputs: Tensor, dispatched: Dispatched) -> Future[Tensor]:
-            combined = self.inner.combine(outputs, dispatched)
-            return lambda: combined().flip(0)
-
-    layer, x = make(), torch.randn(3, 7, dtype=torch.float64)
-    whole = layer(x).hidden_states
-    layer.runner = ExpertRunner(Reversed(layer.runner.dispatcher))
-    torch.testing.assert_close(layer(x).hidden_states, whole, rtol=1e-14, atol=1e-15)
-
-
 def test_the_next_chunk_is_on_its_way_while_experts_compute() -> None:
     order: list[str] = []
 
-    class Recorded:
-        def __init__(self, inner: Dispatcher[Any, Any]) -> None:
-            self.inner, self.count = inner, 0
-
-        def exchange_counts(self, chunks: Sequence[TopK], *sizes: Any) -> Sequence[Any]:
+    class Recorded(LocalDispatcher):
+        def exchange_counts(self, chunks: Sequence[TopK], *sizes: Any) -> Any:
             order.append(f"exchange {len(chunks)}")
-            return self.inner.exchange_counts(chunks, *sizes)
+            return super().exchange_counts(chunks, *sizes)
 
         def dispatch(self, x: Tensor, top_k: TopK, counts: Any) -> Future[Dispatched]:
-            number, self.count = self.count, self.count + 1
-            order.append(f"send {number}")
-            arrived = self.inner.dispatch(x, top_k, counts)
-
-            def arrive() -> Dispatched:
-                order.append(f"receive {number}")
-                return arrived()
-
-            return arrive
+            order.append("send")
+            arrived = super().dispatch(x, top_k, counts)
+            return lambda: order.append("receive") or arrived()
 
         def combine(self, outputs: Tensor, dispatched: Dispatched) -> Future[Tensor]:
             order.append("send back")
-            return self.inner.combine(outputs, dispatched)
+            return super().combine(outputs, dispatched)
 
     layer, x = make(), torch.randn(5, 7, dtype=torch.float64)
     whole = layer(x).hidden_states
-    layer.runner = ExpertRunner(Recorded(layer.runner.dispatcher), num_chunks=2)
+    layer.runner = ExpertRunner(Recorded(LocalExperts.all_of(layer.config), scales_input=False), num_chunks=2)
     layer.experts.register_forward_pre_hook(lambda *_: order.append("compute"))
     torch.testing.assert_close(layer(x).hidden_states, whole, rtol=1e-13, atol=1e-15)
-    first = ["exchange 2", "send 0", "receive 0", "send 1", "compute", "send back"]
-    assert order == [*first, "receive 1", "compute", "send back"]
+    first = ["exchange 2", "send", "receive", "send", "compute", "send back"]
+    assert order == [*first, "receive", "compute", "send back"]

@@ -1,4 +1,4 @@
-"""Layers under torch.func.vmap and jvp: the gradients of a loop, or an error for unsupported options."""
+"""Layers under torch.func.vmap and jvp and a second backward: as in a loop and as finite differences, or an error."""
 
 from collections.abc import Callable
 from typing import Any
@@ -110,6 +110,36 @@ def test_examples_with_different_numbers_of_rows() -> None:
     for layer, valid in ((sparse, mask[:1].expand_as(mask)), (dense, mask)):
         expected = torch.stack([call(layer)(x, one) for x, one in zip(BATCHES, valid, strict=True)])
         torch.testing.assert_close(torch.func.vmap(call(layer))(BATCHES, valid), expected)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "deepseek": {"score_function": "sigmoid", "score_correction_bias": True, "num_groups": 2, "top_k_groups": 1}
+    | {"num_shared_experts": 1, "load_balance_loss_weight": 0.1},
+    "gpt_oss": {"activation": "swigluoai", "activation_limit": 0.7, "expert_bias": True, "normalization": "softmax"},
+}
+STEP = 1e-6
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_derivatives_equal_finite_differences(path: str, options: dict[str, Any]) -> None:
+    """Tangents of layers that are trained or frozen, and the gradient of a gradient penalty."""
+    layer, (x, direction) = make(MoE, **options), BATCHES
+
+    def penalty(x: Tensor, *parameters: Tensor) -> Tensor:
+        out, aux_loss = outputs(layer)(x.requires_grad_())
+        gradients = torch.autograd.grad(out.square().sum() + aux_loss, [x, *parameters], create_graph=True)
+        return torch.stack([gradient.square().sum() for gradient in gradients]).sum()
+
+    for parameters in ((), tuple(layer.parameters())):
+        (gradient,) = torch.autograd.grad(penalty(x, *parameters), x)
+        above, below = (penalty((x + step * direction).detach(), *parameters) for step in (STEP, -STEP))
+        torch.testing.assert_close((gradient * direction).sum(), (above - below) / (2 * STEP), rtol=1e-6, atol=1e-6)
+    for trained in (True, False):
+        _, tangents = torch.func.jvp(outputs(layer.requires_grad_(trained)), (x.detach(),), (direction,))
+        with torch.no_grad():
+            above, below = (outputs(layer)(x + step * direction) for step in (STEP, -STEP))
+        for tangent, one, other in zip(tangents, above, below, strict=True):
+            torch.testing.assert_close(tangent.detach(), (one - other) / (2 * STEP), rtol=1e-6, atol=1e-8)
 
 
 def test_other_transforms_whose_gradient_would_be_lost() -> None:

@@ -10,9 +10,10 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from maxmoe import MoE
+from maxmoe import MoE, ZeroComputation
 from maxmoe.config import Normalization, ScoreFunction
 from maxmoe.nn import Selection
+from maxmoe.nn.local_dispatcher import LocalCounts
 from support import activations
 from support.moe_layers import (
     COMPUTE,
@@ -148,6 +149,7 @@ def test_other_dtypes(every_path: str, name: str, compute: str, dtype: torch.dty
     assert_meets_specification(layer, x, 4 * tolerance(dtype, 2))
 
 
+ONLY_COPIES = [0.0] * 6 + [30.0] * 4
 SITUATIONS: dict[str, tuple[tuple[int, ...], Options]] = {
     "sequences_without_token": ((2, 0), {}),
     "no_sequence": ((0, 4), {}),
@@ -157,6 +159,10 @@ SITUATIONS: dict[str, tuple[tuple[int, ...], Options]] = {
     "all_experts": ((2, 5), {"top_k": 6}),
     "many_experts": ((1, 3), {"num_experts": 40, "top_k": 2}),
     "width_one": ((2, 4), {"hidden_size": 1, "intermediate_size": 1}),
+    "no_expert_computes": (
+        (2, 4),
+        {"zero_computation": ZeroComputation(copy=4), "score_correction_bias": True, "correction_bias": ONLY_COPIES},
+    ),
 }
 
 
@@ -186,6 +192,14 @@ def test_an_expert_without_tokens_is_never_heard(path: str, compute: Options) ->
     assert_near(got.outputs[0], expected.outputs[0], 1e-14, "hidden_states")
     for name in ("x", "router.weight"):
         assert_near(got.gradients[name], expected.gradients[name], 1e-14, f"gradient of {name}")
+
+
+def test_capacity_beyond_the_slots_of_a_sequence_costs_nothing() -> None:
+    """A sequence of one token has two slots: the buffer has two rows per expert, not the capacity of 64."""
+    layer = make(implementation="dense", num_experts=64, top_k=2, capacity_factor=64.0)
+    x = tokens(layer, 3, 1).flatten(0, 1)
+    dispatched = layer.runner.dispatcher.dispatch(x, layer.router(x).top_k, LocalCounts(3))()
+    assert dispatched.x.shape[0] == 64 * 3 * 2 and dispatched.dropped == 0
 
 
 def test_sizes_in_place_of_a_config_are_refused() -> None:

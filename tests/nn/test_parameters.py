@@ -15,7 +15,6 @@ from support.operator_calls import assert_near, assert_same
 SMALLEST = {"router.weight": (6, 7), "experts.up_proj": (6, 7, 5), "experts.down_proj": (6, 5, 7)}
 # Options, and the names and shapes of the parameters and buffers that they add.
 SHAPES: dict[str, tuple[Options, dict[str, tuple[int, ...]]]] = {
-    "smallest": ({}, {}),
     "everything": (
         {"gated": True, **EVERYTHING},
         {
@@ -31,17 +30,8 @@ SHAPES: dict[str, tuple[Options, dict[str, tuple[int, ...]]]] = {
             "shared_experts.output_gate": (7,),
         },
     ),
-    "without a gate": (
-        {"expert_bias": True, "num_shared_experts": 1},
-        {
-            "experts.up_bias": (6, 5),
-            "experts.down_bias": (6, 7),
-            "shared_experts.up_proj": (7, 5),
-            "shared_experts.down_proj": (5, 7),
-        },
-    ),
     "latent": (
-        {"latent_size": 4, "expert_bias": True},
+        {"latent_size": 4, "expert_bias": True, "zero_computation": ZeroComputation(copy=1, constant=4)},
         {
             "latent_in.weight": (7, 4),
             "latent_out.weight": (4, 7),
@@ -49,11 +39,6 @@ SHAPES: dict[str, tuple[Options, dict[str, tuple[int, ...]]]] = {
             "experts.down_proj": (6, 5, 4),
             "experts.up_bias": (6, 5),
             "experts.down_bias": (6, 4),
-        },
-    ),
-    "constants": (
-        {"zero_computation": ZeroComputation(copy=1, constant=4)},
-        {
             "router.weight": (11, 7),
             "zero_computation_experts.vectors": (4, 7),
             "zero_computation_experts.mixing": (4, 2, 7),

@@ -57,20 +57,6 @@ def bin_width(bias: Tensor) -> float:
 
 
 @pytest.mark.parametrize("top_k", [1, 3, 7])
-def test_histogram(top_k: int) -> None:
-    scores, bias = torch.rand(50, 8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
-    mask = torch.rand(50) < 0.7
-    expected = torch.zeros(8, NUM_BINS, dtype=torch.float64)
-    for score in scores[mask].tolist():
-        cutoff = sorted((s + b for s, b in zip(score, bias.tolist(), strict=True)), reverse=True)[top_k]
-        for expert in range(8):
-            place = (cutoff - score[expert] - (float(bias.min()) - 1)) / bin_width(bias)
-            assert 0 <= place <= NUM_BINS
-            expected[expert, min(int(place), NUM_BINS - 1)] += 1
-    assert required_bias_histogram(scores, bias, top_k, token_mask=mask).equal(expected)
-
-
-@pytest.mark.parametrize("top_k", [1, 3, 7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_balanced_bias_is_that_of_the_specification(top_k: int, dtype: torch.dtype) -> None:
     scores, bias = torch.rand(400, 8, dtype=dtype) ** 3, torch.randn(8, dtype=dtype)
@@ -79,19 +65,6 @@ def test_balanced_bias_is_that_of_the_specification(top_k: int, dtype: torch.dty
     assert balanced.dtype == dtype and float(balanced.mean()) == pytest.approx(0, abs=1e-6)
     torch.testing.assert_close(balanced, expected, rtol=0, atol=2 * bin_width(bias))
     assert (balanced - bias).abs().max() > 20 * bin_width(bias)
-
-
-def test_the_quantile_is_interpolated_in_its_bin() -> None:
-    histogram, bias = torch.zeros(2, NUM_BINS, dtype=torch.float64), torch.zeros(2)
-    histogram[0, 500], histogram[1, 100], histogram[1, 600] = 8, 2, 6  # bins of width 0.002 from -1
-    # 4 of 8 tokens: half of the bin that begins at 0; 2 of the 6 tokens of the bin that begins at 0.2.
-    expected = torch.tensor([0.001, 0.2 + 0.002 / 3])
-    torch.testing.assert_close(balanced_bias(histogram, bias, 1), expected - expected.mean())
-
-
-def test_without_tokens_nothing_changes() -> None:
-    bias = torch.randn(8)
-    assert balanced_bias(required_bias_histogram(torch.rand(0, 8), bias, 2), bias, 2).equal(bias)
 
 
 @pytest.mark.parametrize(("infinite", "top_k"), [({0: -torch.inf, 5: -torch.inf}, 3), ({2: torch.inf}, 2)], ids=str)

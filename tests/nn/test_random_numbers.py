@@ -1,17 +1,13 @@
 """Random numbers of tokens: their distribution, and that a recomputation and compiled code repeat them."""
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-import maxmoe
 from maxmoe import MoE, MoEConfig
-from maxmoe.nn import LocalTokens, Routing, rand_of_tokens
+from maxmoe.nn import LocalTokens, rand_of_tokens
 from support.documented_routers import noisy
 
 CONFIG = MoEConfig(hidden_size=8, intermediate_size=6, num_experts=6, top_k=2)
@@ -50,47 +46,9 @@ def test_other_shapes_are_refused() -> None:
         draw(3, 4)
 
 
-class Sampled(nn.Module):
-    """A router that draws the experts themselves."""
-
-    def __init__(self, config: MoEConfig) -> None:
-        super().__init__()
-        self.top_k = config.top_k
-        self.weight = nn.Parameter(torch.randn(config.num_experts, config.hidden_size) * config.hidden_size**-0.5)
-
-    def forward(self, x: Tensor, token_mask: Tensor | None = None, experts: Tensor | None = None) -> Routing:
-        probabilities = (x.flatten(0, 1) @ self.weight.T).softmax(1)
-        if experts is None:
-            experts = probabilities.multinomial(self.top_k)
-        weights = probabilities.gather(1, experts)
-        return Routing.of(experts=experts, weights=weights, probabilities=probabilities, token_mask=token_mask)
-
-
 def layer_with(make_router: Callable[[MoEConfig], nn.Module]) -> tuple[MoE, Tensor]:
     torch.manual_seed(0)
     return MoE(CONFIG, router=make_router(CONFIG)).double(), torch.randn(2, 9, 8, dtype=torch.float64)
-
-
-@pytest.mark.parametrize("options", [{"context_fn": maxmoe.keep_routing}, {}], ids=["keep_routing", "all"])
-@pytest.mark.parametrize("make_router", [noisy, Sampled])
-def test_a_recomputation_repeats_them(make_router: Callable[[MoEConfig], nn.Module], options: dict[str, Any]) -> None:
-    """The numbers of the router, and numbers that are drawn after it."""
-    layer, x = layer_with(make_router)
-
-    def block(x: Tensor) -> Tensor:
-        return nn.functional.dropout(layer(x).hidden_states)
-
-    def gradients(run: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
-        layer.zero_grad()
-        torch.manual_seed(1)
-        leaf = x.clone().requires_grad_()
-        (run(leaf) + run(2 * leaf)).square().sum().backward()
-        assert leaf.grad is not None
-        return leaf.grad, *(parameter.grad for parameter in layer.parameters() if parameter.grad is not None)
-
-    recomputed = gradients(partial(checkpoint, block, use_reentrant=False, **options))
-    for got, expected in zip(recomputed, gradients(block), strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-14)
 
 
 def test_compiled_code_draws_the_same() -> None:

@@ -1,12 +1,10 @@
-"""The norm of the decoder against torch's, which autograd records operator by operator, and the norm of latent rows."""
+"""The norm of the decoder against torch's, which autograd records operator by operator."""
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from maxmoe.models.blocks import Norm
-from maxmoe.nn import LatentNorm
-from support.operator_calls import assert_near
 
 
 def norms(dtype: torch.dtype) -> tuple[Norm, nn.RMSNorm, Tensor]:
@@ -51,16 +49,3 @@ def test_saves_its_input_alone() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda each: saved.append(each) or each, lambda each: each):
         norm(x.requires_grad_())
     assert {each.data_ptr() for each in saved} == {x.data_ptr(), norm.weight.data_ptr()}
-
-
-@pytest.mark.parametrize("scales_input", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_norm_of_latent_rows(dtype: torch.dtype, scales_input: bool) -> None:
-    norm = LatentNorm(19, 1e-8, scales_input=scales_input, dtype=dtype)
-    norm.weight.data.normal_()
-    x = torch.randn(70, 19).to(dtype)
-    factor = 1 + norm.weight.double()
-    expected = x.double() * factor if scales_input else x.double()
-    expected = expected / (expected.square().mean(1, keepdim=True) + 1e-8).sqrt() * (1 if scales_input else factor)
-    assert norm(x).dtype == dtype
-    assert_near(norm(x), expected, 1e-14 if dtype == torch.float64 else 0.02, "norm")

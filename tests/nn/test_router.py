@@ -43,17 +43,6 @@ def test_is_in_float32_or_wider(path: str, dtype: torch.dtype) -> None:
     )
 
 
-@pytest.mark.parametrize("dtype", LOW_PRECISION, ids=str)
-def test_autocast_changes_nothing(path: str, dtype: torch.dtype) -> None:
-    layer = make(torch.float32, router_bias=True, score_correction_bias=True)
-    x = tokens(layer, 20)
-    expected = layer.router(x)
-    with torch.autocast("cpu", dtype=dtype):
-        routing, stats = layer.router(x), layer(x).stats
-    assert all(torch.equal(one, other) for one, other in zip(routing[:4], expected[:4], strict=True))
-    assert torch.equal(stats.tokens_per_expert, layer(x).stats.tokens_per_expert)
-
-
 class Model(nn.Module):
     """A model whose layers differ by their paths only; one of them is called twice."""
 
@@ -104,23 +93,13 @@ def test_update_adds_the_rate_towards_the_mean() -> None:
 
 
 @pytest.mark.parametrize("dtype", LOW_PRECISION, ids=str)
-def test_counts_are_compared_exactly(dtype: torch.dtype) -> None:
-    """Counts are compared as integers, for any dtype of the model and any number of tokens."""
-    for base in (1000, 2**24, 2**40):
-        for layer in (make(dtype, **BALANCING), make(torch.float32, **BALANCING).to(dtype)):
-            correction_bias(layer).zero_()
-            layer.update_correction_bias(base + torch.tensor([0, 1, 1, 1, 2, 1]))
-            assert correction_bias(layer).tolist() == [0.25, 0.0, 0.0, 0.0, -0.25, 0.0]
-
-
-@pytest.mark.parametrize("dtype", LOW_PRECISION, ids=str)
 def test_small_steps_are_not_lost_in_16_bits(dtype: torch.dtype) -> None:
     options = {"score_correction_bias": True, "correction_bias_update_rate": 1e-3}
     for layer in (make(dtype, **options), make(torch.float32, **options).to(dtype)):
         assert layer.router.weight.dtype == dtype and correction_bias(layer).dtype == torch.float32
         correction_bias(layer).fill_(1.0)
         for _ in range(10):
-            layer.update_correction_bias(torch.tensor([0, 2, 1, 1, 1, 1]))
+            layer.update_correction_bias(2**40 + torch.tensor([0, 2, 1, 1, 1, 1]))  # compared as integers
         expected = torch.tensor([1.01, 0.99, 1.0, 1.0, 1.0, 1.0])
         torch.testing.assert_close(correction_bias(layer), expected, rtol=1e-6, atol=0)
     torch.set_default_dtype(dtype)
@@ -186,40 +165,23 @@ def test_forward_and_backward_change_no_state(options: dict[str, Any]) -> None:
 # Random router
 
 
-def test_random_router_is_balanced() -> None:
-    layer = make(router="random", num_experts=8, top_k=2)
-    counts = layer(tokens(layer, 6000)).stats.tokens_per_expert
-    # Of 6000 tokens each takes an expert with probability 1/4: 1500, give or take 5 standard deviations of 33.5.
-    assert (counts - 1500).abs().max() < 168
-    assert counts.sum() == 12000
-
-
-def test_random_router_repeats_with_the_seed_whatever_the_input() -> None:
-    layer = make(router="random")
-    torch.manual_seed(3)
-    first, second = layer.router(tokens(layer, 50)), layer.router(tokens(layer, 50))
-    assert not torch.equal(first.experts, second.experts)
-    x = 100 * tokens(layer, 50)
-    torch.manual_seed(3)
-    tokens(layer, 50)
-    again = layer.router(x)
-    assert torch.equal(again.experts, first.experts)
-    torch.testing.assert_close(again.weights, first.weights)
-
-
-def test_random_router_has_the_gradient_of_the_logits() -> None:
+def test_random_router_selects_by_normal_noise_with_the_gradient_of_the_logits() -> None:
+    """The noise depends on the seed and not on the tokens."""
     layer = make(router="random", router_bias=True)
     router, x = layer.router, tokens(layer, 20).requires_grad_()
     cotangent = torch.randn(20, 3, dtype=torch.float64)
     assert router.bias is not None
     leaves = [x, router.weight, router.bias]
     torch.manual_seed(3)
-    gradients = torch.autograd.grad(router(x).weights, leaves, cotangent)
+    routing = router(x)
+    gradients = torch.autograd.grad(routing.weights, leaves, cotangent)
 
     torch.manual_seed(3)
     uniform = rand_of_tokens(torch.empty(1, 20, 6, dtype=torch.float64), LocalTokens())
     noise = torch.special.ndtri(uniform[0]).requires_grad_()
-    weights, _, _ = reference.route(noise, 3)
+    weights, experts, _ = reference.route(noise, 3)
+    assert torch.equal(routing.experts, experts)
+    torch.testing.assert_close(routing.weights, weights)
     (of_logits,) = torch.autograd.grad(weights, noise, cotangent)
     expected = torch.autograd.grad(functional.linear(*leaves), leaves, of_logits)
     torch.testing.assert_close(gradients, expected)

@@ -66,15 +66,10 @@ COMPILED = [
 @pytest.mark.parametrize(("name", "compute"), COMPILED)
 def test_compiled_as_one_graph(name: str, compute: str) -> None:
     layer = make(**{**LOSSES, **LAYERS[name], **COMPUTE[compute]})
-    x = tokens(layer, 2, 6)
-    assert_same(outcome(layer, x, compile_whole(layer, "aot_eager")), outcome(layer, x), 1e-12)
-
-
-def test_compiled_with_padding() -> None:
-    layer = make(**DEEPSEEK)
     x, mask = tokens(layer, 2, 6), torch.tensor([[0, 1, 1, 0, 1, 0], [1, 0, 0, 1, 0, 1]]).bool()
-    compiled = compile_whole(layer, "aot_eager")
-    assert_same(outcome(layer, x, compiled, mask), outcome(layer, x, token_mask=mask), 1e-12)
+    for token_mask in (None, mask):
+        compiled = compile_whole(layer, "aot_eager")
+        assert_same(outcome(layer, x, compiled, token_mask), outcome(layer, x, token_mask=token_mask), 1e-12)
 
 
 def test_compiled_with_inductor() -> None:
