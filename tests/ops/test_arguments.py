@@ -34,21 +34,16 @@ def number(value: int, count: int = 6) -> Tensor:
 
 
 GMM: Table = [
-    ({"lhs": torch.randn(6)}, ("lhs", "[R, D]", "[6]")),
-    ({"rhs": torch.randn(4, 5)}, ("rhs", "[L, D, F]", "[4, 5]")),
     ({"rhs": torch.randn(2, 3, 5)}, ("rhs", "4", "[2, 3, 5]")),
     ({"rhs": torch.randn(2, 4, 5).double()}, ("rhs", "lhs", "Float", "Double")),
-    ({"group_sizes": zeros(2, 2)}, ("group_sizes", "[G]", "[2, 2]")),
     ({"group_sizes": torch.tensor([3, -1])}, ("group_sizes", "negative", "-1")),
     ({"group_sizes": torch.tensor([3, 4])}, ("group_sizes", "6", "4")),
     ({"group_sizes": torch.tensor([2**62, 2**62, 2**62])}, ("group_sizes", "6", str(2**62))),
-    ({"rhs_bias": torch.randn(5)}, ("rhs_bias", "[L, F]", "[5]")),
     ({"rhs_bias": torch.randn(3, 5)}, ("rhs_bias", "2", "[3, 5]")),
     ({"rhs_bias": torch.randn(2, 4)}, ("rhs_bias", "5", "[2, 4]")),
     ({"rhs_bias": torch.randn(2, 5).double()}, ("rhs_bias", "lhs", "Float", "Double")),
 ]
 TGMM: Table = [
-    ({"rhs": torch.randn(6)}, ("rhs", "[R, F]", "[6]")),
     ({"rhs": torch.randn(5, 3)}, ("rhs", "6", "[5, 3]")),
     ({"rhs": torch.randn(6, 3).double()}, ("rhs", "lhs", "Float", "Double")),
     ({"group_sizes": torch.tensor([3, -1])}, ("group_sizes", "negative", "-1")),
@@ -56,16 +51,11 @@ TGMM: Table = [
     ({"num_local_groups": -1}, ("num_local_groups", "-1")),
 ]
 LINEAR: Table = [
-    ({"x": torch.randn(6)}, ("x", "[T, D]", "[6]")),
     ({"weight": torch.randn(4, 5)}, ("weight", "4", "D of x", "[4, 5]")),
-    ({"bias": torch.randn(1, 5)}, ("bias", "[E]", "[1, 5]")),
     ({"bias": torch.randn(4)}, ("bias", "5", "E of weight", "[4]")),
     ({"out_dtype": torch.int64}, ("out_dtype", "float64", "Long")),
-    ({"out_dtype": torch.complex64}, ("out_dtype", "float64", "ComplexFloat")),
 ]
 GATHER: Table = [
-    ({"x": torch.randn(5)}, ("x", "[N, D]", "[5]")),
-    ({"index": zeros(4, 1)}, ("index", "[M]", "[4, 1]")),
     ({"index": torch.tensor([0, 1, 2, 5])}, ("index", "5")),
     ({"index": torch.tensor([0, -2, 1, 1])}, ("index", "-1", "5", "-2")),
     ({"weights": torch.zeros(3)}, ("weights", "4", "[3]")),
@@ -74,18 +64,14 @@ GATHER: Table = [
     ({"end": 5}, ("end", "4", "5")),
 ]
 GATHER_REDUCE: Table = [
-    ({"rows": torch.randn(5)}, ("rows", "[R, D]", "[5]")),
     ({"index": number(5)}, ("index", "5")),
     ({"index": number(-7)}, ("index", "-1", "5", "-7")),
     ({"group_size": 4}, ("group_size", "4", "6")),
     ({"group_size": 0}, ("group_size", "0")),
-    ({"group_size": -2}, ("group_size", "-2")),
     ({"weights": torch.zeros(3)}, ("weights", "6", "[3]")),
     ({"valid": torch.ones(5, dtype=torch.bool)}, ("valid", "6", "[5]")),
-    ({"valid": torch.ones(6)}, ("valid", "bool", "Float")),
 ]
 SCATTER_ADD: Table = [
-    ({"rows": torch.randn(3)}, ("rows", "D]", "[3]")),
     ({"rows": torch.randn(4, 5)}, ("index", "8", "rows", "[6]")),
     ({"index": number(7)}, ("index", "7")),
     ({"index": number(-2)}, ("index", "-1", "7", "-2")),
@@ -96,7 +82,6 @@ SCATTER_ADD: Table = [
 ]
 DOT: Table = [
     ({"a": torch.randn(2, 5)}, ("index", "4", "rows of a", "[6]")),
-    ({"b": torch.randn(7)}, ("b", "[N, D]", "[7]")),
     ({"b": torch.randn(7, 4)}, ("b", "5", "[7, 4]")),
     ({"b": torch.randn(7, 5).double()}, ("b", "Float", "Double")),
     ({"index": number(7)}, ("index", "7")),
@@ -124,8 +109,6 @@ SORT: Table = [
 ]
 UNSORT: Table = [*PLAN_OF_ROWS, ({"rows": torch.randn(59, 4)}, ("rows", "59")), ({"plan.top_k": 7}, ("7", "60"))]
 PLAN: Table = [
-    ({"experts": zeros(6)}, ("experts", "[T, K]", "[6]")),
-    ({"experts": zeros(3, 2, dtype=torch.int32)}, ("experts", "int64", "Int")),
     ({"experts": torch.tensor([[0, 5]])}, ("experts", "-1", "5", "5")),
     ({"experts": torch.tensor([[0, -2]])}, ("experts", "-1", "5", "-2")),
     ({"num_experts": 0}, ("num_experts", "1", "0")),
@@ -137,7 +120,6 @@ PLAN: Table = [
     ({"max_rows": -1}, ("max_rows", "-1")),
 ]
 ROUTE: Table = [
-    ({"logits": torch.randn(6)}, ("logits", "[T, E]", "[6]")),
     ({"top_k": 0}, ("top_k", "1", "0")),
     ({"top_k": 7}, ("top_k", "num_experts", "6", "7")),
     ({"score_function": "tanh"}, ("score_function", "sqrtsoftplus", "tanh")),
@@ -149,7 +131,6 @@ ROUTE: Table = [
     ({"top_k_groups": 0}, ("top_k_groups", "0")),
     ({"num_groups": 3, "top_k": 3}, ("top_k", "2", "top_k_groups", "1", "3")),
     ({"correction_bias": torch.zeros(5)}, ("correction_bias", "6", "[5]")),
-    ({"correction_bias": torch.zeros(1, 6)}, ("correction_bias", "[E]", "[1, 6]")),
     ({"correction_bias": zeros(6)}, ("correction_bias", "float64", "Long")),
     ({"correction_bias": torch.zeros(6, device="meta")}, ("correction_bias", "cpu", "meta")),
     ({"correction_bias": torch.tensor([0.0] * 5 + [NAN])}, ("correction_bias must be numbers, got NaN",)),
@@ -158,23 +139,19 @@ ROUTE: Table = [
     ({"logits": torch.tensor([[INFINITY] + [0.0] * 5])}, ("logits", "NaN")),
 ]
 FFN: Table = [
-    ({"x": torch.randn(20)}, ("x", "[T, D]", "[20]")),
     ({"weights": torch.randn(20, 2)}, ("weights", "60", "[20, 2]")),
     ({"gate": torch.randn(8, 12, 7)}, ("gate", "6", "[8, 12, 7]")),
     ({"gate": torch.randn(8, 12, 6).double()}, ("gate", "Float", "Double")),
-    ({"up": torch.randn(8, 12)}, ("up", "[L, D, F]", "[8, 12]")),
     ({"up": torch.randn(8, 11, 6)}, ("up", "12", "[8, 11, 6]")),
     ({"up": torch.randn(8, 12, 6).double()}, ("up", "Float", "Double")),
     ({"down": torch.randn(8, 12, 6)}, ("down", "[8, 12, 6]")),
     ({"down": torch.randn(7, 6, 12)}, ("down", "8", "[7, 6, 12]")),
     ({"gate_bias": torch.randn(8, 5)}, ("gate_bias", "6", "[8, 5]")),
     ({"gate": None, "gate_bias": torch.randn(8, 6)}, ("gate_bias", "gate")),
-    ({"up_bias": torch.randn(8)}, ("up_bias", "[L", "[8]")),
     ({"down_bias": torch.randn(8, 6)}, ("down_bias", "12", "[8, 6]")),
     ({"activation": "swish"}, ("activation", "silu", "swish")),
     ({"activation": "swigluoai", "gate": None}, ("activation", "swigluoai", "gate")),
     ({"limit": 0.0}, ("limit", "0")),
-    ({"limit": -1.0}, ("limit", "-1")),
     ({"limit": 1.0, "gate": None}, ("limit", "gate")),
     ({"limit": 1.0, "limit_target": "gate"}, ("limit_target", "input, output", "gate")),
     ({"limit_target": "output"}, ("limit", "limit_target output", "None")),
@@ -189,8 +166,6 @@ FFN: Table = [
     ({"fused_gate": "interleaved", "gate": None, "up": torch.randn(8, 12, 5)}, ("up", "2F", "[8, 12, 5]")),
     ({"fused_gate": "interleaved", "gate": None}, ("down", "3", "[8, 6, 12]")),
     ({"plan.slots": number(60, 60)}, ("slots", "60")),
-    ({"plan.rows": number(60, 60)}, ("rows", "60")),
-    ({"plan.rows": number(-2, 60)}, ("rows", "60", "-2")),
     ({"plan.rows": zeros(59)}, ("rows", "60", "59")),
     ({"plan.group_sizes": number(8, 8)}, ("group_sizes", "60", "8")),
     ({"plan.group_sizes": torch.tensor([61, -1, 0, 0, 0, 0, 0, 0])}, ("group_sizes", "60", "61")),
@@ -246,90 +221,7 @@ def test_kernels_refuse_rows_of_no_group() -> None:
         Call("expert_ffn", ffn_arguments()).replace(**{"plan.group_sizes": number(7, 8)})()
 
 
-@pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
-def test_one_tensor_of_the_experts_on_meta(path: str, trained: bool) -> None:
-    """A parameter that was never loaded."""
-    call = ffn_call(SKEWED).cast(torch.float32)
-    for name, tensor in call.tensors().items():
-        changed = call.replace(**{name: tensor.to("meta")})
-        with named(name), refusal("expert_ffn", "cpu", "meta"):
-            (changed.trainable() if trained else changed)()
-
-
-# Operators of the backward
-
-
-FFN_BACKWARD: Table = [
-    ({"preactivations": torch.randn(60, 12).bfloat16()}, ("preactivations", "Float", "BFloat16")),
-    ({"preactivations": torch.randn(60, 12).double()}, ("preactivations", "Float", "Double")),
-    ({"preactivations": torch.randn(60, 6)}, ("preactivations", "12", "[60, 6]")),
-    ({"preactivations": torch.randn(59, 12)}, ("preactivations", "60", "[59, 12]")),
-    ({"preactivations": torch.randn(60 * 12)}, ("preactivations", "[R, 2F]", "[720]")),
-    ({"preactivations": torch.randn(60, 12, device="meta")}, ("preactivations", "cpu", "meta")),
-    ({"recompute": True}, ("preactivations", "recompute", "[60, 12]")),
-    ({"grad_out": torch.randn(20, 12).half()}, ("grad_out", "Float", "Half")),
-    ({"grad_out": torch.randn(1, 12)}, ("grad_out", "20", "[1, 12]")),
-    ({"grad_out": torch.randn(20, 11)}, ("grad_out", "12", "[20, 11]")),
-    ({"grad_out": torch.randn(240)}, ("grad_out", "[T, D]", "[240]")),
-    ({"gate_preactivations": torch.randn(60, 6)}, ("gate_preactivations", "width", "0", "[60, 6]")),
-    ({"reduced": torch.randn(60, 3)}, ("reduced", "r of gate", "0", "[60, 3]")),
-    ({"reduced": torch.randn(59, 0)}, ("reduced", "60", "[59, 0]")),
-    ({"reduced": torch.randn(60, 0).half()}, ("reduced", "Float", "Half")),
-    ({"output_mask": [True] * 14}, ("output_mask", "gate_bias", "None")),
-    ({"output_mask": [False] * 11 + [True] + [False] * 2}, ("output_mask", "down_bias", "None")),
-    ({"output_mask": [False] * 13 + [True]}, ("output_mask", "down_b", "None")),
-    ({"weights": None}, ("output_mask", "weights", "None")),
-    ({"gate": None, "preactivations": torch.randn(60, 6)}, ("output_mask", "gate", "None")),
-    ({"slots": number(10**9, 60)}, ("slots", "60", "1000000000")),
-    ({"rows": number(10**9, 60)}, ("rows", "60", "1000000000")),
-    ({"top_k": 2**62}, ("top_k", str(2**62))),
-    ({"x": None}, ("x", "tensor", "None")),
-]
-ROUTE_BACKWARD: Table = [
-    ({"experts": torch.full((8, 2), 10**9)}, ("experts", "4", "1000000000")),
-    ({"experts": torch.full((8, 2), -2)}, ("experts", "4", "-2")),
-    ({"experts": torch.zeros(8, 2)}, ("experts", "int64", "Float")),
-    ({"experts": zeros(7, 2)}, ("experts", "8", "[7, 2]")),
-    ({"grad_probabilities": torch.randn(8, 2)}, ("grad_probabilities", "4", "[8, 2]")),
-    ({"grad_weights": torch.randn(1, 1)}, ("grad_weights", "8", "[1, 1]")),
-    ({"grad_weights": torch.randn(8, 3)}, ("grad_weights", "2", "[8, 3]")),
-    ({"grad_weights": zeros(8, 2)}, ("grad_weights", "float64", "Long")),
-    ({"logits": torch.randn(32)}, ("logits", "[T, E]", "[32]")),
-    ({"logits": torch.randn(8, 4, device="meta")}, ("logits", "cpu", "meta")),
-    ({"score_function": "tanh"}, ("score_function", "sqrtsoftplus", "tanh")),
-    ({"normalization": "l2"}, ("normalization", "softmax", "l2")),
-]
-
-
-def ffn_backward_arguments() -> dict[str, Any]:
-    """In float32: T 20, K 3, D 12, F 6, 8 experts."""
-    arguments = ffn_arguments()
-    plan = arguments.pop("plan")
-    arguments |= {"grad_out": torch.randn(20, 12), "preactivations": torch.randn(60, 12)}
-    arguments |= {"reduced": torch.randn(60, 0), "gate_preactivations": torch.randn(60, 0)}
-    arguments |= {"output_mask": [True, True, *[True, False, False, False] * 3]}
-    return arguments | {name: getattr(plan, name) for name in ("slots", "rows", "group_sizes", "top_k")}
-
-
-def route_backward_arguments() -> dict[str, Any]:
-    tensors = {"grad_weights": torch.randn(8, 2), "grad_probabilities": torch.randn(8, 4), "logits": torch.randn(8, 4)}
-    rules = {"score_function": "softmax", "normalization": "sum", "scale": 1.0}
-    return {**tensors, "experts": torch.tensor([[0, 1]] * 8), **rules}
-
-
-@pytest.mark.parametrize(
-    ("operator", "valid", "table"),
-    [
-        ("expert_ffn_backward", ffn_backward_arguments, FFN_BACKWARD),
-        ("route_backward", route_backward_arguments, ROUTE_BACKWARD),
-    ],
-)
-def test_operators_of_the_backward_refuse(
-    path: str, operator: str, valid: Callable[[], dict[str, Any]], table: Table
-) -> None:
-    for changes, words in table:
-        with named(changes), refusal(operator, *words):
-            getattr(torch.ops.maxmoe, operator)(**{**valid(), **changes})
+# Saved tensors
 
 
 @emulated

@@ -5,7 +5,6 @@ import re
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -56,10 +55,6 @@ def calls() -> dict[str, Arguments]:
 OF_LIBRARY = {"build_info", "empty_cache", "force_path", "memory_allocated", "memory_reserved"}
 OF_LAYERS = {"RoutedExperts", "are_false"}
 NAMES = sorted({name for name in vars(_C) if not name.startswith("_")} - OF_LIBRARY - OF_LAYERS)
-
-
-def test_every_operator_is_called() -> None:
-    assert set(calls()) == set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -128,46 +123,20 @@ ROUTED_CONSTANTS: Arguments = {
 }
 
 
-def tables(has_biases: bool) -> dict[str, dict[str, Tensor | None]]:
+def tables() -> dict[str, dict[str, Tensor | None]]:
     """Router and experts as modules keep them."""
-    torch.manual_seed(0)
-    bias = torch.randn if has_biases else lambda *_: None
     matrices = {"gate_proj": torch.randn(3, 4, 6), "up_proj": torch.randn(3, 4, 6), "down_proj": torch.randn(3, 6, 4)}
-    biases = {"gate_bias": bias(3, 6), "up_bias": bias(3, 6), "down_bias": bias(3, 4)}
-    router = {"weight": torch.randn(3, 4), "bias": bias(3), "scale": None}
-    return {"router": router, "router_buffers": {"score_correction_bias": bias(3)}, "experts": matrices | biases}
+    biases = {"gate_bias": None, "up_bias": None, "down_bias": None}
+    router = {"weight": torch.randn(3, 4), "bias": None, "scale": None}
+    return {"router": router, "router_buffers": {"score_correction_bias": None}, "experts": matrices | biases}
 
 
 def bound(**given: Any) -> Any:
     return _C.RoutedExperts(hidden_size=4, **ROUTED_CONSTANTS)(**given)
 
 
-@pytest.mark.parametrize("kind", ["cpu", "meta", "fake"])
-@pytest.mark.parametrize("has_biases", [False, True])
-def test_the_operator_of_a_layer_reads_its_tables(has_biases: bool, kind: str) -> None:
-    given, x = tables(has_biases), torch.randn(2, 5, 4)
-    with FakeTensorMode() if kind == "fake" else nullcontext() as mode:
-        move = mode.from_tensor if kind == "fake" else lambda tensor: tensor.to(kind)
-        moved = {
-            name: {key: None if t is None else move(t) for key, t in table.items()} for name, table in given.items()
-        }
-        got = bound(x=move(x), recompute=False, **moved)
-        router, experts = moved["router"], moved["experts"]
-        expected = torch.ops.maxmoe.routed_experts(
-            move(x),
-            router["weight"],
-            router["bias"],
-            correction_bias=moved["router_buffers"]["score_correction_bias"],
-            **{name.removesuffix("_proj"): tensor for name, tensor in experts.items()},
-            **ROUTED_CONSTANTS,
-        )
-        assert [(t.shape, t.dtype, t.device) for t in got] == [(t.shape, t.dtype, t.device) for t in expected]
-        if kind == "cpu":
-            assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
-
-
 def test_the_operator_of_a_layer_leaves_what_it_cannot_compute() -> None:
-    given, x = tables(False), torch.randn(5, 4)
+    given, x = tables(), torch.randn(5, 4)
     assert bound(x=x, recompute=False, **given) is not None
     for wrong in (x[0], x[:, :3], x.double(), torch.randn(())):
         assert bound(x=wrong, recompute=False, **given) is None
@@ -181,18 +150,6 @@ def test_the_operator_of_a_layer_leaves_what_it_cannot_compute() -> None:
         bound(x=None, recompute=False, **given)
     with pytest.raises(ValueError, match="maxmoe::expert_ffn: gate must"):
         bound(x=x, recompute=False, **given | {"experts": given["experts"] | {"gate_proj": torch.randn(3, 4, 5)}})
-
-
-def test_entries_that_are_false() -> None:
-    table = {"none": None, "empty": {}, "full": {1: 2}}
-    assert _C.are_false(((table, "none"), (table, "empty"), (table, "absent")))
-    assert not _C.are_false(((table, "none"), (table, "full")))
-    assert _C.are_false(())
-    for wrong in ((table,), ((table,),), ((1, "name"),), ((table, []),)):
-        with pytest.raises(TypeError):
-            _C.are_false(wrong)
-    with pytest.raises(RuntimeError, match="Boolean value of Tensor"):
-        _C.are_false((({"tensor": torch.zeros(2)}, "tensor"),))
 
 
 def test_other_threads_run_during_a_kernel() -> None:

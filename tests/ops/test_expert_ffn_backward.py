@@ -10,9 +10,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from maxmoe import ops, reference
 from support import activations
-from support.ffn_call import CASES, EACH, PARAMETERS, ffn_call
+from support.ffn_call import EACH, PARAMETERS, ffn_call
 from support.low_rank_calls import PROJECTIONS, RANKS, with_factors
-from support.named import named
 from support.operator_calls import Call, cotangents_of, result, saved_for_backward
 from support.operator_checks import ExecutedOperators, function_of, ignore_warnings_of_transforms
 from support.shapes import SKEWED, TINY, UNROUTED
@@ -86,20 +85,6 @@ def test_same_bits(path: str, case: str, recompute: bool) -> None:
         masks = [[*arguments["output_mask"]] for name, arguments in executed.calls if name.endswith("_backward")]
         given = {name.replace("_factors.", "_") for name in backward.parameters}
         assert masks == [[name in names for name in ORDER] for names in (backward.inputs, given)]
-
-
-@each_recompute
-@pytest.mark.parametrize("case", CASES)
-def test_products(case: str, recompute: bool) -> None:
-    """Each gradient is a product that runs once; the gradient of the activations and recomputed products run twice."""
-    call = CASES[case](SKEWED).replace(recompute=recompute)
-    wide = 1 if call.arguments["gate"] is None and call.arguments.get("fused_gate") is None else 2
-    recomputed = wide * recompute
-    with ops.force_aten(True):
-        together, apart = Backward(call), Backward(call)
-        assert whole_products(call, together.all) == 2 + 2 * wide + recomputed
-        assert whole_products(call, lambda: apart(apart.inputs)) == 1 + wide + recomputed
-        assert whole_products(call, lambda: apart(apart.parameters)) == 2 + wide + recomputed
 
 
 @pytest.mark.parametrize("frozen_at", ["forward", "backward"])
@@ -219,14 +204,6 @@ def test_backward_takes_the_memory_of_the_preactivations_but_from_a_retained_gra
     assert all(map(torch.equal, first, second))
 
 
-def test_gradients_of_down_leave_the_preactivations(path: str) -> None:
-    """These do not need the gradient of the preactivations, so that a retained graph's are not copied."""
-    call = ffn_call(SKEWED)
-    backward, expected = Backward(call), Backward(call).all()
-    assert_same_bits(backward(["down", "down_bias"]), {name: expected[name] for name in ("down", "down_bias")})
-    assert_same_bits(backward.split(), expected)
-
-
 # Second derivatives
 
 
@@ -246,37 +223,3 @@ def test_second_derivatives_of_options(path: str, case: str) -> None:
     call = ffn_call(UNROUTED, activation="gelu", recompute=True) if case == "recomputed" else EACH[case](TINY)
     function, values = function_of(call.trainable())
     assert torch.autograd.gradgradcheck(function, values, fast_mode=True)
-
-
-def test_double_backward_of_one_argument(path: str) -> None:
-    """create_graph takes the path through ATen, which also computes wanted gradients alone."""
-    call = ffn_call(UNROUTED, activation="gelu").trainable()
-    leaves = call.floats()
-    (out,) = call()
-    for name, leaf in leaves.items():
-        (gradient,) = torch.autograd.grad(out.square().sum(), [leaf], create_graph=True)
-        together = torch.autograd.grad(out.square().sum(), list(leaves.values()), create_graph=True)
-        expected = dict(zip(leaves, together, strict=True))[name]
-        torch.testing.assert_close(gradient, expected, rtol=1e-13, atol=1e-13)
-        wanted = list(leaves.values())
-        got, want = (
-            torch.autograd.grad(each.square().sum(), wanted, retain_graph=True, allow_unused=True)
-            for each in (gradient, expected)
-        )
-        for one, other in zip(got, want, strict=True):
-            assert (one is None) == (other is None)
-            if one is not None:
-                torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("is_forced", [False, True])
-def test_backward_through_the_other_path(is_forced: bool) -> None:
-    """force_aten may begin or end between forward and backward. The paths order the preactivations differently."""
-    call = ffn_call(SKEWED)
-    expected, trained = result(call).gradients, Backward(call)
-    with ops.force_aten(is_forced):
-        trained.outputs = trained.call()
-    with ops.force_aten(not is_forced):
-        for name, gradient in trained.all().items():
-            with named(name):
-                torch.testing.assert_close(gradient, expected[name], rtol=1e-12, atol=1e-12)

@@ -75,20 +75,6 @@ def test_large_results_ask_for_huge_pages(size: int) -> None:
         assert re.search(r"VmFlags:.*\bhg\b", smaps(result))
 
 
-def test_small_results_are_those_of_the_c_library() -> None:
-    before = _C.memory_reserved()
-    small = large_result(MIB - 1024)
-    assert _C.memory_reserved() == before
-    assert small.sum() == small.numel()
-
-
-def test_freed_memory_is_used_again_and_written_anew() -> None:
-    address = large_result(8 * MIB, value=1).data_ptr()
-    assert kept() == 8 * MIB
-    again = large_result(8 * MIB, value=2)
-    assert again.data_ptr() == address and torch.equal(again, torch.full_like(again, 2)) and kept() == 0
-
-
 def test_the_system_may_take_what_is_kept() -> None:
     tensor = large_result(16 * MIB)
     lazy_free = re.compile(r"^LazyFree:\s*(\d+) kB", re.MULTILINE)
@@ -96,25 +82,6 @@ def test_the_system_may_take_what_is_kept() -> None:
     del tensor
     (after,) = lazy_free.findall(Path("/proc/self/smaps_rollup").read_text())
     assert (int(after) - int(before)) * 1024 == 16 * MIB
-
-
-def test_empty_cache_unmaps_what_is_kept() -> None:
-    before = _C.memory_reserved()
-    alive = large_result(4 * MIB)
-    large_result(20 * MIB)
-    maxmoe.empty_cache()
-    assert _C.memory_reserved() == before + 4 * MIB
-    assert torch.equal(alive, torch.ones_like(alive))
-
-
-def test_a_block_is_made_of_pages_that_were_freed_apart() -> None:
-    tensors = [large_result(6 * MIB, value) for value in range(6)]
-    reserved = _C.memory_reserved()
-    del tensors[0], tensors[1], tensors[2]  # every second one
-    together = large_result(18 * MIB, value=9)
-    assert _C.memory_reserved() == reserved
-    assert [int(tensor.unique()) for tensor in tensors] == [1, 3, 5]
-    assert torch.equal(together, torch.full_like(together, 9))
 
 
 def marked_block(num_bytes: int, mark: int) -> Tensor:

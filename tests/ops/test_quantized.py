@@ -56,37 +56,6 @@ def test_dequantize(path: str, variant: Variant, edges: bool) -> None:
             assert have_same_bits(stack.mT.dequantize(dtype), got.mT)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dequantize_of_all_codes_and_scales_of_mxfp4(path: str, dtype: torch.dtype) -> None:
-    codes = (torch.arange(16, dtype=torch.uint8) * 17).view(1, 1, 16).expand(1, 255, 16)
-    scales = torch.arange(255, dtype=torch.uint8).view(1, 255, 1)
-    arguments = (codes, scales, None, None, "mxfp4", 32, dtype)
-    assert have_same_bits(torch.ops.maxmoe.dequantize(*arguments), reference.dequantize(*arguments))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("row_scale", [1.0, 0.3, 2.0**-140, -7.5e35])
-def test_dequantize_of_all_codes_and_scales_of_nvfp4(path: str, dtype: torch.dtype, row_scale: float) -> None:
-    """The scales of E4M3 as torch has them; the last is a NaN."""
-    codes = (torch.arange(16, dtype=torch.uint8) * 17).view(1, 1, 16).expand(1, 256, 16)
-    scales = torch.arange(256, dtype=torch.uint8).view(1, 256, 1).expand(1, 256, 2)
-    row_scales = torch.full((1, 256, 1), row_scale)
-    got = torch.ops.maxmoe.dequantize(codes, scales, None, row_scales, "nvfp4", 32, dtype)
-    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6]).repeat_interleave(2)
-    factors = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float() * row_scale
-    assert have_same_bits(got[0], (torch.cat([values, -values]) * factors[:, None]).to(dtype))
-
-
-@pytest.mark.parametrize("zeros", [None, *range(16)], ids=str)
-def test_dequantize_of_all_codes_and_zeros_of_int4(path: str, zeros: int | None) -> None:
-    codes = (torch.arange(16, dtype=torch.uint8) * 17).view(1, 1, 16)
-    scales = torch.tensor([0.3]).view(1, 1, 1)
-    zero_points = None if zeros is None else torch.full((1, 1, 1), zeros, dtype=torch.uint8)
-    got = torch.ops.maxmoe.dequantize(codes, scales, zero_points, None, "int4", 32, torch.float32).view(16, 2)
-    expected = (torch.arange(16.0) - (8 if zeros is None else zeros)) * 0.3
-    assert torch.equal(got, expected[:, None].expand(16, 2))
-
-
 SIZES = ((1, 17), (31, 33), (96, 130), (130, 96), (200, 257))
 FEW_GROUPS = (2, 9, 18)
 

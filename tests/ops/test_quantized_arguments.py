@@ -75,22 +75,6 @@ def test_scales_have_neither_gradient_nor_tangent(path: str) -> None:
             torch.func.jvp(run, (arguments[name],), (torch.ones_like(arguments[name]),))
 
 
-@pytest.mark.parametrize("name", PROJECTIONS)
-def test_backward_operator_has_no_gradient_of_quantized_weights(path: str, name: str) -> None:
-    arguments = raw_ffn()
-    names = ("x", "weights", *(each + field for each in PROJECTIONS for field in ("", "_bias", "_a", "_b")))
-    mask = [each == name for each in names]
-    rows = {
-        "preactivations": torch.randn(148, 80),
-        "reduced": torch.randn(148, 0),
-        "gate_preactivations": torch.randn(148, 0),
-    }
-    with refusal("expert_ffn_backward", "output_mask", name, "quantized (fp8_row)"):
-        torch.ops.maxmoe.expert_ffn_backward(
-            grad_out=torch.randn_like(arguments["x"]), **rows, output_mask=mask, **arguments
-        )
-
-
 def test_nothing_is_dequantized_for_backward() -> None:
     for call in (gmm_call(random_stack(VARIANTS[0], (11, 96, 50))), ffn_call(VARIANTS[0], (96, 50))):
         with saved_for_backward() as saved, ExecutedOperators() as executed:
@@ -182,41 +166,7 @@ def test_scales_of_rows_are_refused(path: str) -> None:
         torch.ops.maxmoe.gmm(torch.randn(6, 70), given["group_sizes"], rhs=torch.randn(2, 70, 40), rhs_row_scales=ONE)
 
 
-@pytest.mark.parametrize("name", PROJECTIONS)
-def test_expert_ffn_refuses(path: str, name: str) -> None:
-    given = raw_ffn()
-    codes, scales = given[name], given[f"{name}_scales"]
-    columns = codes.shape[2]
-    for changes, words in (
-        ({name: codes[..., 1:]}, (f"{name} must have {columns} bytes", f"{columns - 1}]")),
-        ({name: codes.float()}, (name, "uint8", "Float")),
-        ({name: codes[1:], f"{name}_scales": scales[1:]}, (name, "11", "[10, ")),
-        ({f"{name}_scales": None}, (f"{name}_scales", "fp8_row", "None")),
-        ({f"{name}_scales": scales.expand(-1, -1, 2)}, (f"{name}_scales", "1]", "2]")),
-        ({f"{name}_scales": scales.byte()}, (f"{name}_scales", "Byte")),
-        ({f"{name}_zeros": scales.byte()}, (f"{name}_zeros must be None", "fp8_row")),
-        ({f"{name}_format": "fp9"}, (f"{name}_format", "fp8_row, fp8_block", "fp9")),
-        ({name: torch.randn(11, 96, 40) if name != "down" else torch.randn(11, 40, 96)}, (name, "uint8", "Float")),
-    ):
-        with named(words), refusal("expert_ffn", *words):
-            torch.ops.maxmoe.expert_ffn(**{**given, **changes})
-    with refusal("expert_ffn", f"{name}_scales must be None without {name}_format"):
-        dense = torch.randn(11, 40, 96) if name == "down" else torch.randn(11, 96, 40)
-        torch.ops.maxmoe.expert_ffn(**{**given, name: dense, f"{name}_format": None})
-
-
 def test_stacks_of_other_shapes() -> None:
     stack = random_stack(VARIANTS[0], (3, 64, 32), is_transposed=False)
-    with pytest.raises(ValueError, match=r"rhs must be a stack of matrices \(L, in, out\), got \(64, 32\)"):
-        gmm_call(stack, (1, 2, 3)).replace(rhs=stack[0])()
     with refusal("gmm", "rhs must have matrices of 64", "32 x 64"):
         gmm_call(stack, (1, 2, 3)).replace(rhs=stack.mT)()
-
-
-def test_codes_on_meta(path: str) -> None:
-    arguments = raw_gmm()
-    with refusal("gmm", "cpu", "meta"):
-        torch.ops.maxmoe.gmm(**{**arguments, "rhs": arguments["rhs"].to("meta")})
-    meta = {name: value.to("meta") if isinstance(value, Tensor) else value for name, value in arguments.items()}
-    out = torch.ops.maxmoe.gmm(**meta)
-    assert (out.shape, out.dtype, out.device.type) == ((6, 40), torch.float32, "meta")

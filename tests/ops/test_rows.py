@@ -180,15 +180,6 @@ def test_no_rows(every_path: str) -> None:
         ops.ragged_gather(nothing, torch.tensor([-1, 0]))
 
 
-def test_rows_without_slots_stay_out(every_path: str) -> None:
-    """Neither a group without rows nor a slot without a row reads the first row, which is NaN."""
-    rows = torch.full((3, 4), NAN)
-    rows[1] = 2.0
-    out = ops.ragged_gather_reduce(rows, torch.tensor([-1, -1, 1, -1, -1, 1]), 2, torch.full((6,), 0.5))
-    assert torch.equal(out, torch.tensor([0.0, 1.0, 1.0]).unsqueeze(1).expand(3, 4))
-    assert not ops.ragged_gather_reduce(rows, torch.full((6,), -1), 2).any()
-
-
 # Precision
 
 
