@@ -22,12 +22,6 @@ SITU = SiTU(gate_softcap=1.5, up_softcap=0.8)
 SIZES: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 4, "num_experts": 6, "top_k": 2}
 
 
-def test_sizes_are_enough() -> None:
-    config = MoEConfig(**SIZES)
-    assert (config.score_function, config.normalization, config.activation) == ("softmax", "sum", "silu")
-    assert (config.implementation, config.apply_weights_to, config.router) == ("sparse", "output", "learned")
-
-
 def test_is_a_frozen_value_of_keywords() -> None:
     config = MoEConfig(**SIZES)
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -99,18 +93,10 @@ def test_a_value_of_another_type_is_named(field: "dataclasses.Field[Any]") -> No
             MoEConfig(**{**SIZES, field.name: value})
 
 
-def test_an_int_is_a_float_and_none_is_no_factor() -> None:
-    config = MoEConfig(**SIZES, routed_scaling_factor=2, load_balance_loss_weight=-0.0, buffer_factor=None)
-    assert config == MoEConfig(**SIZES, routed_scaling_factor=2.0)
-
-
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
         *(({name: 0}, (name, "positive int", "0")) for name in SIZES),
-        ({"hidden_size": -3}, ("hidden_size", "-3")),
-        ({"num_groups": 0}, ("num_groups", "0")),
-        ({"top_k_groups": 0}, ("top_k_groups", "0")),
         ({"num_shared_experts": -1}, ("num_shared_experts", "-1")),
         ({"top_k": 7}, ("top_k", "7", "num_experts", "6")),
         ({"num_groups": 4}, ("num_groups", "4", "num_experts", "6")),
@@ -140,7 +126,6 @@ def test_an_int_is_a_float_and_none_is_no_factor() -> None:
         ({"capacity_factor": 1e9, "implementation": "dense"}, ("capacity_factor", "1000000000.0", "num_experts", "6")),
         ({"routed_scaling_factor": -0.0}, ("routed_scaling_factor", "> 0", "-0.0")),
         ({"routed_scaling_factor": 1e39}, ("routed_scaling_factor", "finite", "1e+39")),
-        ({"routed_scaling_factor": 10**400}, ("routed_scaling_factor", "finite", "1000")),
         ({"hidden_size": 2**31}, ("hidden_size", "2^31", "2147483648")),
         ({"buffer_factor": 2.0, "implementation": "dense"}, ("buffer_factor", "2.0", "sparse", "dense")),
         ({"overflow": "chunks"}, ("overflow='chunks'", "buffer_factor", "None")),
@@ -165,20 +150,16 @@ QUANTILE = {
 }
 COMPONENTS: list[tuple[dict[str, Any], str]] = [
     ({"latent_size": 0}, "latent_size must be a positive int, got 0"),
-    ({"latent_size": 2.0}, r"latent_size must be a positive int, got 2\.0"),
     (
         {"expert_norms": of("ExpertNorms", latent_in=True)},
         r"ExpertNorms\(latent_in=True.* needs a latent_size",
     ),
-    ({"expert_norms": of("ExpertNorms", latent_out=True)}, "latent_out=True.* needs a latent_size, got None"),
     (
         {"expert_norms": of("ExpertNorms", output=True), "apply_weights_to": "input"},
         "output=True.* needs apply_weights_to='output', got 'input'",
     ),
     ({"expert_norms": of("ExpertNorms", output_eps=-1.0)}, "output_eps must be a finite float > 0, got -1.0"),
     ({"router": of("ScaledLogits", scale=0.0)}, r"scale must be a finite float > 0, got 0\.0"),
-    ({"zero_computation": of("ZeroComputation", zero=-1)}, "zero must be an int >= 0, got -1"),
-    ({"zero_computation": of("ZeroComputation", copy=1.0)}, r"copy must be an int >= 0, got 1\.0"),
     ({"zero_computation": of("ZeroComputation", constant=True)}, "constant must be an int >= 0, got True"),
     (
         {"zero_computation": of("ZeroComputation", zero=2), "top_k": 9},
@@ -206,7 +187,6 @@ COMPONENTS: list[tuple[dict[str, Any], str]] = [
         r"min_size must be in \[top_k \(2\), .*, got 1",
     ),
     ({"router": of("DocumentPools", min_size=2, max_size=7)}, r"max_size must be in .* experts \(6\)\], got 7"),
-    ({"router": of("DocumentPools", min_size=2, max_size=4, eval_size=1)}, r"eval_size must be in \[top_k \(2\)"),
     (
         {"router": of("HashRouting", num_ids=5), "score_correction_bias": True},
         r"HashRouting\(num_ids=5\) needs score_correction_bias=False, got True",

@@ -127,10 +127,3 @@ def test_sub_interpreters_are_refused_before_torch_is_imported() -> None:
     code = f"import {interpreters} as i; print(i.run_string(i.create(), 'import maxmoe._C'))"
     done = programs.python(code)
     assert "maxmoe cannot be imported in a sub-interpreter" in done.stdout + done.stderr
-
-
-def test_the_library_of_the_operators_knows_no_python() -> None:
-    """C++ programs load it; only the modules beside it link Python's part of torch."""
-    library = (PACKAGE / f"libmaxmoe_torch{MAJOR}_{MINOR}.so").read_bytes()
-    assert b"libtorch_cpu.so\0" in library
-    assert not re.findall(rb"\0((?:libpython|libtorch_python)[^\0]*|_?Py\w*_\w+)\0", library)

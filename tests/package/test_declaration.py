@@ -6,13 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from maxmoe import MoE, MoEConfig
 from maxmoe.declaration import Declaration, FusedGate, declaration_of, gate_up_slices
 from maxmoe.reference.operators import halves
 from support import small_decoder
 from support.moe_layers import LAYERS, make
-
-CONFIG = MoEConfig(hidden_size=8, intermediate_size=4, num_experts=4, top_k=2, num_shared_experts=2, expert_bias=True)
 
 
 def test_what_a_module_declares() -> None:
@@ -35,14 +32,6 @@ def test_gate_and_up_lie_where_the_reference_has_them(layout: FusedGate) -> None
     for size in (0, 1, 5):
         gate, up = (range(size)[part] for part in gate_up_slices(size, layout))
         assert sorted([*gate, *up]) == [*range(size)] and 0 <= len(gate) - len(up) <= 1
-
-
-def test_experts_are_tensor_parallel_and_the_layer_gathers_nothing() -> None:
-    layer = MoE(CONFIG)
-    assert declaration_of(layer.experts).tensor_parallel_dims == {"mlp_moe": 4}
-    assert not declaration_of(layer).fsdp_unit and not declaration_of(layer).tensor_parallel_dims
-    assert layer.shared_experts is not None
-    assert declaration_of(layer.shared_experts).tensor_parallel_dims == {"mlp": 8}
 
 
 def test_every_parameter_has_one_name_per_dim() -> None:

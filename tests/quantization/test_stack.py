@@ -145,13 +145,6 @@ def test_a_dtype_that_it_has_not() -> None:
         stack_of("mxfp4").dequantize(torch.int8)
 
 
-def test_repr() -> None:
-    assert repr(stack_of("mxfp4")) == (
-        "QuantizedStack((3, 256, 384), format='mxfp4', block=1 x 32, scales=torch.uint8, zeros=False, "
-        "is_transposed=True, dtype=torch.bfloat16)"
-    )
-
-
 # Tensors that do not fit a format or each other
 
 CODES, SCALES = torch.zeros(2, 6, 64, dtype=torch.uint8), torch.ones(2, 6, 4)
@@ -165,10 +158,8 @@ NVFP4: dict[str, Any] = {"format": "nvfp4", "scales": torch.zeros(2, 6, 8, dtype
             {"format": "fp4"},
             "format must be one of mxfp4, .*, got 'fp4'; the nearest are 'nf4', 'mxfp4'|'mxfp4', 'nf4'",
         ),
-        ({"codes": CODES.int()}, r"codes of int4 must be uint8 \(2, 6, 64\), .*, got torch.int32 \(2, 6, 64\)"),
         ({"codes": CODES[0, 0]}, r"codes must be uint8 \(L, rows, bytes\), got torch.uint8 \(64,\)"),
         ({"columns": -1}, "columns must be an int >= 0, got -1"),
-        ({"columns": 128.0}, "columns must be an int >= 0, got 128.0"),
         (
             {"columns": 126},
             r"codes of int4 must be uint8 \(2, 6, 63\), .* of 126 columns .*, got torch.uint8 \(2, 6, 64\)",
@@ -178,16 +169,8 @@ NVFP4: dict[str, Any] = {"format": "nvfp4", "scales": torch.zeros(2, 6, 8, dtype
             r"scales of int4 must be float32 or bfloat16 or float16 \(2, .*, got torch.float64",
         ),
         (
-            {"scales": SCALES[:, :3]},
-            r"scales of int4 must be .* \(2, 6, 4\), for 6 rows of 128 columns .*, got torch.float32 \(2, 3, 4\)",
-        ),
-        (
             {"scales": SCALES[..., :3]},
             "scales of int4 must be one for each 32, 64, 128, .* of 128 columns, got 3 per row",
-        ),
-        (
-            {"scales": SCALES[..., :0]},
-            "scales of int4 must be one for each 32, 64, 128, .* of 128 columns, got 0 per row",
         ),
         ({"scales": torch.tensor(1.0)}, "scales of int4 must .* got"),
         ({"scales": SCALES.to("meta")}, "codes and scales must be on one device, got cpu and meta"),
@@ -201,12 +184,10 @@ NVFP4: dict[str, Any] = {"format": "nvfp4", "scales": torch.zeros(2, 6, 8, dtype
             r"finite, got 255, NaN in E8M0, at \(0, 0, 0\)",
         ),
         ({"format": "fp8_block"}, r"\(2, 1, 1\), .* in blocks of 128 x 128, got torch.float32 \(2, 6, 4\)"),
-        ({"format": "int8"}, r"\(2, 6, 1\), .* in blocks of 1 x 64, got torch.float32 \(2, 6, 4\)"),
         (
             {"format": "nf4", "zeros": SCALES.byte(), "scales": SCALES[..., :2]},
             r"zeros must be None for nf4: int4 alone",
         ),
-        ({"zeros": SCALES}, r"zeros of int4 must be uint8 \(2, 6, 4\), .*, got torch.float32 \(2, 6, 4\)"),
         (
             {"zeros": SCALES.byte()[..., :2]},
             r"zeros of int4 must be uint8 \(2, 6, 4\), .*, got torch.uint8 \(2, 6, 2\)",
@@ -217,11 +198,6 @@ NVFP4: dict[str, Any] = {"format": "nvfp4", "scales": torch.zeros(2, 6, 8, dtype
         (
             NVFP4 | {"row_scales": SCALES},
             r"row_scales of nvfp4 must be float32 \(2, 6, 1\), .* 1 x 16, got torch.float32 \(2, 6, 4\)",
-        ),
-        (NVFP4 | {"row_scales": SCALES[..., :1].double()}, r"row_scales of nvfp4 .* got torch.float64 \(2, 6, 1\)"),
-        (
-            NVFP4 | {"row_scales": SCALES[..., :1].to("meta")},
-            "codes and scales must be on one device, got cpu and meta",
         ),
         (NVFP4 | {"row_scales": SCALES[..., :1] * -1e36}, r"row_scales must be between -7.6e\+35 .* got -1e\+36|-9.9"),
         (

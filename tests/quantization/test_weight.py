@@ -120,23 +120,10 @@ def test_files_that_do_not_fit() -> None:
     for assign in (False, True):
         with pytest.raises(ValueError, match=r"up_proj: scales must be finite, got nan at \(1, 0, 0\)"):
             module.load_state_dict(state, assign=assign)
-    module = module_with(stack_of("nvfp4"))
-    for name, value, message in (
-        (
-            "row_scales",
-            torch.inf,
-            r"up_proj: row_scales must be between -7.6e\+35 and 7.6e\+35, got inf at \(1, 0, 0\)",
-        ),
-        ("scales", 255, r"up_proj: scales must be finite, got 255, NaN in E4M3, at \(1, 0, 0\)"),
-    ):
-        state = module.state_dict()
-        state[f"up_proj.{name}"] = state[f"up_proj.{name}"].index_fill(0, torch.tensor([1]), value)
-        with pytest.raises(ValueError, match=message):
-            module.load_state_dict(state)
-    state = module.state_dict()
-    state["up_proj.row_scales"] = state["up_proj.row_scales"].double()
-    with pytest.raises(ValueError, match=r"up_proj.row_scales must be torch.float32, as in the module, got torch.flo"):
-        module.load_state_dict(state)
+    state = module_with(stack_of("nvfp4")).state_dict()
+    state["up_proj.row_scales"] = state["up_proj.row_scales"].index_fill(0, torch.tensor([1]), torch.inf)
+    with pytest.raises(ValueError, match=r"up_proj: row_scales must be between -7.6e\+35 and 7.6e\+35, got inf at \(1"):
+        module_with(stack_of("nvfp4")).load_state_dict(state)
 
 
 def test_one_matrix() -> None:
