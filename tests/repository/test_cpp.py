@@ -4,7 +4,6 @@ The tests of the CUDA kernels (cpp/cuda/tests) are built with it, and run in the
 (cpp/benchmarks) are built with it, too, and run on small sizes.
 """
 
-import json
 import os
 import re
 import shutil
@@ -93,18 +92,6 @@ def test_instruction_sets_share_no_code(build_folder: Path, isa: str) -> None:
     weak = [line for line in symbols.stdout.splitlines() if re.search(r" W ", line)]
     shared = [line for line in weak if not any(name in line.split()[-1] for name in own)]
     assert not shared, "declare these MAXMOE_INLINE or move them into MAXMOE_ISA_NAMESPACE:\n" + "\n".join(shared)
-
-
-@pytest.mark.parametrize("isa", ISAS)
-def test_names_say_what_is_compiled_for_each_instruction_set(build_folder: Path, isa: str) -> None:
-    commands = json.loads((build_folder / "compile_commands.json").read_text())
-    compiled = {c["file"] for c in commands if f"CMakeFiles/maxmoe_kernels_{isa}.dir" in c["command"]}
-    for_tiles = {str(path) for path in (ROOT / "cpp/kernels").rglob("*.amx.cpp")}
-    for_vectors = {str(path) for path in (ROOT / "cpp/kernels").rglob("*.simd.cpp")}
-    if isa.startswith("amx"):
-        assert for_tiles < compiled < for_tiles | for_vectors
-    else:
-        assert compiled == for_vectors
 
 
 @pytest.mark.parametrize("isa", by_default(ISAS, [BEST]))
