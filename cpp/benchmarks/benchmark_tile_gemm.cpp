@@ -1,7 +1,6 @@
 #include "kernels/product/tiled/tile_gemm.h"
 
 #include "contenders.h"
-#include "eigen_product.h"
 
 namespace maxmoe::benchmarks {
 namespace {
@@ -34,13 +33,9 @@ void benchmark(Session& session, const ProductShape& shape, Transposed transpose
   const Table<T> out(shape.num_rows, shape.num_columns);
   const Product<T> product{view(b, is_b), out.view(), false};
   const int64_t multiply_adds = shape.num_rows * shape.depth * shape.num_columns;
-  std::vector<Contender> contenders{kernel([&] { KernelGemm<T>().multiply(view(a, is_a), product); }),
-                                    multiply_add_bound<T>(multiply_adds)};
-  if constexpr (std::is_same_v<T, Accumulator<T>>) {
-    contenders.push_back(
-        {"Eigen", [&] { eigen_product(EigenProduct<T>{view(a, is_a), view(b, is_b), out.view()}, SerialExecutor()); }});
-  }
-  session.time(c, flops(multiply_adds), contenders);
+  session.time(
+      c, flops(multiply_adds),
+      {kernel([&] { KernelGemm<T>().multiply(view(a, is_a), product); }), multiply_add_bound<T>(multiply_adds)});
 }
 
 const Registration registration([](Session& session) {
