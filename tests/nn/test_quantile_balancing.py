@@ -2,22 +2,18 @@
 
 import itertools
 import math
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
-import maxmoe
 from maxmoe import MoEConfig, MoEFeedForward, StatsAccumulator, reference
 from maxmoe.nn.router import NUM_BINS, balanced_bias, required_bias_histogram  # type: ignore[attr-defined]
 from maxmoe.parallel import parallelize
 from maxmoe.reference.routing import scores
 from maxmoe.sharding import LogicalRules, Mesh
-from support.operator_checks import compile_whole
 from support.parallel_decoder import token_spec
 from support.parts import part_by_definition
 from support.run_ranks import run_ranks
@@ -115,27 +111,6 @@ def test_a_step_over_micro_batches(rate: float, score_function: Any) -> None:
     after = bias_of(layer).clone()
     accumulator.update()  # a step without tokens
     assert bias_of(layer).equal(after) and not after.equal(before)
-
-
-WAYS: dict[str, Any] = {
-    "checkpoint": lambda layer: partial(checkpoint, layer, use_reentrant=False),
-    "keep_routing": lambda layer: partial(checkpoint, layer, use_reentrant=False, context_fn=maxmoe.keep_routing),
-    "compiled": lambda layer: compile_whole(layer, "aot_eager"),
-}
-
-
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.compile about itself
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_recomputation_counts_once(way: Any) -> None:
-    x, biases = torch.randn(2, 50, 6, dtype=torch.float64).requires_grad_(), []
-    for run in (lambda layer: layer, way):
-        layer = layer_of()
-        accumulator, forward = StatsAccumulator(layer), run(layer)
-        for part in (x, 0.5 * x):
-            forward(part).sum().backward()
-        assert accumulator.update().layers["moe"].tokens_per_expert.sum() == 400
-        biases.append(bias_of(layer))
-    torch.testing.assert_close(*biases, rtol=0, atol=1e-9)
 
 
 def test_counts_alone_are_not_enough() -> None:

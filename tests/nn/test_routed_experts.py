@@ -1,6 +1,7 @@
 """A few tokens: one operator for router and experts, and no losses without gradients."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -41,37 +42,40 @@ def test_the_operator_gives_the_bits_of_the_modules(path: str, dtype: torch.dtyp
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
-def test_whatever_observes_or_replaces_a_part_is_called() -> None:
-    class OwnRouter(maxmoe.nn.Router):
-        pass
+class OwnRouter(maxmoe.nn.Router):
+    """A router that may do anything."""
 
-    def hooked(layer: MoE) -> None:
-        layer.experts.register_forward_pre_hook(lambda *_: None)
 
-    def replaced_forward(layer: MoE) -> None:
-        layer.experts.forward = layer.experts.forward  # type: ignore[method-assign]
+def quantized_in_part(name: str, layer: MoE) -> None:
+    stack = quantize(getattr(layer.experts, name).detach().float(), "int8")
+    put_stack(layer.float().experts, name, stack)
 
-    def derived_router(layer: MoE) -> None:
-        layer.router.__class__ = OwnRouter
 
-    def quantized_in_part(layer: MoE, name: str = "down_proj") -> None:
-        stack = quantize(getattr(layer.experts, name).detach().float(), "int8")
-        put_stack(layer.float().experts, name, stack)
+def hooked(kind: str, layer: MoE) -> Any:
+    """With a hook on the experts, or on all modules."""
+    registers = nn.modules.module if "module" in kind else layer.experts
+    return getattr(registers, f"register_{kind}_hook")(lambda *_: None)
 
-    def quantized_gate(layer: MoE) -> None:
-        quantized_in_part(layer, "gate_proj")
 
-    for change in (hooked, replaced_forward, derived_router, quantized_in_part, quantized_gate):
-        layer = make()
-        assert "maxmoe::routed_experts" in called_operators(lambda layer=layer: layer(tokens(layer)))
-        change(layer)
-        names = called_operators(lambda layer=layer: layer(tokens(layer)))
-        assert "maxmoe::routed_experts" not in names, change.__name__
-    handle = nn.modules.module.register_module_forward_pre_hook(lambda *_: None)
+HOOKS = ("forward", "forward_pre", "full_backward", "full_backward_pre", "module_forward", "module_forward_pre")
+CHANGES: list[Callable[[MoE], Any]] = [
+    *(partial(hooked, kind) for kind in (*HOOKS, "module_full_backward")),
+    *(partial(quantized_in_part, name) for name in ("down_proj", "gate_proj")),
+    lambda layer: setattr(layer.experts, "forward", layer.experts.forward),
+    lambda layer: setattr(layer.router, "__class__", OwnRouter),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_whatever_observes_or_replaces_a_part_is_called(change: Callable[[MoE], Any]) -> None:
+    layer = make()
+    assert "maxmoe::routed_experts" in called_operators(lambda: layer(tokens(layer)))
+    handle = change(layer)
     try:
         assert "maxmoe::routed_experts" not in called_operators(lambda: layer(tokens(layer)))
     finally:
-        handle.remove()
+        if handle is not None:
+            handle.remove()
 
 
 def test_an_error_names_its_part() -> None:

@@ -116,42 +116,6 @@ def test_meta_and_fake_tensors(name: str, kind: str) -> None:
             assert fake.is_meta or isinstance(fake, torch._subclasses.FakeTensor)
 
 
-ROUTED_CONSTANTS: Arguments = {
-    **{"top_k": 2, "score_function": "sigmoid", "num_groups": 1, "top_k_groups": 1, "group_score": "max"},
-    **{"normalization": "sum", "scale": 2.5, "activation": "gelu", "limit": 1.0, "limit_target": "output"},
-    **{"gate_softcap": None, "up_softcap": None},
-}
-
-
-def tables() -> dict[str, dict[str, Tensor | None]]:
-    """Router and experts as modules keep them."""
-    matrices = {"gate_proj": torch.randn(3, 4, 6), "up_proj": torch.randn(3, 4, 6), "down_proj": torch.randn(3, 6, 4)}
-    biases = {"gate_bias": None, "up_bias": None, "down_bias": None}
-    router = {"weight": torch.randn(3, 4), "bias": None, "scale": None}
-    return {"router": router, "router_buffers": {"score_correction_bias": None}, "experts": matrices | biases}
-
-
-def bound(**given: Any) -> Any:
-    return _C.RoutedExperts(hidden_size=4, **ROUTED_CONSTANTS)(**given)
-
-
-def test_the_operator_of_a_layer_leaves_what_it_cannot_compute() -> None:
-    given, x = tables(), torch.randn(5, 4)
-    assert bound(x=x, recompute=False, **given) is not None
-    for wrong in (x[0], x[:, :3], x.double(), torch.randn(())):
-        assert bound(x=wrong, recompute=False, **given) is None
-    for table, name in (("router", "weight"), ("experts", "up_proj"), ("experts", "down_proj")):
-        assert bound(x=x, recompute=False, **given | {table: given[table] | {name: None}}) is None
-        absent = {key: value for key, value in given[table].items() if key != name}
-        assert bound(x=x, recompute=False, **given | {table: absent}) is None
-        with pytest.raises(TypeError, match=f"maxmoe::routed_experts: {name} must be a tensor, got int"):
-            bound(x=x, recompute=False, **given | {table: given[table] | {name: 1}})
-    with pytest.raises(TypeError, match="maxmoe::routed_experts: x must be a tensor, got NoneType"):
-        bound(x=None, recompute=False, **given)
-    with pytest.raises(ValueError, match="maxmoe::expert_ffn: gate must"):
-        bound(x=x, recompute=False, **given | {"experts": given["experts"] | {"gate_proj": torch.randn(3, 4, 5)}})
-
-
 def test_other_threads_run_during_a_kernel() -> None:
     """The interpreter lock is released: with it, this thread would stand still until the product has ended."""
     lhs, rhs, sizes = torch.randn(4096, 1024), torch.randn(1, 1024, 4096), torch.tensor([4096])

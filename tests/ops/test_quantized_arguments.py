@@ -148,24 +148,6 @@ def test_dequantize_refuses(path: str) -> None:
             torch.ops.maxmoe.dequantize(**{**parts, **named_for("", changes)})
 
 
-def test_scales_of_rows_are_refused(path: str) -> None:
-    stack = random_stack(Variant("nvfp4", torch.uint8), (2, 70, 40))
-    given = raw_gmm(**ops.Projection(stack).arguments("rhs", torch.float32))
-    row_scales = given["rhs_row_scales"]
-    for changes, words in (
-        ({"rhs_row_scales": None}, ("rhs_row_scales must be given", "nvfp4", "None")),
-        ({"rhs_row_scales": row_scales.double()}, ("rhs_row_scales must be float32", "[2, 40, 1]", "Double")),
-        ({"rhs_row_scales": row_scales[:, 1:]}, ("rhs_row_scales", "[2, 40, 1]", "[2, 39, 1]")),
-        ({"rhs_row_scales": row_scales[..., 0]}, ("rhs_row_scales", "[2, 40, 1]", "[2, 40]")),
-        ({"rhs_row_scales": row_scales.to("meta")}, ("rhs_row_scales", "cpu", "meta")),
-        ({"rhs_scales": given["rhs_scales"].float()}, ("rhs_scales must be uint8", "nvfp4", "Float")),
-    ):
-        with named(words), refusal("gmm", *words):
-            torch.ops.maxmoe.gmm(**{**given, **changes})
-    with refusal("gmm", "rhs_row_scales must be None without rhs_format"):
-        torch.ops.maxmoe.gmm(torch.randn(6, 70), given["group_sizes"], rhs=torch.randn(2, 70, 40), rhs_row_scales=ONE)
-
-
 def test_stacks_of_other_shapes() -> None:
     stack = random_stack(VARIANTS[0], (3, 64, 32), is_transposed=False)
     with refusal("gmm", "rhs must have matrices of 64", "32 x 64"):

@@ -1,6 +1,5 @@
 """The names and modules that `import maxmoe` loads."""
 
-import importlib
 import json
 import os
 import pkgutil
@@ -9,21 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 import maxmoe
-from maxmoe._torch import ConvertedModule
-from maxmoe.declaration import Absent
-from maxmoe.nn import MoELayer
-from maxmoe.nn.feed_forward import FeedForwardLayer
-from maxmoe.parallel.apply.interruptions import GuardedModule
-from maxmoe.pipelining.stage import Stage
-from maxmoe.pipelining.stage_modules import StagePart
-from maxmoe.recompute.named_parts import Checkpointed
-from support import programs, small_decoder
-from support.moe_layers import EVERYTHING, LAYERS, make
-from support.properties import read_properties
+from support import programs
 
 PACKAGES = (module.name for module in pkgutil.iter_modules(maxmoe.__path__) if module.ispkg)
 INTERNAL = {
@@ -58,33 +45,6 @@ def first_import() -> dict[str, Any]:
     """
     found: dict[str, Any] = json.loads(programs.printed(programs.python(FIRST_IMPORT)))
     return found
-
-
-def modules_of_the_package() -> set[type[nn.Module]]:
-    """Types of modules in packages that need no other library; abstract ones define no forward."""
-    others = ("maxmoe.integrations.", "maxmoe.adapters._peft", "maxmoe.__main__", "maxmoe.lib")
-    for module in pkgutil.walk_packages(maxmoe.__path__, "maxmoe."):
-        if not module.name.startswith(others):
-            importlib.import_module(module.name)
-    found, kinds = set[type[nn.Module]](), [nn.Module]
-    for kind in kinds:
-        kinds += kind.__subclasses__()
-        is_ours = kind.__module__.startswith("maxmoe.") and not kind.__module__.startswith("maxmoe.integrations.")
-        # A class of the same name may have been made by another test, which has parallelized a model.
-        if is_ours and getattr(sys.modules[kind.__module__], kind.__name__, None) is kind:
-            found.add(kind)
-    return found
-
-
-def test_no_property_of_a_module_raises() -> None:
-    quantized = make(**EVERYTHING, hidden_size=32, intermediate_size=32).requires_grad_(False)
-    maxmoe.quantize_experts(quantized, "int4")
-    layers = [make(**options) for options in LAYERS.values()]
-    stage = Stage(0, StagePart(("0",), True, True), small_decoder.make(), [], lambda *_: torch.zeros(()))
-    modules = [*layers, maxmoe.MoEFeedForward(layers[0].config), quantized, stage]
-    seen = set[type[nn.Module]]().union(*map(read_properties, modules))
-    abstract = {ConvertedModule, Checkpointed, GuardedModule, Absent, MoELayer, FeedForwardLayer}
-    assert modules_of_the_package() - abstract == seen
 
 
 def test_the_first_import_loads_torch_and_maxmoe_alone(first_import: dict[str, Any]) -> None:
