@@ -146,19 +146,6 @@ def test_rounding_in_bfloat16(every_path: str) -> None:
     assert all(error < ROUNDING[name] for name, error in errors.items()), errors
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_autocast(path: str, dtype: torch.dtype) -> None:
-    """Equals a call with x and parameters in the autocast dtype; gradients have the dtypes of the arguments."""
-    call = ffn_call(SKEWED).cast(torch.float32)
-    cotangent = torch.randn(20, 12).to(dtype)
-    with torch.autocast("cpu", dtype=dtype):
-        got = result(call, ops, [cotangent])
-    assert got.outputs[0].dtype == dtype
-    assert all(gradient is not None and gradient.dtype == torch.float32 for gradient in got.gradients.values())
-    low = call.cast(dtype).replace(weights=call.arguments["weights"])
-    assert_same(got, result(low, ops, [cotangent]), tolerance(dtype, 1))
-
-
 # Gate and up in one matrix
 
 

@@ -136,17 +136,6 @@ def test_accumulates_in_float32(every_path: str) -> None:
         assert out.tolist() == [[[512.0] * 3] * 2]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_autocast_of_gmm(path: str, dtype: torch.dtype) -> None:
-    call = TestGmm().call(SKEWED).cast(torch.float32)
-    cotangents = [torch.ones((), dtype=dtype).expand(len(call.arguments["lhs"]), 6)]
-    with torch.autocast("cpu", dtype=dtype):
-        got = result(call, ops, cotangents)
-    assert got.outputs[0].dtype == dtype
-    assert all(gradient is not None and gradient.dtype == torch.float32 for gradient in got.gradients.values())
-    assert_same(got, result(call.cast(dtype), ops, cotangents))
-
-
 # Any dtypes of linear
 
 # Equal, each of the two wider, and both of 16 bits.

@@ -102,15 +102,16 @@ def test_wider_factors_beside_16_bit_matrices(path: str, dtype: torch.dtype, bui
 
 
 @each_operator
-def test_autocast(path: str, build: Callable[[Shape], Call]) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast(path: str, dtype: torch.dtype, build: Callable[[Shape], Call]) -> None:
+    """As with x, parameters and factors in the dtype of autocast; gradients have the dtypes of the arguments."""
     call = build(SKEWED).cast(torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", dtype=dtype):
         got = result(call)
-    lower = call.cast(torch.bfloat16)
-    if "weights" in call.arguments:
-        lower = lower.replace(weights=call.arguments["weights"])
-    assert got.outputs[0].dtype == torch.bfloat16
-    assert torch.equal(got.outputs[0], result(lower).outputs[0])
+    assert got.outputs[0].dtype == dtype
+    assert all(gradient is not None and gradient.dtype == torch.float32 for gradient in got.gradients.values())
+    weights = {name: value for name, value in call.arguments.items() if name == "weights"}
+    assert_same(got, result(call.cast(dtype).replace(**weights)), tolerance(dtype, 1))
 
 
 def test_adapters_side_by_side(path: str) -> None:
