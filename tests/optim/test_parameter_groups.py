@@ -42,44 +42,6 @@ def test_groups_hold_every_parameter_once() -> None:
     assert {group["lr"] for group in held.values() if group["algorithm"] == "adamw"} == {0.5}
 
 
-class NoNames(nn.Module):
-    """An embedding, a block with experts as in transformers, and a head."""
-
-    def __init__(self, **experts: Any) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(8, 4)
-        block = nn.Module()
-        block.linear = nn.Linear(4, 6)
-        block.gate = nn.Module()
-        block.gate.weight = nn.Parameter(torch.randn(3, 4))
-        block.experts = nn.Module()
-        block.experts.gate_up_proj = nn.Parameter(torch.randn(3, 4, 10))
-        block.experts.down_proj = nn.Parameter(torch.randn(3, 5, 4))
-        block.experts.gate_up_proj_bias = nn.Parameter(torch.randn(3, 10))
-        for name, value in experts.items():
-            setattr(block.experts, name, value)
-        self.blocks = nn.ModuleList([block])
-        self.head = nn.Linear(4, 8)
-
-
-@pytest.mark.parametrize(
-    ("experts", "input_dim", "fused"),
-    [
-        ({"is_transposed": True, "is_concatenated": True, "has_gate": True}, -2, "concatenated"),
-        ({"is_transposed": True, "is_concatenated": False, "has_gate": True}, -2, "interleaved"),
-        ({"is_transposed": False, "is_concatenated": True, "has_gate": False}, -1, None),
-    ],
-)
-def test_the_usual_rule(experts: dict[str, bool], input_dim: int, fused: Any) -> None:
-    groups = parameter_groups(NoNames(**experts))
-    assert matrices_of(groups) == {
-        "blocks.0.linear.weight": Matrix(),
-        "blocks.0.experts.gate_up_proj": Matrix(input_dim, fused),
-        "blocks.0.experts.down_proj": Matrix(input_dim),
-    }
-    assert all(choice.reason.startswith("no names") for choice in groups.choices)
-
-
 def algorithms_of(block: nn.Module) -> dict[str, tuple[str, bool]]:
     """Algorithm of each parameter, and whether its weights decay."""
     groups = parameter_groups(nn.ModuleList([block]), adamw={"weight_decay": 0.1})  # type: ignore[arg-type]
@@ -90,13 +52,30 @@ def algorithms_of(block: nn.Module) -> dict[str, tuple[str, bool]]:
     }
 
 
-@pytest.mark.parametrize("preset", ["deepseek_v3", "gpt_oss"])
-def test_blocks_of_transformers_are_updated_as_layers_with_their_weights(preset: str) -> None:
-    (block, *_) = blocks_of(model_of(preset)).values()
+@pytest.mark.parametrize(
+    ("preset", "gate_up", "down"),
+    [
+        ("deepseek_v3", Matrix(-1, "concatenated"), Matrix(-1)),
+        ("gpt_oss", Matrix(-2, "interleaved"), Matrix(-2)),
+        ("nemotron_h", Matrix(-1), Matrix(-1)),  # without a gate: the stack is up_proj
+    ],
+)
+def test_models_of_transformers_are_updated_as_layers_with_their_weights(
+    preset: str, gate_up: Matrix, down: Matrix
+) -> None:
+    model = model_of(preset)
+    groups = parameter_groups(model)
+    linear = [f"{path}.weight" for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+    expected = {name: Matrix() for name in linear if name != "lm_head.weight"}
+    stacks = [name for name, parameter in model.named_parameters() if parameter.dim() == 3]
+    expected |= {name: down if name.endswith("down_proj") else gate_up for name in stacks}
+    assert stacks and matrices_of(groups) == expected
+    assert all(choice.reason.startswith("no names") for choice in groups.choices)
+    (block, *_) = blocks_of(model).values()
     theirs, entries = algorithms_of(block), family_of(config_of(preset)).block.entries
     ours = algorithms_of(MoE.from_transformers(block))
-    expected = {name: theirs[entry.key] for entry in entries if entry.key in theirs for name in entry.names}
-    assert ours == expected and ("muon", True) in ours.values()
+    wanted = {name: theirs[entry.key] for entry in entries if entry.key in theirs for name in entry.names}
+    assert ours == wanted and ("muon", True) in ours.values()
 
 
 def test_a_model_without_blocks_is_one_block_and_tied_weights_are_embeddings() -> None:

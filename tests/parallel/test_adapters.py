@@ -1,5 +1,6 @@
 """Adapters of PEFT beside experts on a mesh: saving, plans and errors; test_parallelize.py compares their training."""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ from torch import nn
 
 from maxmoe import MoE, MoEConfig, MoEFeedForward, StatsAccumulator
 from maxmoe.adapters import factor_names, planned_copy, share_outer_factors
-from maxmoe.costs import estimate, explain
 from maxmoe.optim import Matrix, Muon, parameter_groups
 from maxmoe.parallel import Declaration, adapter_state_dict, logical_names, parallelize, token_sharding
 from maxmoe.sharding import Mesh
@@ -173,33 +173,6 @@ def test_muon_takes_no_packed_factors() -> None:
     assert reasons == {"low-rank factors of stacked matrices"}
 
 
-def test_frozen_weights_have_no_gradients_and_no_state_in_plans() -> None:
-    model, mesh = adapted(), Mesh.planned({"fsdp": 2, "expert": 2})
-    before = dict(model.named_parameters())
-    plan = estimate(model, mesh, "ep-as-dp", batch_size=8, sequence_length=8)
-    local = {parameter.name: parameter for parameter in explain(model, mesh, "ep-as-dp").parameters}
-    factors = sum(local[name].local_bytes for name in factor_names(model))
-    assert plan.memory["gradients"] == factors and plan.memory["state of adamw"] == 2 * factors
-    assert plan.memory["parameters"] == sum(parameter.local_bytes for parameter in local.values())
-    assert all(p is before[name] for name, p in model.named_parameters()), "a plan changes nothing"
-    whole = estimate(decoder(BLOCK), mesh, "ep-as-dp", batch_size=8, sequence_length=8)
-    gradients = [
-        sum(row.bytes for row in each.traffic if row.purpose == "gradients of weights, backward")
-        for each in (plan, whole)
-    ]
-    assert gradients[0] < gradients[1] / 3
-
-
-@pytest.mark.parametrize("target", ["router.weight", "shared_experts.up_proj", "experts.up_bias"])
-def test_adapters_of_other_parts_are_refused(target: str) -> None:
-    options: Any = {"target_modules": [], "target_parameters": [target, *TARGETS]}
-    model = get_peft_model(decoder(BLOCK), LoraConfig(r=3, **options))
-    before = dict(model.named_parameters())
-    with fake_rank(0, 2), pytest.raises(ValueError, match=r"must have no adapters around it, got ParamWrapper"):
-        parallelize(model, Mesh({"expert": 2}), "ep-as-dp")
-    assert all(p is before[name] for name, p in model.named_parameters())
-
-
 def test_adapters_must_be_added_and_merged_before_parallelize() -> None:
     with fake_rank(0, 2):
         model = parallelize(adapted(), Mesh({"fsdp": 2}), "pure-fsdp")
@@ -223,32 +196,50 @@ def test_all_adapters_are_collected() -> None:
         assert {name: tuple(tensor.shape) for name, tensor in found.items()} == expected
 
 
-def test_trained_parameters_of_two_dtypes_are_not_sharded_together() -> None:
+class Stacked(nn.Module):
+    """Stacks that are no experts of maxmoe."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj = nn.Parameter(torch.randn(4, 3, 2))
+
+
+def of_two_dtypes() -> nn.Module:
     model = adapted()
     model.base_model.model.to(torch.bfloat16)
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.float() if "lora_" in name else parameter.data
         parameter.requires_grad_("lora_" in name or "router.weight" in name)
-    message = "FSDP2 shards the trained parameters of .* so they must have one dtype, got torch.(float32|bfloat16) of "
+    return model
+
+
+def adapts(*parameters: str, model: nn.Module | None = None, modules: Sequence[str] = ()) -> nn.Module:
+    options: Any = {"target_modules": [*modules], "target_parameters": [*parameters]}
+    return get_peft_model(decoder(BLOCK) if model is None else model, LoraConfig(r=2, **options))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("make", "axis", "message"),
+    [
+        (lambda: adapts("router.weight", *TARGETS), "expert", "must have no adapters around it, got ParamWrapper"),
+        (lambda: adapts("experts.up_bias", *TARGETS), "expert", "must have no adapters around it, got ParamWrapper"),
+        (lambda: adapts(*TARGETS, modules=["q_proj"]), "expert", "attention.q_proj has adapters around it"),
+        (
+            lambda: adapts("experts.up_proj", model=nn.ModuleDict({"experts": Stacked()})),
+            "expert",
+            "experts must adapt experts .* got Stacked.up_proj",
+        ),
+        (
+            of_two_dtypes,
+            "fsdp",
+            "FSDP2 shards the trained parameters of .* must have one dtype, got torch.(float32|bfloat16) of ",
+        ),
+    ],
+)
+def test_adapters_that_are_refused(make: Callable[[], nn.Module], axis: str, message: str) -> None:
+    model = make()
+    before = dict(model.named_parameters())
+    rules = "ep-as-dp" if axis == "expert" else "pure-fsdp"
     with fake_rank(0, 2), pytest.raises(ValueError, match=message):
-        parallelize(model, Mesh({"fsdp": 2}), "pure-fsdp")
-
-
-def test_adapters_of_attention_are_named() -> None:
-    options: Any = {"target_modules": ["q_proj"], "target_parameters": TARGETS}
-    model = get_peft_model(decoder(BLOCK), LoraConfig(r=2, **options))
-    with fake_rank(0, 2), pytest.raises(ValueError, match=r"attention.q_proj has adapters around it"):
-        parallelize(model, Mesh({"expert": 2}), "ep-as-dp")
-
-
-def test_experts_that_take_no_factors_are_refused() -> None:
-    class Stack(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up_proj = nn.Parameter(torch.randn(4, 3, 2))
-
-    model: Any = get_peft_model(
-        nn.ModuleDict({"experts": Stack()}), LoraConfig(r=2, target_modules=[], target_parameters=["experts.up_proj"])
-    )
-    with fake_rank(0, 2), pytest.raises(ValueError, match=r"experts must adapt experts .* got Stack.up_proj"):
-        parallelize(model, Mesh({"expert": 2}), "ep-as-dp", allow_unused=True)
+        parallelize(model, Mesh({axis: 2}), rules, allow_unused=True)
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())

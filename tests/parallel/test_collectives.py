@@ -3,7 +3,6 @@
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
@@ -14,8 +13,6 @@ from maxmoe.sharding import LogicalRules, Mesh
 from support.counted_collectives import CountedCollectives
 from support.parallel_decoder import CONFIG, MOE, batch, decoder
 from support.run_ranks import fake_rank, run_ranks
-
-pytestmark = pytest.mark.usefixtures("collectives_are_not_compared")
 
 
 def collectives(module: nn.Module, x: Tensor) -> tuple[dict[str, int], dict[str, int]]:

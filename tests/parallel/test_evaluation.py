@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -212,16 +213,11 @@ def test_a_reentrant_checkpoint_trains_although_its_forward_has_no_gradients() -
         layer = parallelize(make(**BALANCE, load_balance_scope=scope), mesh, rules)
         maxmoe.StatsAccumulator(layer)
         expected = layer(part).aux_loss
-
-        def checkpointed() -> Tensor:
-            inputs = part.clone().requires_grad_(torch.is_grad_enabled())
-            loss: Tensor = checkpoint(lambda tokens: layer(tokens).aux_loss, inputs, use_reentrant=True)
-            return loss
-
-        loss = checkpointed()
+        checkpointed = partial(checkpoint, lambda tokens: layer(tokens).aux_loss, use_reentrant=True)
+        loss = checkpointed(part.clone().requires_grad_())
         torch.testing.assert_close(loss, expected, rtol=1e-13, atol=0)
         loss.backward()
         with torch.no_grad():
-            assert not counted(mesh, checkpointed)
+            assert not counted(mesh, lambda: checkpointed(part))
 
     run_cases(check, 2, [(scope,) for scope in SCOPES])

@@ -1,6 +1,6 @@
 """Modules of torch, of other libraries and of users on ranks against one process.
 
-With shared parameters and modules, in-place operations, outputs of any kind, and names declared outside of them.
+With shared parameters and modules, in-place operations, and names declared outside of them.
 """
 
 from collections.abc import Callable, Iterator
@@ -9,40 +9,30 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from maxmoe import MoE, MoEConfig, MoEFeedForward
 from maxmoe.models.blocks import FeedForward
 from maxmoe.nn import MoEOutput
-from maxmoe.ops import Projection, gmm
 from maxmoe.parallel import Declaration, parallelize
-from maxmoe.parallel.plan.fsdp_units import blocks, fsdp_units
-from maxmoe.quantization import QuantizedWeight, quantize
 from maxmoe.sharding import LogicalRules, Mesh
 from support.parallel_decoder import LocalSGD, MeshRules
 from support.run_ranks import fake_rank
-from support.steps_on_ranks import Case, Part, Results, Training, check_cases, each_topic, made
+from support.steps_on_ranks import Case, Part, Results, check_cases, each_topic, made
 
 MOE = MoEConfig(hidden_size=8, intermediate_size=8, num_experts=4, top_k=2)
 UNIT_NAMES = {"up.weight": ("mlp", "embed"), "up.bias": ("mlp",), "down.weight": ("embed", "mlp")}
 
 
-def train_width(width: int) -> Training:
-    def train(model: Any, part: Part) -> Results:
-        """Evaluation, and two steps whose gradients add up."""
-        x = part(torch.randn(8, 4, width, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
-        with torch.no_grad():
-            evaluated = model.eval()(x)
-        descent = LocalSGD(model.train(), 1e-3)
-        for _ in range(2):
-            model(x).square().sum().backward()
-            descent.step()
-        return Results({"evaluated": evaluated})
-
-    return train
-
-
-train = train_width(8)
+def train(model: Any, part: Part) -> Results:
+    """Evaluation, and two steps whose gradients add up."""
+    x = part(torch.randn(8, 4, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
+    with torch.no_grad():
+        evaluated = model.eval()(x)
+    descent = LocalSGD(model.train(), 1e-3)
+    for _ in range(2):
+        model(x).square().sum().backward()
+        descent.step()
+    return Results({"evaluated": evaluated})
 
 
 # Models of users
@@ -72,17 +62,6 @@ class Unit(nn.Module):
         return self._returns(self, self.down(self.up(x).sin()))
 
 
-class Holder:
-    def __init__(self, hidden_states: Tensor) -> None:
-        self.hidden_states = hidden_states
-
-
-class Recursive(Unit):
-    def forward(self, x: Tensor, depth: int = 2) -> Any:
-        x = super().forward(x)
-        return self(x, depth - 1) if depth else x
-
-
 class Blocks(nn.Module):
     def __init__(self, share: Callable[[nn.Module, nn.Module], None] = lambda *_: None) -> None:
         super().__init__()
@@ -100,11 +79,6 @@ def in_place(output: Tensor, x: Tensor) -> Tensor:
     return output
 
 
-def stored() -> Model:
-    unit = Unit(lambda unit, x: setattr(unit, "stored", x))
-    return Model(unit, lambda _output, _x: unit.stored)
-
-
 def with_shared_linear() -> Model:
     unit = Unit()
     model = Model(nn.Sequential(unit, nn.Linear(8, 16), nn.Linear(16, 8)))
@@ -116,18 +90,6 @@ def share(name: str) -> Callable[[nn.Module, nn.Module], None]:
     """Give a module or parameter of one block to another block."""
     path, _, last = name.rpartition(".")
     return lambda first, second: setattr(second.get_submodule(path), last, getattr(first.get_submodule(path), last))
-
-
-class TwiceTheWeight(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight.T @ self.weight
-
-
-def with_router_weight_outside() -> Model:
-    model = Model(Blocks())
-    model.first = TwiceTheWeight(8, 4, bias=False)
-    model.unit.blocks[0].router.weight = model.first.weight
-    return model
 
 
 class ScaledMoE(MoE):
@@ -146,16 +108,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         nn.Linear(8, 16), nn.ReLU(inplace=True), nn.Linear(16, 8), nn.Tanh()
     ),
     "a view is modified in place": lambda: Model(Unit(lambda _, x: x.flatten().view(x.shape)), in_place),
-    "returns a tensor and an object": lambda: Model(
-        Unit(lambda _, x: (x.sum(), Holder(x))), lambda output, _: output[1].hidden_states
-    ),
-    "leaves an attribute": stored,
-    "a unit calls itself": lambda: Model(Recursive()),
     "modules of a unit and of the model": with_shared_linear,
     "a weight of two blocks": lambda: Model(Blocks(share("experts.up_proj"))),
     "experts of two blocks": lambda: Model(Blocks(share("experts"))),
     "a router of two blocks": lambda: Model(Blocks(share("router"))),
-    "a weight of a block and of the model": with_router_weight_outside,
 }
 
 
@@ -204,8 +160,8 @@ class Lists(nn.Module):
         return blocks[2](blocks[1]["block"](x @ blocks[0][0]))
 
 
-def attention(**options: Any) -> Calling:
-    inner = nn.MultiheadAttention(8, 2, batch_first=True, **options)
+def attention() -> Calling:
+    inner = nn.MultiheadAttention(8, 2, batch_first=True)
     return Calling(inner, lambda module, x: module(x, x, x)[0])
 
 
@@ -216,7 +172,6 @@ def encoder() -> Calling:
 
 OF_TORCH: dict[str, Callable[[], nn.Module]] = {
     "attention": attention,
-    "attention without in_proj": lambda: attention(kdim=8, vdim=8, bias=False),
     "encoder": encoder,
     "transformer": lambda: Calling(
         nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True), lambda module, x: module(x, x)
@@ -255,31 +210,6 @@ class TwoLayers(nn.Module):
         return self.second(self.first(x).relu())
 
 
-class Stacks(nn.Module):
-    """Quantized experts, [out, in], all of which compute each token."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        weights = torch.randn(4, 96, 64, dtype=torch.float64)
-        self.up_proj = QuantizedWeight(quantize(weights.mT, "int4", group_size=32).mT)
-        self.bias = nn.Parameter(torch.ones(4, 96, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.flatten(0, -2)
-        products = gmm(rows.repeat(4, 1), Projection(self.up_proj.mT, self.bias), torch.full((4,), len(rows)))
-        return products.unflatten(0, (4, *x.shape[:-1])).sum(0)
-
-
-def shared_stacks() -> nn.Module:
-    """Two modules that share a quantized stack."""
-    model = nn.Sequential(Stacks(), nn.Linear(96, 64), Stacks())
-    model[2].up_proj = model[0].up_proj
-    model.declaration = Declaration(  # type: ignore[assignment]
-        logical_names={f"{layer}.up_proj": ("exp", "mlp_moe", "embed_moe") for layer in (0, 2)}
-    )
-    return model
-
-
 TABLES: dict[str, dict[str, Any]] = {
     "weights and activations": {"mlp": "expert", "activation_mlp": "expert"},
     "activations only": {"mlp": None, "activation_mlp": "expert"},
@@ -305,25 +235,12 @@ def four_ranks() -> Iterator[Case]:
             [("activation_batch", "fsdp"), ("activation_length", None), ("embed", None), *table.items()]
         )
         yield Case(f"rules for {name}", MeshRules("default", both), feed_forward, train, rules=rules)
-    yield Case(
-        "a quantized stack of two modules", MeshRules("ep-as-dp", both), made(seeded, shared_stacks), train_width(64)
-    )
 
 
 @pytest.mark.filterwarnings("ignore:.* of the parameters are whole on every rank along fsdp")  # small models
 @each_topic(users=two_ranks(MODELS), torch=two_ranks(OF_TORCH), others=four_ranks())
 def test_ranks_compute_what_one_process_does(cases: list[Case]) -> None:
     check_cases(cases)
-
-
-def test_parameters_in_lists_belong_to_the_root_module() -> None:
-    lists: Any = Lists()
-    assert set(fsdp_units(lists)[lists]) == {"matrices.0", "matrices.1", "vectors.bias", "blocks.0.0"}
-    assert list(blocks(lists)) == [lists.blocks[1]["block"], lists.blocks[2]]
-    with fake_rank(0, 2):
-        parallelize(lists, Mesh({"fsdp": 2}), "pure-fsdp", allow_unused=True)
-        managed = [path for path, module in lists.named_modules() if isinstance(module, FSDPModule)]
-        assert managed == ["", "blocks.1.block", "blocks.2"]
 
 
 def test_parts_of_a_module_must_add_up_to_a_tensor() -> None:

@@ -281,14 +281,3 @@ def test_capacity_of_sequences_that_are_cut_is_refused() -> None:
         with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
             parallelize(model, Mesh({"fsdp": 2, "context": 2}), "default")
         assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
-
-
-def test_ranks_that_recompute_other_parts() -> None:
-    def check() -> None:
-        names = ("experts", "attention")[torch.distributed.get_rank()]
-        with pytest.raises(ValueError, match="recompute"):
-            parallelize(decoder(), Mesh({"expert": 2}), "ep-as-dp", recompute=(names,))
-        with pytest.raises(ValueError, match="got 'atention'; the nearest are 'attention'"):
-            parallelize(decoder(), Mesh({"expert": 2}), "ep-as-dp", recompute=("atention",))
-
-    run_ranks(check, 2)

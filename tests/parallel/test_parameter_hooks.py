@@ -1,48 +1,22 @@
-"""Storages of gathered parameters that are freed between forward and backward."""
+"""Storages of gathered parameters that are freed between forward and backward, and shards that an optimizer changes."""
 
+import itertools
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from maxmoe._torch import all_gather_single
-from maxmoe.parallel import parallelize
-from maxmoe.parallel.apply.parameter_hooks import GatheredParameter, ParameterVersion
+from maxmoe.optim import Muon, parameter_groups
+from maxmoe.parallel import parallelize, token_sharding
 from maxmoe.ranks import named_collectives
-from maxmoe.recompute.freed_storage import FreedStorage
 from maxmoe.sharding import Mesh
-from support.parallel_decoder import batch, decoder
-from support.run_ranks import run_ranks
-
-
-def test_what_autograd_saved_is_there_again_for_the_backward() -> None:
-    weight, x = torch.randn(3, 5), torch.randn(2, 5, requires_grad=True)
-    expected = torch.autograd.grad((x @ weight.t()).sum(), x)
-    copy = weight.clone()
-    output = x @ copy.t()  # autograd saves a view
-    parameter = GatheredParameter(FreedStorage(copy), lambda: weight, ParameterVersion("weight", weight))
-    parameter.storage.free()
-    assert copy.untyped_storage().nbytes() == 0
-    parameter.refill()
-    assert torch.equal(torch.autograd.grad(output.sum(), x)[0], expected[0])
-
-
-def test_values_for_memory_that_nobody_has_kept_are_dropped() -> None:
-    """Every rank gathers as planned, also if autograd has kept no reference on this rank."""
-    gathered: list[Tensor] = []
-
-    def gather() -> Tensor:
-        gathered.append(torch.ones(3))
-        return gathered[-1]
-
-    parameter = GatheredParameter(FreedStorage(torch.ones(3)), gather, ParameterVersion("weight", torch.ones(3)))
-    parameter.storage.free()
-    parameter.refill()
-    kept = torch.zeros(3)  # has not been freed
-    GatheredParameter(FreedStorage(kept), gather, ParameterVersion("weight", kept)).refill()
-    assert len(gathered) == 2 and torch.equal(kept, torch.zeros(3))
+from support.parallel_decoder import BLOCK, MeshRules, batch, decoder, loss
+from support.run_ranks import run_cases, run_ranks
 
 
 def test_memory_that_one_rank_holds_for_longer_decides_no_collective() -> None:
@@ -84,3 +58,36 @@ def test_a_model_keeps_no_gathered_parameter() -> None:
 
     for empty, filled in run_ranks(kept, 2):
         assert empty == filled > 0
+
+
+MESHES = [
+    MeshRules("pure-fsdp", {"fsdp": 2}),
+    MeshRules("shard-exp-on-fsdp", {"fsdp": 2}),
+    MeshRules("ep-as-dp", {"expert": 2}),
+    MeshRules("ep-tp", {"expert": 2}),
+    MeshRules("default", {"data": 2}),
+    MeshRules("default", {"tensor": 2}),
+    MeshRules("default", {"context": 2}),
+]
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=0.1),
+    "Muon": lambda model: Muon(parameter_groups(model), lr=0.1),
+}
+
+
+def test_a_step_before_the_backward_is_an_error_on_every_rank() -> None:
+    """Muon modifies the shards of FSDP2, not the DTensors."""
+
+    def check(layout: MeshRules, name: str) -> None:
+        mesh = Mesh(layout.sizes)
+        model = parallelize(decoder(BLOCK), mesh, layout.rules)
+        optimizer, part = OPTIMIZERS[name](model), token_sharding(mesh, layout.rules).slices(batch()[0].shape)
+        tokens, targets = (whole[part] for whole in batch())
+        first, second = loss(model(tokens), targets), loss(model(tokens), targets)
+        first.backward()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            second.backward()
+
+    run_cases(check, 2, zip(MESHES, itertools.cycle(["Muon", "SGD", "AdamW"])))

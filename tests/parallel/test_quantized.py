@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -15,7 +14,7 @@ from maxmoe.quantization import QuantizedStack, QuantizedWeight, dequantize_expe
 from maxmoe.sharding import Mesh
 from support import trained_decoders
 from support.parallel_decoder import BLOCK, CONFIG, MOE, decoder
-from support.run_ranks import fake_rank, run_ranks
+from support.run_ranks import fake_rank
 
 WIDE = replace(BLOCK, hidden_size=64, moe=replace(MOE, hidden_size=64, intermediate_size=64))
 
@@ -56,14 +55,6 @@ def test_the_module_after_parallelize() -> None:
             dequantize_experts(model)
 
 
-def test_parallelized_experts_are_not_quantized() -> None:
-    model = decoder(WIDE).requires_grad_(False)
-    with fake_rank(0, 2):
-        parallelize(model, Mesh({"expert": 2}), "ep-as-dp")
-        with pytest.raises(ValueError, match=r"quantize_experts needs whole tensors, got .* as a DTensor on"):
-            quantize_experts(model, "mxfp4")
-
-
 @pytest.mark.parametrize(
     ("format", "width", "message"),
     [
@@ -84,13 +75,3 @@ def test_blocks_are_not_cut(format: str, width: int, message: str) -> None:
     assert list(after) == list(before) and all(after[name] is before[name] for name in before)
     with pytest.raises(ValueError, match=message):
         estimate(model, Mesh.planned({"tensor": 2}), "default", batch_size=2, sequence_length=8)
-
-
-def test_ranks_agree_on_the_format() -> None:
-    """Formats with codes and scales of the same shapes."""
-
-    def check() -> None:
-        with pytest.raises(ValueError, match=r"the ranks must agree on .*fp8_row"):
-            parallelize(quantized("int8" if dist.get_rank() else "fp8_row"), Mesh({"expert": 2}), "ep-as-dp")
-
-    run_ranks(check, 2)

@@ -17,11 +17,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from maxmoe import ZeroComputation
 from maxmoe.optim import Muon, parameter_groups
 from maxmoe.parallel import parallelize
-from maxmoe.parallel.plan.dispatch_plan import Dispatch
+from maxmoe.parallel.plan.dispatch_plan import STRATEGIES, Dispatch
 from maxmoe.sharding import LogicalRules, Mesh
 from support.parallel_decoder import BLOCK, CONFIG, MOE, MeshRules, batch, decoder, loss, token_spec, values
 from support.parts import assert_same, part_by_definition
-from support.run_ranks import run_ranks
+from support.run_ranks import run_cases, run_ranks
 from support.steps_on_ranks import made
 from support.trained_decoders import quantized
 
@@ -30,7 +30,7 @@ LAYER = replace(
 )
 SMALL = replace(CONFIG, num_layers=1, num_dense_layers=0, moe=LAYER)
 WIDE = replace(BLOCK, hidden_size=64, moe=replace(MOE, hidden_size=64, intermediate_size=64))
-STRATEGIES: list[tuple[MeshRules, Dispatch]] = [
+MESHES: list[tuple[MeshRules, Dispatch]] = [
     (MeshRules("ep-as-dp", {"expert": 2}), "ring_of_experts"),
     (MeshRules("shard-exp-on-fsdp", {"fsdp": 2, "expert": 2}), "ragged_all_to_all"),
     (MeshRules("default", {"tensor": 2}), "auto"),
@@ -46,7 +46,7 @@ def test_training_goes_on_on_another_mesh_with_another_strategy(tmp_path: Path) 
 
     Muon has matrices with its own state, and others with the state of AdamW.
     """
-    whole, num_steps = decoder(SMALL), len(STRATEGIES)
+    whole, num_steps = decoder(SMALL), len(MESHES)
     muon, (tokens, targets) = muon_of(whole), batch()
     for _ in range(num_steps):
         muon.zero_grad()
@@ -54,7 +54,7 @@ def test_training_goes_on_on_another_mesh_with_another_strategy(tmp_path: Path) 
         muon.step()
 
     def check(number: int) -> None:
-        layout, dispatch = STRATEGIES[number]
+        layout, dispatch = MESHES[number]
         mesh, rules = Mesh(layout.sizes), LogicalRules.load(layout.rules)
         model, spec = parallelize(decoder(SMALL), mesh, rules, dispatch=dispatch), token_spec(mesh, rules)
         optimizer = muon_of(model)
@@ -72,7 +72,7 @@ def test_training_goes_on_on_another_mesh_with_another_strategy(tmp_path: Path) 
             for name, parameter in whole.named_parameters():
                 assert_same(model.get_parameter(name).full_tensor(), parameter, name, tolerance=1e-9)  # type: ignore[attr-defined]
 
-    for number, (layout, _) in enumerate(STRATEGIES):
+    for number, (layout, _) in enumerate(MESHES):
         run_ranks(check, layout.world_size, number)
 
 
@@ -114,19 +114,12 @@ def test_torch_save_of_a_parallelized_model_says_what_to_use() -> None:
     run_ranks(check, 2)
 
 
-def test_a_planned_mesh_can_be_saved() -> None:
-    file = io.BytesIO()
-    torch.save(Mesh.planned({"expert": 2}), file)
-    file.seek(0)
-    assert torch.load(file, weights_only=False).sizes == {"expert": 2}
-
-
 def test_a_copy_of_a_layer_shares_its_process_groups() -> None:
-    def check() -> None:
+    def check(dispatch: Dispatch) -> None:
         mesh = Mesh({"expert": 2})
-        layer = parallelize(decoder().blocks[1].feed_forward, mesh, "ep-as-dp")
+        layer = parallelize(decoder().blocks[1].feed_forward, mesh, "ep-as-dp", dispatch=dispatch)
         x = torch.randn(2, 3, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(dist.get_rank()))
         assert copy.deepcopy(layer)(x).hidden_states.equal(layer(x).hidden_states)
         assert copy.deepcopy(mesh) is mesh
 
-    run_ranks(check, 2)
+    run_cases(check, 2, [(dispatch,) for dispatch in STRATEGIES])

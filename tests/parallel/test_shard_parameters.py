@@ -1,7 +1,8 @@
-"""Parameters that become DTensors with the shardings of the rules."""
+"""The logical names of parameters, their shardings by rules, and parameters that become DTensors with them."""
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,13 +12,138 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from maxmoe.models import Decoder
 from maxmoe.models.blocks import FeedForward
-from maxmoe.parallel import parallelize, parameter_shardings, shard_parameters
+from maxmoe.parallel import (
+    Declaration,
+    logical_names,
+    parallelize,
+    parameter_shardings,
+    reset_parameters,
+    shard_parameters,
+)
 from maxmoe.sharding import LogicalRules, Mesh, NamedSharding, P, redistribute
-from parallel.declared_modules import MESH, RULES, Inner, Outer
+from support import small_decoder
 from support.messages import error_of
-from support.parallel_decoder import CONFIG, MOE
+from support.parallel_decoder import CONFIG, MOE, layouts
 from support.parts import assert_same, laid, part_by_definition, whole_tensor
-from support.run_ranks import fake_rank, run_ranks
+from support.run_ranks import fake_rank, run_cases, run_ranks
+
+RULES = LogicalRules([("exp", "expert"), ("embed", "fsdp"), ("mlp", ("expert", "fsdp")), ("q_heads", None)])
+MESH = Mesh.planned({"fsdp": 2, "expert": 4})
+
+
+class Inner(nn.Module):
+    declaration = Declaration(logical_names={"weight": ("mlp", "embed"), "bias": ("mlp",)})
+
+    def __init__(self, *, bias: bool = True) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 6))
+        self.register_parameter("bias", nn.Parameter(torch.randn(8)) if bias else None)
+
+
+class Outer(nn.Module):
+    def __init__(self, **names: Any) -> None:
+        super().__init__()
+        self.first, self.second = Inner(), Inner(bias=False)
+        self.extra = None
+        self.scale = nn.Parameter(torch.randn(()))
+        self.declaration = Declaration(logical_names=names)
+
+
+# Logical names, and shardings by rules
+
+
+NOT_THERE = "the logical_names of Outer have {!r}, which is not among its parameters"
+PER_DIM = "first.weight must have one logical name per dim of its shape (8, 6), got"
+
+
+def test_names_are_those_that_the_modules_declare() -> None:
+    assert logical_names(Outer()) == {
+        "first.weight": ("mlp", "embed"),
+        "first.bias": ("mlp",),
+        "second.weight": ("mlp", "embed"),
+    }
+
+
+def test_an_outer_module_comes_before_an_inner_one() -> None:
+    model = Outer(**{"first.weight": ["exp", None], "scale": ()})
+    assert logical_names(model)["first.weight"] == ("exp", None)
+    assert logical_names(model)["second.weight"] == ("mlp", "embed")
+    assert logical_names(model)["scale"] == ()
+    assert logical_names(nn.ModuleList([model]))["0.first.weight"] == ("exp", None)
+
+
+def test_parameters_that_this_instance_lacks_may_have_names() -> None:
+    names = logical_names(Outer(**{"second.bias": ("mlp",), "extra": ("embed",), "extra.weight": ("embed",)}))
+    assert "second.bias" not in names and "extra" not in names and "extra.weight" not in names
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_embeddings": True}, {"moe": None}], ids=str)
+def test_every_parameter_of_a_decoder_has_names(changes: dict[str, Any]) -> None:
+    model = small_decoder.make(**changes)
+    assert logical_names(model).keys() == dict(model.named_parameters(remove_duplicate=False)).keys() - {
+        "output.weight" if changes.get("tie_embeddings") else ""
+    }
+    for preset in {layout.rules for layout in layouts(2, 4, 8)}:
+        for assignment in parameter_shardings(model, Mesh.planned({}), LogicalRules.load(preset), strict=True).values():
+            assert assignment.names is not None and len(assignment.names) == len(assignment.shape)
+
+
+def test_a_parameter_sharding_says_what_became_of_the_rules() -> None:
+    found = parameter_shardings(Outer(), MESH, RULES)
+    assert list(found) == ["scale", "first.weight", "first.bias", "second.weight"]
+    weight = found["first.weight"]
+    assert (weight.names, weight.shape, weight.dtype) == (("mlp", "embed"), (8, 6), torch.float32)
+    assert weight.requested == P(None, "fsdp") == weight.sharding.spec and weight.dropped == ()
+    bias = found["first.bias"]
+    assert bias.requested == P(("expert", "fsdp")) == bias.sharding.spec
+    assert found["scale"].names is None and found["scale"].requested == P() == found["scale"].sharding.spec
+
+
+def test_axes_that_do_not_divide_are_dropped_or_refused() -> None:
+    mesh = Mesh.planned({"fsdp": 4, "expert": 2})
+    found = parameter_shardings(Outer(), mesh, RULES)["first.weight"]
+    assert found.requested == P(None, "fsdp") and found.sharding.spec == P(None, None)
+    assert [tuple(drop) for drop in found.dropped] == [("fsdp", 1, "6 is not divisible by 4")]
+    model = Outer(scale=())
+    assert error_of(parameter_shardings, model, mesh, RULES, strict=True) == (
+        "first.weight: axis 'fsdp' of P(None, 'fsdp') cannot shard dim 1 of the shape (8, 6): 6 is not divisible by 4"
+    )
+
+
+@pytest.mark.parametrize(
+    ("names", "is_strict", "message"),
+    [
+        ({"firts.weight": ("mlp", "embed")}, False, NOT_THERE.format("firts.weight")),
+        ({"first.weight.data": ("mlp", "embed")}, False, NOT_THERE.format("first.weight.data")),
+        ({"first": ("mlp", "embed")}, False, NOT_THERE.format("first")),
+        ({"first.weight": ("mlp",)}, False, f"{PER_DIM} ('mlp',)"),
+        ({"first.weight": "me"}, False, f"{PER_DIM} 'me'"),
+        (
+            {"first.weight": ("mlp", "mlp")},
+            False,
+            "first.weight: dims 0 and 1 have the same logical name 'mlp': ('mlp', 'mlp')",
+        ),
+        ({}, True, "scale of shape () has no logical names"),
+        (
+            {"scale": (), "first.bias": ("mlb",)},
+            True,
+            "first.bias: no rule for the logical name 'mlb' of ('mlb',); the nearest are 'mlp'",
+        ),
+    ],
+    ids=str,
+)
+def test_names_that_are_refused(names: dict[str, Any], is_strict: bool, message: str) -> None:
+    assert error_of(parameter_shardings, Outer(**names), MESH, RULES, strict=is_strict) == message
+
+
+def test_a_name_without_a_rule_is_a_warning() -> None:
+    model = Outer(**{"first.bias": ("mlb",)})
+    with pytest.warns(UserWarning, match="^no rule for the logical name 'mlb' of .* is not sharded$") as warnings:
+        assert parameter_shardings(model, MESH, RULES)["first.bias"].sharding.spec == P(None)
+    assert [warning.filename for warning in warnings] == [__file__]
+
+
+# Parameters that become DTensors
 
 
 def shared() -> Outer:
@@ -89,26 +215,19 @@ def test_from_meta_no_rank_ever_holds_a_whole_parameter() -> None:
     run_ranks(check, 4)
 
 
-def test_what_is_sharded_already_stays_as_it_is() -> None:
+def test_nothing_changes_after_an_error() -> None:
     with fake_rank(0, 8):
-        mesh = Mesh(MESH.sizes)
-        model = Outer()
+        mesh, model = Mesh(MESH.sizes), Outer()
+        assert error_of(shard_parameters, model, MESH, RULES) == f"{MESH} is planned only: it has no process groups"
+        assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
         shard_parameters(model, mesh, RULES)
         before = dict(model.named_parameters())
+        model.extra = Inner()
         assert error_of(shard_parameters, model, mesh, RULES) == (
             f"scale is a DTensor already, on {mesh.device_mesh}: a module is parallelized once"
         )
-        model.extra = Inner()
-        assert "is a DTensor already" in error_of(shard_parameters, model, mesh, RULES)
         assert not isinstance(model.extra.weight, DTensor)  # type: ignore[attr-defined]
         assert all(model.get_parameter(name) is parameter for name, parameter in before.items())
-
-
-def test_nothing_changes_after_an_error() -> None:
-    with fake_rank(0, 8):
-        model = Outer(**{"first.weight": ("mlp", "mlp")})
-        assert "logical name 'mlp'" in error_of(shard_parameters, model, Mesh(MESH.sizes), RULES)
-        assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("shard", [shard_parameters, parallelize])
@@ -121,13 +240,6 @@ def test_the_first_rank_alone_warns_of_a_missing_rule(shard: Callable[..., objec
         message = "no rule for the logical name 'mlb' of "
         found.append([each.filename for each in caught if str(each.message).startswith(message)])
     assert found == [[__file__], []]
-
-
-def test_a_planned_mesh_shards_nothing() -> None:
-    message = "Mesh(fsdp=2, expert=4) is planned only: it has no process groups"
-    model = Outer()
-    assert error_of(shard_parameters, model, MESH, RULES) == message
-    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def test_dtensor_propagates_what_was_not_stated() -> None:
@@ -157,21 +269,32 @@ def test_dtensor_propagates_what_was_not_stated() -> None:
 
 
 def test_an_optimizer_from_before_is_refused() -> None:
-    def check() -> None:
-        model, rest = Outer(), nn.Linear(2, 2)
-        early, other = torch.optim.AdamW(model.parameters()), torch.optim.SGD(rest.parameters())
+    with fake_rank(0, 2):
+        model = Outer()
+        early = torch.optim.AdamW(model.parameters())
         shard_parameters(model, Mesh({"fsdp": 2}), RULES)
         late = torch.optim.AdamW(model.parameters())
-        for parameter in (*model.parameters(), *rest.parameters()):
+        for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
-        before = rest.weight.clone()
         late.step()
-        other.step()
-        assert not rest.weight.equal(before)
-        first = next(name for name, _ in model.named_parameters())
-        message = f"AdamW must be made after parallelize: it holds the replaced {first}, which is no longer trained"
-        with pytest.raises(RuntimeError) as caught:
+        message = r"^AdamW must be made after parallelize: it holds the replaced scale, which is no longer trained$"
+        with pytest.raises(RuntimeError, match=message):
             early.step()
-        assert str(caught.value) == message
 
-    run_ranks(check, 2)
+
+def test_the_values_are_those_of_one_process() -> None:
+    alone = Decoder(CONFIG)
+    torch.manual_seed(3)
+    alone.reset_parameters()
+    next_number, expected = torch.rand(()), alone.state_dict()
+
+    def draw(rules: str, sizes: dict[str, int]) -> None:
+        model = parallelize(Decoder(CONFIG, device="meta"), Mesh(sizes), rules)
+        model.to_empty(device="cpu")
+        torch.manual_seed(3)
+        reset_parameters(model)
+        assert torch.rand(()) == next_number
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter.full_tensor(), expected[name]), name  # type: ignore[attr-defined]
+
+    run_cases(draw, 4, [("shard-exp-on-fsdp", {"fsdp": 2, "expert": 2}), ("ep-tp", {"data": 2, "expert": 2})])

@@ -1,6 +1,5 @@
 """The tokens of a batch that a rank has, also none, and means over the tokens of all ranks."""
 
-import itertools
 from typing import Any
 
 import pytest
@@ -11,13 +10,12 @@ from torch import Tensor
 
 import maxmoe
 from maxmoe.nn import LocalTokens, count_tokens
-from maxmoe.parallel import Dispatch, parallelize, token_group, token_sharding
-from maxmoe.sharding import LogicalRules, Mesh, NamedSharding, P
+from maxmoe.parallel import parallelize, token_group, token_sharding
+from maxmoe.sharding import LogicalRules, Mesh, NamedSharding
 from support.parallel_decoder import (
     BATCH,
     BLOCK,
     LENGTH,
-    MOE,
     MeshRules,
     batch,
     decoder,
@@ -27,22 +25,7 @@ from support.parallel_decoder import (
     token_spec,
 )
 from support.parts import assert_same
-from support.run_ranks import run_cases, run_ranks
-
-
-@pytest.mark.parametrize(
-    ("rules", "sizes", "spec"),
-    [
-        ("ep-as-dp", {"fsdp": 2, "expert": 4}, P(("fsdp", "expert"), None)),
-        ("ep-as-cp", {"fsdp": 2, "expert": 4}, P("fsdp", "expert")),
-        ("ep-tp", {"data": 2, "expert": 4}, P("data", None)),
-        ("default", {"fsdp": 2, "context": 1, "tensor": 3}, P("fsdp", None)),  # neither absent axes nor axes of size 1
-    ],
-)
-def test_known_places(rules: str, sizes: dict[str, int], spec: P) -> None:
-    mesh = Mesh.planned(sizes)
-    assert token_sharding(mesh, rules) == NamedSharding(mesh, spec)
-    assert token_sharding(mesh, LogicalRules.load(rules)) == NamedSharding(mesh, spec)
+from support.run_ranks import run_ranks
 
 
 @pytest.mark.parametrize("layout", [*layouts(2), *layouts(4), *layouts(8)], ids=str)
@@ -72,11 +55,6 @@ def test_numbers_of_tokens_are_those_of_one_process_for_any_lengths() -> None:
     assert run_ranks(check, 4) == [True] * 4
 
 
-def test_unknown_preset() -> None:
-    with pytest.raises(ValueError, match=r"there is no preset 'fsdp', only .*pure-fsdp"):
-        token_sharding(Mesh.planned({"fsdp": 2}), "fsdp")
-
-
 def test_ranks_with_few_sequences_and_with_none() -> None:
     expected = step_of_one_process(BLOCK)
 
@@ -91,22 +69,6 @@ def test_ranks_with_few_sequences_and_with_none() -> None:
             assert_same(parameter.grad.full_tensor(), expected.gradients[name], name)
 
     run_ranks(check, 4)
-
-
-def test_the_replayed_routing_of_a_rank_without_tokens() -> None:
-    tokens, _ = batch()
-
-    def check(dispatch: Dispatch, shape: tuple[int, int]) -> None:
-        mine = tokens.new_zeros(shape) if dist.get_rank() else tokens
-        model = parallelize(decoder(BLOCK), Mesh({"expert": 2}), "ep-as-dp", dispatch=dispatch)
-        with maxmoe.record_routing(model) as record:
-            model(mine)
-        with maxmoe.record_routing(model) as again, maxmoe.replay_routing(model, record):
-            model(mine).logits.sum().backward()
-        (ids,), (same,) = record.calls["blocks.0.feed_forward"], again.calls["blocks.0.feed_forward"]
-        assert ids.equal(same) and ids.shape == (*mine.shape, MOE.top_k)
-
-    run_cases(check, 2, itertools.product(("ring_of_experts", "ragged_all_to_all"), ((0, 6), (2, 0))))
 
 
 def test_micro_batches_with_padding_are_one_large_batch() -> None:

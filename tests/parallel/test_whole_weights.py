@@ -61,6 +61,7 @@ def test_sharded_layers_are_refused(tmp_path: Path) -> None:
         assert path.read_bytes() == content and [*folder.iterdir()] == [path]
         refused("read_checkpoint", lambda: read_checkpoint(path, sharded, "mixtral"), *sharded.values())
         refused("to_transformers", lambda: layer.to_transformers(block), layer, block)
+        refused("quantize_experts", lambda: quantize_experts(layer, "mxfp4"), layer)
         whole = MoE(config)
         WAYS["fully_shard"](block)
         refused("to_transformers", lambda: whole.to_transformers(block), whole, block)

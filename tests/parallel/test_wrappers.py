@@ -19,33 +19,17 @@ from support.trained_decoders import add_adapters
 
 
 class Wrapper(nn.Module):
-    """Calls a decoder."""
+    """Calls a decoder, and has a parameter, which FSDP2 shards too."""
+
+    declaration = Declaration(logical_names={"scale": ("embed",)})
 
     def __init__(self, model: Decoder) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.scale = model, nn.Parameter(torch.linspace(0.5, 1.5, 32, dtype=torch.float64))
 
     def forward(self, tokens: Tensor) -> DecoderOutput:
         output: DecoderOutput = self.model(tokens)
-        return output
-
-
-class WithHead(Wrapper):
-    """A wrapper with parameters, which FSDP2 shards too."""
-
-    declaration = Declaration(logical_names={"head.weight": ("vocab", "embed"), "scale": ("embed",)})
-
-    def __init__(self, model: Decoder) -> None:
-        super().__init__(model)
-        generator = torch.Generator().manual_seed(2)
-        self.head = nn.Linear(32, 32, bias=False, dtype=torch.float64)
-        self.scale = nn.Parameter(torch.rand(32, generator=generator, dtype=torch.float64))
-        with torch.no_grad():
-            self.head.weight.copy_(torch.randn(32, 32, generator=generator, dtype=torch.float64))
-
-    def forward(self, tokens: Tensor) -> DecoderOutput:
-        output = self.model(tokens)
-        return output._replace(logits=self.head(output.logits) * self.scale)
+        return output._replace(logits=output.logits * self.scale)
 
 
 def wrapped(wrap: Callable[[Decoder], nn.Module]) -> nn.Module:
@@ -74,10 +58,10 @@ def generation(model: nn.Module, part: Part) -> Results:
 
 def test_the_model_in_a_wrapper_generates() -> None:
     fsdp = {"fsdp": 2}
-    with_head, adapted = made(wrapped, WithHead), made(wrapped, add_adapters)
+    with_scale, adapted = made(wrapped, Wrapper), made(wrapped, add_adapters)
     check_cases(
         [
-            Case("parameters of its own", MeshRules("pure-fsdp", fsdp), with_head, generation),
+            Case("parameters of its own", MeshRules("pure-fsdp", fsdp), with_scale, generation),
             Case("adapters", MeshRules("ep-as-dp", fsdp), adapted, generation),
         ]
     )

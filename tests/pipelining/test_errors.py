@@ -2,12 +2,10 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -15,9 +13,9 @@ from torch import nn
 from maxmoe import StatsAccumulator
 from maxmoe.models import Decoder
 from maxmoe.parallel import Declaration, PipelineParts, parallelize
-from maxmoe.pipelining import Pipeline, pipeline
+from maxmoe.pipelining import pipeline
 from maxmoe.sharding import Mesh
-from pipelining.staged_models import BY_IDS, Model, Scaled, X, squares
+from pipelining.staged_models import BY_IDS, Scaled, X, squares
 from ranks.failing_ranks import FAILURES, TIMEOUT, check_rank_2_is_named, outcomes, patience_with
 from support.messages import error_of
 from support.run_ranks import run_ranks
@@ -74,20 +72,12 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: make(Undeclared(PipelineParts((), "blocks", ()))),
         "scale must be in the pipeline_parts of Undeclared, first, blocks or last",
     ),
-    "tied embeddings": (
-        lambda: make(decoder(replace(MIXTRAL, tie_embeddings=True))),
-        r"embedding.weight must be one parameter on one stage, got stages 0, 1: tie no weights across stages",
-    ),
     "a parameter of two stages": (
         lambda: make(shared_blocks()),
         r"blocks.0.attention.q_proj.weight and blocks.3.attention.q_proj.weight must be one parameter on one stage",
     ),
     "computes outside of its parts": (
         lambda: make(Scaled(), loss=squares).step(X, X),
-        "must not compute with the hidden states outside of its pipeline_parts",
-    ),
-    "adds what blocks return": (
-        lambda: make(Model(lambda _model, _index, block, x: x + block(x)), loss=squares).step(X, X),
         "must not compute with the hidden states outside of its pipeline_parts",
     ),
     "routers of ids": (
@@ -125,10 +115,6 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: make(loss=lambda output, _: output.logits).step(*batch()),
         r"loss must return the sum of the losses of all tokens as a 0-dim tensor, got shape \(2, 6, 13\), torch.float",
     ),
-    "no loss": (
-        lambda: make(loss=lambda *_: 3.0).step(*batch()),
-        "loss must return the sum of the losses of all tokens as a 0-dim tensor, got float",
-    ),
     "targets of another size": (
         lambda: make().step(batch()[0], batch()[1][:5]),
         r"targets must have 8 rows, as the inputs, got the shape \(5, 6\)",
@@ -136,10 +122,6 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "inputs that differ between stages": (
         lambda: make().step(*(part[: 4 + dist.get_rank()] for part in batch())),
         r"the ranks must agree on the inputs: rank 0 has shape \(4, 6\).*, rank 1 has shape \(5, 6\)",
-    ),
-    "targets of another size on one stage": (
-        lambda: make().step(batch()[0], batch()[1][: 8 - dist.get_rank()]),
-        r"the ranks must agree on the targets: rank 0 has shape \(8, 6\).*, rank 1 has shape \(7, 6\)",
     ),
     "targets with a gradient": (
         lambda: make().step(batch()[0], torch.ones(8, 6, requires_grad=True)),
@@ -175,30 +157,15 @@ def test_bad_input() -> None:
     run_ranks(check, 2)
 
 
-@pytest.mark.parametrize(
-    ("place", "failure"),
-    [
-        ("forward", FAILURES[0]),
-        pytest.param("backward", FAILURES[1], marks=pytest.mark.slow),
-        pytest.param("forward", FAILURES[2], marks=pytest.mark.slow),
-    ],
-)
-def test_the_others_name_a_rank_that_fails_in_a_stage(place: str, failure: Any, tmp_path: Path) -> None:
-    fail, delay, message = failure
+def test_the_others_name_a_rank_that_fails_in_a_stage(tmp_path: Path) -> None:
+    fail, delay, message = FAILURES[0]
 
     def train() -> None:
         mesh = Mesh({"stage": 2, "expert": 2}, timeout=timedelta(seconds=TIMEOUT))
         run = staged(SMALL, mesh, "default", "1f1b")
         run.step(*batch())
         if mesh.rank == 2:
-            add = run.model.norm.register_forward_pre_hook if place == "forward" else when_backward_reaches(run)
-            add(lambda *_: fail())
+            run.model.norm.register_forward_pre_hook(lambda *_: fail())
         run.step(*batch())
 
     check_rank_2_is_named(outcomes(tmp_path, train, patience=patience_with(fail)), fail, delay, message)
-
-
-def when_backward_reaches(run: Pipeline) -> Callable[[Callable[..., None]], Any]:
-    """Add a hook on the gradient of the input of the last norm."""
-    norm = run.model.norm
-    return lambda hook: norm.register_forward_pre_hook(lambda _norm, inputs: inputs[0].register_hook(hook) and None)

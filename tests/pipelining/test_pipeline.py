@@ -8,9 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.tensor import DTensor
 
 from maxmoe.models import Decoder
 from maxmoe.models.decoder import Block  # type: ignore[attr-defined]
+from maxmoe.pipelining import Pipeline
+from maxmoe.pipelining.micro_batches import split
 from maxmoe.sharding import Mesh
 from pipelining.staged_models import OWN, SUBJECTS
 from support.parts import assert_same
@@ -235,3 +238,28 @@ def test_a_model_without_memory_is_filled_after_it_is_cut(axes: dict[str, int]) 
         check_step(run.step(*part_of_micro_batches(batch(), mesh)), run, expected)
 
     run_ranks(check, Mesh.planned({"stage": 2, **axes}).num_ranks)
+
+
+def test_no_parameter_stays_gathered_after_an_evaluation() -> None:
+    """A split backward keeps the parameters of a block gathered from its forward on."""
+
+    def shapes(run: Pipeline) -> list[torch.Size]:
+        return [parameter.to_local().shape for parameter in run.parameters() if isinstance(parameter, DTensor)]
+
+    def check() -> None:
+        mesh = Mesh({"stage": 1, "fsdp": 2})
+        run = staged(TWO_BLOCKS, mesh, "pure-fsdp", "zbv")
+        before = shapes(run)
+        run.evaluate(*part_of_micro_batches(batch(), mesh, "pure-fsdp"))
+        assert shapes(run) == before
+
+    run_ranks(check, 2)
+
+
+def test_tensors_of_another_length_than_the_inputs_are_passed_whole() -> None:
+    inputs, scales = torch.arange(8), torch.ones(3)
+    parts = split(inputs, {"labels": inputs + 1}, {"scales": scales, "mask": inputs > 2, "name": "a"}, 3)
+    assert [len(part.inputs) for part in parts] == [3, 3, 2]
+    for part in parts:
+        assert part.targets["labels"].equal(part.inputs + 1) and part.options["mask"].equal(part.inputs > 2)
+        assert part.options["scales"].equal(scales) and part.options["name"] == "a"

@@ -33,7 +33,7 @@ def test_an_error_keeps_its_cause_and_leaves_nothing_behind() -> None:
         run = staged(DEEPSEEK, Mesh({"stage": 1}), "default", schedule)
         expected = run.step(*batch())
         before = {name: parameter.grad.clone() for name, parameter in run.named_parameters()}
-        norm, router = run.model.blocks[2].attention_norm, run.model.blocks[2].feed_forward.router.weight.detach()
+        norm = run.model.blocks[2].attention_norm
         for _ in range(2):
             handle = norm.register_forward_hook(fail)
             with pytest.raises(ArithmeticError, match=r"^no such token$") as error:
@@ -46,12 +46,6 @@ def test_an_error_keeps_its_cause_and_leaves_nothing_behind() -> None:
             run.step(*batch())
         assert isinstance(error.value.__cause__, KeyError)
         handle.remove()
-        whole = router.clone()
-        router.fill_(float("nan"))
-        with pytest.raises(ValueError, match=r"blocks\.2\.feed_forward\.router: .* got NaN for token") as error:
-            run.step(*batch())
-        assert isinstance(error.value.__cause__, ValueError)
-        router.copy_(whole)
         found = run.step(*batch())
         assert found.loss.equal(expected.loss) and found.aux_loss.equal(expected.aux_loss)
 

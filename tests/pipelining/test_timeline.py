@@ -3,10 +3,15 @@
 from collections import Counter
 
 import pytest
+import torch
+from torch.distributed.pipelining import schedules
 
-from maxmoe.pipelining.schedules import SCHEDULES
+from maxmoe.pipelining import pipeline
+from maxmoe.pipelining.fsdp_gathers import fsdp_gathers
+from maxmoe.pipelining.schedules import SCHEDULES, check_schedule
 from maxmoe.pipelining.timeline import (
     BACKWARD,
+    BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     FORWARD,
     Action,
@@ -17,6 +22,7 @@ from maxmoe.pipelining.timeline import (
     with_whole_backwards,
 )
 from maxmoe.sharding import Mesh
+from pipelining.staged_models import Model, squares
 from support.docs_module import docs_module
 from support.run_ranks import run_ranks
 from support.slow_cases import by_default
@@ -89,25 +95,43 @@ def test_bubble_of_the_papers(num_ranks: int, num_micro_batches: int) -> None:
         assert bubble == pytest.approx(wait / (rounds * num_micro_batches + wait)), schedule
 
 
-def test_a_split_backward_waits_less() -> None:
-    bubbles = {schedule: planned(schedule, 4).bubble for schedule in SCHEDULES}
-    assert bubbles["1f1b"] > bubbles["interleaved_1f1b"]
-    for schedule in ("interleaved_zero_bubble", "zbv", "dual_pipe_v"):
-        assert bubbles["interleaved_1f1b"] > 2 * bubbles[schedule] > 0
+TORCH = schedules._ComputationType
+KINDS = {FORWARD: TORCH.FORWARD, BACKWARD_INPUT: TORCH.BACKWARD_INPUT, BACKWARD_WEIGHT: TORCH.BACKWARD_WEIGHT}
+KINDS["backward"] = TORCH.FULL_BACKWARD
 
 
-def test_a_slow_stage_makes_the_others_wait() -> None:
-    """Three forwards of stage 0, then each backward of stage 1 and the last one of stage 0 follow one another."""
-    timeline = simulate(schedule_order("gpipe", 2, None, 3), [1.0, 2.0])
-    # Stage 1: starts at 1, three forwards of 2 and three backwards of 4; then the last backward of stage 0, of 2.
-    assert timeline.duration == 1 + 3 * 2 + 3 * 4 + 2
-    assert timeline.idle(0) == pytest.approx(1 - 9 / 21) and timeline.idle(1) == pytest.approx(1 - 18 / 21)
+@pytest.mark.parametrize("stages_per_rank", [2, 4, 5])
+def test_stages_are_gathered_ahead_as_by_torch(stages_per_rank: int) -> None:
+    """A split backward keeps parameters after a forward, so that there are no other gathers."""
+    schedule = "interleaved_zero_bubble"
+    for actions in schedule_order(schedule, 2, stages_per_rank, 4):
+        theirs = [schedules._Action(action.stage, KINDS[action.kind], action.micro_batch) for action in actions]
+        with_gathers = schedules._add_unshard_reshard(theirs)
+        expected = Counter(each.stage_index for each in with_gathers if each.computation_type == TORCH.UNSHARD)
+        gathers = fsdp_gathers(actions, SCHEDULES[schedule])
+        assert {stage: sum(numbers.values()) for stage, numbers in gathers.items()} == expected
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_each_micro_batch_runs_once_through_each_stage(schedule: str) -> None:
-    actions = [span.action for rank in planned(schedule, 4).ranks for span in rank]
-    num_stages = 4 * SCHEDULES[schedule].default_stages_per_rank
-    expected = Counter((stage, number) for stage in range(num_stages) for number in range(NUM_MICRO_BATCHES))
-    for kinds in ((FORWARD,), (BACKWARD, BACKWARD_WEIGHT)):
-        assert Counter((action.stage, action.micro_batch) for action in actions if action.kind in kinds) == expected
+@pytest.mark.parametrize("name", by_default(SCHEDULES, ["interleaved_1f1b"]))
+def test_torch_runs_every_number_that_is_accepted(name: str) -> None:
+    accepted = []
+    for count in range(1, 9):
+        try:
+            check_schedule(name, 2, None, count)
+        except ValueError:
+            continue
+        accepted.append(count)
+    assert accepted == {
+        "1f1b": [2, 3, 4, 5, 6, 7, 8],
+        "dual_pipe_v": [4, 5, 6, 7, 8],
+        "interleaved_1f1b": [1, 2, 3, 4, 6, 8],
+        "interleaved_zero_bubble": [1, 2, 3, 4, 6, 8],
+    }.get(name, [1, 2, 3, 4, 5, 6, 7, 8])
+
+    def check() -> None:
+        for count in accepted:
+            run = pipeline(Model(), Mesh({"stage": 2}), loss=squares, schedule=name, num_micro_batches=count)
+            x = torch.ones(count, 6, dtype=torch.float64)
+            run.step(x, x)
+
+    run_ranks(check, 2)

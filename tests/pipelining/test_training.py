@@ -1,4 +1,4 @@
-"""Optimizers, clipping, scalers, frozen stages and statistics of a pipeline, compared with one process."""
+"""Optimizers, clipping, scalers, frozen stages, statistics and random routers of a pipeline beside one process."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from maxmoe import StatsAccumulator, ZeroComputation, record_routing, set_aux_loss_scale
@@ -73,23 +73,6 @@ def test_training_steps_with_clipping_and_correction_biases() -> None:
             assert_same(whole(value), expected[key], key, tolerance=1e-9)
 
     run_ranks(check, 4)
-
-
-def test_clipping_when_a_stage_has_no_gradients_or_only_zeros() -> None:
-    def check() -> None:
-        mesh = Mesh({"stage": 2})
-        run = staged(TWO_BLOCKS, mesh, "default", "gpipe")
-        run.step(*batch())
-        of_first = torch.zeros((), dtype=torch.float64)
-        if mesh.rank == 0:
-            of_first = torch.nn.utils.get_total_norm([parameter.grad.to_local() for parameter in run.parameters()])
-        dist.all_reduce(of_first)
-        for empty in (torch.zeros_like, lambda _: None):
-            for parameter in run.parameters() if mesh.rank == 1 else ():
-                parameter.grad = empty(parameter)
-            assert_same(run.clip_grad_norm_(1e9), of_first)
-
-    run_ranks(check, 2)
 
 
 def test_clipping_with_a_stage_without_trained_parameters() -> None:
@@ -246,3 +229,36 @@ def test_stats_accumulator_has_the_layers_of_all_stages() -> None:
         assert not accumulator.update().aux_loss
 
     run_cases(check, 2, [("zbv", DEEPSEEK), (SPLIT, QUANTILE), ("1f1b", TWO_BLOCKS)])
+
+
+RANDOM = config("mixtral", num_layers=3)  # two layers in one stage
+RANDOM = replace(RANDOM, num_dense_layers=0, moe=replace(RANDOM.moe, router="random"))
+
+
+def test_every_layer_and_micro_batch_is_routed_by_itself_and_recomputed_alike() -> None:
+    """The ids of all layers, and gradients with and without a recomputation, with one seed on all ranks."""
+
+    def check() -> tuple[int, dict[str, list[Tensor]]]:
+        mesh = Mesh({"stage": 2, "expert": 2})
+        gradients, records = [], []
+        for recompute in ((), ("blocks",)):
+            run = staged(RANDOM, mesh, "ep-tp", "1f1b", recompute=recompute)
+            torch.manual_seed(1)
+            with record_routing(run.model) as record:
+                run.step(*(part for part in part_of_micro_batches(batch(), mesh, "ep-tp")))
+            gradients.append({name: parameter.grad for name, parameter in run.model.named_parameters()})
+            records.append(record.calls)
+        for name, gradient in gradients[1].items():
+            assert_same(gradient.full_tensor(), gradients[0][name].full_tensor(), name)
+        assert all(
+            ids.equal(records[1][path][call]) for path in records[0] for call, ids in enumerate(records[0][path])
+        )
+        return mesh.stage, records[0]
+
+    of_ranks = run_ranks(check, 4)
+    calls: dict[str, list[Tensor]] = {path: ids for _, record in of_ranks for path, ids in record.items()}
+    drawn = [ids for path in sorted(calls) for ids in calls[path]]
+    assert [stage for stage, _ in of_ranks] == [0, 0, 1, 1] and len(drawn) == 3 * 2
+    assert not any(one.equal(other) for place, one in enumerate(drawn) for other in drawn[:place])
+    for _, record in of_ranks:  # ranks along `expert` hold the same tokens
+        assert all(ids.equal(calls[path][call]) for path in record for call, ids in enumerate(record[path]))

@@ -1,16 +1,19 @@
-"""Ranks that differ get an error that names the difference, before a collective hangs or aborts."""
+"""Ranks that differ get an error that names the difference, before a collective hangs or sums what does not fit."""
 
 import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from maxmoe import MoE, MoEConfig, parallelize
+from maxmoe import MoE, MoEConfig, parallelize, quantize_experts
 from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.sharding import LogicalRules, Mesh
+from support.documented_routers import noisy
 from support.messages import error_of
 from support.run_ranks import fake_rank, run_ranks
 
@@ -30,23 +33,17 @@ def with_buffer(is_other: bool) -> MoE:
     return module
 
 
-class Adapted(nn.Module):
-    def __init__(self, base_layer: nn.Module) -> None:
-        super().__init__()
-        self.base_layer = base_layer
-
-
-def with_adapter(is_other: bool) -> MoE:
-    module = layer()
-    if is_other:
-        module.router = Adapted(module.router)
-    return module
-
-
 def branches(is_other: bool) -> nn.Module:
     """Broadcasts and all-gathers run in the order of the modules."""
     names = ("two", "one") if is_other else ("one", "two")
     return nn.ModuleDict({name: nn.Linear(4, 4) for name in names})
+
+
+def quantized(is_other: bool) -> nn.Module:
+    """Formats with codes and scales of the same shapes."""
+    module = layer().requires_grad_(False)
+    quantize_experts(module, "int8" if is_other else "fp8_row")
+    return module
 
 
 AGREE = "the ranks must agree on "
@@ -61,13 +58,14 @@ MODULES: list[tuple[Callable[[bool], nn.Module], str]] = [
     ),
     (partial(layer, dtype=torch.float64), f"{AGREE}.*router.weight: rank 0 has shape .*float32, .*, rank 1 .*float64"),
     (with_buffer, rf"{AGREE}extra: rank 0 has nothing, rank 1 has shape \(\)"),
-    (with_adapter, AGREE),
+    (quantized, f"{AGREE}.*fp8_row"),
     (branches, "the order must be the same on all ranks: rank 0 has .*the module one where rank 1 has the module two"),
 ]
 # Arguments of `parallelize` on rank 1.
 ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"dispatch": "ring_of_experts"}, "dispatch: rank 0 has 'auto', rank 1 has 'ring_of_experts'$"),
     ({"num_chunks": 2}, "num_chunks: rank 0 has 1, rank 1 has 2$"),
+    ({"recompute": ("experts",)}, "recompute"),
     ({"mesh": {"expert": 2}}, r"the mesh: rank 0 has Mesh\(fsdp=2\), rank 1 has Mesh\(expert=2\)$"),
     (
         {"rules": LogicalRules.load("shard-exp-on-fsdp").override([("exp", None)])},
@@ -109,3 +107,26 @@ def test_experts_that_an_axis_does_not_divide() -> None:
             for module, path in ((MoE(moe), "the layer"), (Decoder(decoder), "blocks.0.feed_forward")):
                 message = error_of(parallelize, module, mesh, rules, dispatch=dispatch)
                 assert message.startswith(f"{path}: num_experts must be divisible by {rule}: 6 is not divisible by 4; ")
+
+
+def test_ranks_with_the_same_tokens_must_route_alike() -> None:
+    """If they do not, the backward is an error on all ranks: their parts would belong to different functions."""
+    config = MoEConfig(hidden_size=6, intermediate_size=4, num_experts=8, top_k=2)
+
+    def check() -> list[str]:
+        messages = []
+        for sizes, rules in (({"expert": 2}, "ep-tp"), ({"tensor": 2}, "default")):  # experts, or parts of experts
+            torch.manual_seed(0)
+            layer = parallelize(MoE(config, router=noisy(config)), Mesh(sizes), rules)
+            x = torch.randn(2, 8, 6)
+            layer(x).hidden_states.sum().backward()
+            torch.manual_seed(dist.get_rank())
+            output = layer(x).hidden_states.sum()
+            with pytest.raises(RuntimeError, match="must route them alike") as error:
+                output.backward()
+            messages.append(str(error.value))
+        return messages
+
+    message = "got other experts on the ranks [1] of the group than on its rank 0: give them the same tokens and seeds"
+    for messages in run_ranks(check, 2):
+        assert len(messages) == 2 and all(error.endswith(message) for error in messages)

@@ -52,21 +52,6 @@ def test_a_layer_gives_the_same_bits_and_keeps_less(path: str, dtype: torch.dtyp
     assert kept() == usual
 
 
-@pytest.mark.parametrize("options", [LLAMA4, COMPUTE["capacity"]], ids=["llama4", "capacity"])
-def test_inside_of_activation_checkpointing_and_of_a_retained_graph(options: Options) -> None:
-    layer = make(**options)
-    x = tokens(layer, 2, 9)
-    expected = outcome(layer, x)
-    maxmoe.set_recompute(layer, ("experts", "dispatch"))
-    for context in ({}, {"context_fn": maxmoe.keep_routing}):
-        way = lambda x: torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False, **context)  # noqa: B023, E731
-        assert_same(outcome(layer, x, way), expected)
-    leaf = x.clone().requires_grad_()
-    loss = layer(leaf).hidden_states.square().sum()
-    first, second = (torch.autograd.grad(loss, leaf, retain_graph=retain)[0] for retain in (True, False))
-    assert torch.equal(first, second)
-
-
 @pytest.mark.parametrize("options", [LLAMA4, COMPUTE["dense"]], ids=["llama4", "dense"])
 def test_activation_checkpointing_keeps_its_arguments_only(options: Options) -> None:
     layer = make(**options)

@@ -164,19 +164,6 @@ def test_random_numbers_of_a_router_are_drawn_again() -> None:
     assert torch.equal(gradient, y)
 
 
-def test_counts_once(path: str) -> None:
-    """Statistics are returned values: a recomputation neither counts again nor updates the bias twice."""
-    layer = make(score_correction_bias=True, correction_bias_update_rate=0.25)
-    x = tokens(layer)
-    expected = layer(x).stats
-    bias = layer.state_dict()["router.score_correction_bias"].clone()
-    for way in WAYS.values():
-        hidden_states, _, stats = way(layer, x.requires_grad_())
-        hidden_states.sum().backward()
-        assert torch.equal(stats.tokens_per_expert, expected.tokens_per_expert)
-    assert torch.equal(layer.state_dict()["router.score_correction_bias"], bias)
-
-
 def test_compiles() -> None:
     layer = make(**DEEPSEEK)
     x = tokens(layer)

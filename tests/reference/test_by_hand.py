@@ -40,17 +40,6 @@ def test_route_never_leaves_the_best_groups() -> None:
     assert select([9.0, NEVER, 9.0, 1.0, 1.0, 1.0], 3, num_groups=2) == [0, 2, 1]
 
 
-def test_route_bias_selects_but_does_not_weigh() -> None:
-    logits = torch.tensor([[0.0, 1.0, 2.0]], dtype=torch.float64)
-    bias = torch.tensor([10.0, 0.0, 0.0], dtype=torch.float64, requires_grad=True)
-    weights, experts, _ = reference.route(
-        logits, 2, score_function="sigmoid", correction_bias=bias, normalization="none", scale=2.5
-    )
-    assert experts.tolist() == [[0, 2]]
-    torch.testing.assert_close(weights, 2.5 * torch.sigmoid(logits[:, [0, 2]]))
-    assert not weights.requires_grad
-
-
 @pytest.mark.parametrize(
     ("score_function", "normalization", "expected"),
     [
@@ -79,15 +68,6 @@ def test_plan_orders_by_expert_then_slot() -> None:
     assert plan.rows.tolist() == [3, 0, -1, 4, 1, 2]
     assert plan.group_sizes.tolist() == [2, 1, 2]
     assert (plan.dropped.item(), plan.top_k) == (0, 2)
-
-
-def test_plan_of_a_share_of_the_experts_cut_at_max_rows() -> None:
-    experts = torch.tensor([[2, 0], [3, 2], [0, 3]])
-    plan = reference.ragged_plan(experts, 4, first_expert=2, num_local_experts=2, max_rows=3)
-    assert plan.slots.tolist() == [0, 3, 2]
-    assert plan.rows.tolist() == [0, -1, 2, 1, -1, -1]
-    assert plan.group_sizes.tolist() == [2, 1]
-    assert plan.dropped.item() == 1
 
 
 def test_gmm_zeroes_the_rows_of_no_local_group() -> None:

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 from maxmoe.sharding import Mesh, NamedSharding, P, PartitionSpec
 from support.parts import part_by_definition
@@ -33,14 +32,6 @@ def test_specs_are_tuples_of_axes() -> None:
     assert repr(P()) == "P()" and repr(P(None, "fsdp", ("expert", "tensor"))) == "P(None, 'fsdp', ('expert', 'tensor'))"
     for again in (eval(repr(spec)), copy.copy(spec), copy.deepcopy(spec), pickle.loads(pickle.dumps(spec))):
         assert again == spec and type(again) is PartitionSpec
-
-
-def test_without_strips_axes_wherever_they_are() -> None:
-    spec = P(("expert", "fsdp"), "fsdp_transpose", None, "tensor")
-    assert spec.without("fsdp") == P("expert", "fsdp_transpose", None, "tensor")
-    assert spec.without("fsdp", "fsdp_transpose") == P("expert", None, None, "tensor")
-    assert spec.without("absent") == spec == spec.without()
-    assert type(spec.without("fsdp")) is PartitionSpec and P().without("fsdp") == P()
 
 
 ENTRY = "dim 0 of a PartitionSpec must be None, an axis or a tuple of axes, got"
@@ -103,32 +94,6 @@ def test_dtensors_are_the_part_by_definition(rank: int) -> None:
             placements = NamedSharding(mesh, spec).placements
             laid = distribute_tensor(whole, mesh.device_mesh, placements, src_data_rank=None)
             assert laid.to_local().equal(part_by_definition(whole, spec, mesh)), (spec, placements)
-
-
-def test_placements_of_axes_in_and_out_of_the_order_of_the_mesh() -> None:
-    for spec, placements in (
-        (P(("fsdp", "expert"), None), (Replicate(), Shard(0), Shard(0))),
-        (P(None, ("expert", "fsdp")), (Replicate(), _StridedShard(1, split_factor=4), Shard(1))),
-        (
-            P(("expert", "data", "fsdp"), None),
-            (_StridedShard(0, split_factor=4), _StridedShard(0, split_factor=4), Shard(0)),
-        ),
-    ):
-        assert NamedSharding(Mesh.planned(SIZES), spec).placements == placements
-
-
-def test_axes_of_size_one_shard_nothing() -> None:
-    mesh = Mesh.planned({"one": 1, "fsdp": 2})
-    sharding = NamedSharding(mesh, P(("one", "fsdp"), None))
-    assert sharding.placements == NamedSharding(mesh, P("fsdp", None)).placements == (Shard(0),)
-    assert sharding.slices((4, 3), rank=1) == (slice(2, 4), slice(0, 3))
-    assert NamedSharding(mesh, P("one", None)).shard_shape((3, 3)) == (3, 3)
-    with fake_rank(0, 1):
-        for sizes in ({}, {"one": 1}):
-            sharding = NamedSharding(Mesh(sizes), P(*sizes, None))
-            whole = numbered(*(3,) * len(sharding.spec))
-            laid = distribute_tensor(whole, sharding.mesh.device_mesh, sharding.placements)
-            assert laid.to_local().equal(whole) and whole[sharding.slices(whole.shape)].equal(whole)
 
 
 def test_scalars_empty_dims_and_bytes() -> None:

@@ -1,7 +1,6 @@
 """check_used: names of a mesh and of rules that have no effect are errors, wherever rules meet a mesh."""
 
 import copy
-import inspect
 import re
 from collections.abc import Callable
 from typing import Any
@@ -10,12 +9,10 @@ import pytest
 from torch import nn
 
 import maxmoe
-from maxmoe.cli.main import parse_options as explain_options
 from maxmoe.costs import estimate, explain
 from maxmoe.models import Decoder
-from maxmoe.parallel import Declaration, shard_parameters, token_group, token_sharding
+from maxmoe.parallel import Declaration, shard_parameters
 from maxmoe.sharding import LogicalRules, Mesh, check_used
-from pretrain import parse_options as pretrain_options
 from support.parallel_decoder import CONFIG, LAYOUTS
 from support.run_ranks import fake_rank
 
@@ -105,15 +102,3 @@ def test_names_of_a_module_pass() -> None:
         near = name[:-1] + "z"
         with pytest.raises(ValueError, match=f"the rules have the name '{near}', .*; the nearest are '{name}'"):
             explain(module, mesh, LogicalRules([*rules, (near, None)]))
-
-
-def test_one_default_everywhere() -> None:
-    for function in (maxmoe.parallelize, explain, estimate, token_sharding, token_group):
-        assert inspect.signature(function).parameters["rules"].default == "default"
-    assert explain_options(["explain", "--preset", "mixtral", "--mesh", "fsdp=2"]).rules == "default"
-    assert pretrain_options([]).rules == "default"
-
-
-def test_the_default_works_on_every_mesh_of_the_axes_that_it_is_for() -> None:
-    for axis in PRESET_AXES:
-        explain(Decoder(CONFIG, device="meta"), Mesh.planned({axis: 2}))

@@ -1,6 +1,12 @@
-"""Experts that move to ranks with few rows: bounds on rows and memory, errors. test_strategies.py compares numbers."""
+"""Experts that move to ranks with few rows: their plan, bounds on rows and memory, errors.
 
+test_strategies.py compares numbers.
+"""
+
+import random
 import re
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
@@ -13,6 +19,9 @@ import maxmoe
 from maxmoe import MoE
 from maxmoe.parallel import parallelize, token_sharding
 from maxmoe.parallel.dispatch import least_loaded
+from maxmoe.parallel.dispatch.computed_rows import ComputedRows
+from maxmoe.parallel.dispatch.expert_moves import Move, loads_of, plan_moves
+from maxmoe.parallel.dispatch.least_loaded import rows_per_expert
 from maxmoe.parallel.dispatch.lent_experts import LentExperts
 from maxmoe.sharding import LogicalRules, Mesh
 from support.dispatched_layer import FAMILIES, LOADS, NUM_EXPERTS, Batch, make_batch, make_layer, take_step
@@ -80,7 +89,7 @@ def test_no_rank_computes_many_more_rows_than_the_mean(num_ranks: int) -> None:
         is_moved = max(rank.num_foreign for rank in computed) > 0
         assert is_moved == (max(routed) > bound), (case, computed)
         assert is_moved or rows == routed
-        # The bound of test_expert_moves.py.
+        # The bound of test_loads_and_moves_are_bounded.
         assert max(rank.num_foreign for rank in computed) <= NUM_EXPERTS // num_ranks + num_ranks - 1
 
 
@@ -117,27 +126,6 @@ def test_foreign_weights_are_not_kept_for_the_backward() -> None:
     for by_rank in zip(*run_ranks(check, 4), strict=True):
         more, num_foreign = map(sum, zip(*by_rank, strict=True))
         assert num_foreign >= 3 and more < weights_of_an_expert / 2
-
-
-def test_moves_that_do_not_pay_are_not_made() -> None:
-    """Without moves, a step has the bits of a ragged all-to-all."""
-    batch = make_batch(FAMILIES["deepseek_v3"], HOT)
-
-    def check() -> None:
-        mesh, outcomes = Mesh({"expert": 2}), []
-        for dispatch in ("ragged_all_to_all", "least_loaded"):
-            layer = parallelize(make_layer(FAMILIES["deepseek_v3"]), mesh, EP, dispatch=dispatch, num_chunks=2)
-            computed = spy(layer)
-            with patch.object(least_loaded, "FLOP_PER_BYTE", {"cpu": 100, "cuda": 100}):
-                outcomes.append(take_step(layer, part_of(batch, mesh)))
-        assert [forward.num_foreign for forward in computed] == [-1, -1]
-        ragged, fallen_back = outcomes
-        assert fallen_back.hidden_states.equal(ragged.hidden_states)
-        for name, gradient in ragged.gradients.items():
-            ours, theirs = (getattr(each, "_local_tensor", each) for each in (fallen_back.gradients[name], gradient))
-            assert ours.equal(theirs), name
-
-    run_ranks(check, 2)
 
 
 def test_ranks_with_different_plans_are_an_error_by_name() -> None:
@@ -177,3 +165,78 @@ def test_what_it_cannot_run(changes: dict[str, Any], message: str) -> None:
     layer = MoE(replace(FAMILIES["mixtral"], **changes))
     with fake_rank(0, 2), pytest.raises(ValueError, match=message):
         parallelize(layer, Mesh({"expert": 2}), EP, dispatch="least_loaded")
+
+
+def bound(rows: Sequence[int], num_ranks: int) -> int:
+    return max(-(-sum(rows) // num_ranks), int(1.15 * sum(rows) / num_ranks + 1e-9))
+
+
+def random_rows(generator: random.Random, num_experts: int) -> list[int]:
+    """Random rows per expert: nearly even loads, one expert with nearly all rows, experts without rows."""
+    shape, scale = generator.choice([0.4, 0.7, 1.5, 8.0]), generator.choice([1, 7, 50])
+    return [int(generator.paretovariate(shape) * generator.choice([0, 1, scale])) % 5000 for _ in range(num_experts)]
+
+
+def cases(number: int, shapes: Sequence[tuple[int, int]]) -> list[tuple[list[int], int]]:
+    generator = random.Random(0)
+    made = [(random_rows(generator, ranks * count), ranks) for ranks, count in generator.choices(shapes, k=number)]
+    return [(rows, ranks) for rows, ranks in made if sum(rows)]
+
+
+SHAPES = [(ranks, count) for ranks in (1, 2, 3, 4, 7, 8, 16) for count in (1, 2, 3, 8)]
+
+
+def test_loads_and_moves_are_bounded() -> None:
+    """No rank has many more rows than the mean, nor sends or receives more than L + P - 1 experts.
+
+    A move ends in one of three ways. (1) It takes all rows of an expert that has the most rows of its rank, which has
+    more rows than the bound: more than 1 / L of the bound, so that fewer than L such moves fit into a rank. (2) It
+    fills the receiving rank up to the bound, once. (3) It reduces the sending rank to the bound: once for each of the
+    other ranks.
+    """
+    largest = 0.0
+    # The hardest: one rank is empty, and all others are little above the bound.
+    hard = [([0] * count + [21] * (6 * count), 7) for count in (1, 2, 3)]
+    for rows, num_ranks in cases(1500, SHAPES) + hard:
+        moves, count = plan_moves(rows, num_ranks, 0), len(rows) // num_ranks
+        assert max(loads_of(rows, num_ranks, moves)) <= bound(rows, num_ranks), rows
+        assert moves == plan_moves(tuple(rows), num_ranks, 0)
+        assert list(moves) == sorted(moves, key=lambda move: (move.rank, move.expert))
+        assert len({(move.expert, move.rank) for move in moves}) == len(moves)
+        moved = Counter[int]()
+        for move in moves:
+            assert move.rows > 0 and move.expert // count != move.rank
+            moved[move.expert] += move.rows
+        assert all(part <= rows[expert] for expert, part in moved.items())
+        of_rank = Counter(move.rank for move in moves) | Counter(move.expert // count for move in moves)
+        largest = max(largest, *(number / (count + num_ranks - 1) for number in [0, *of_rank.values()]))
+    assert 0.8 < largest <= 1  # cases come close to the bound
+
+
+def test_of_plans_with_as_many_moves_the_most_even_is_taken() -> None:
+    assert plan_moves([100, 0], 2, 0) == (Move(0, 1, 50),)
+    assert plan_moves([60, 20, 20, 20], 4, 0) == (Move(0, 1, 14), Move(0, 2, 12))  # three for 30 each
+    assert plan_moves([57, 43], 2, 0) == ()  # 1.14 of the mean
+    assert plan_moves([58, 42], 2, 0) == (Move(0, 1, 8),)
+
+
+def test_moves_that_take_longer_than_they_save_are_not_made() -> None:
+    rows = [400, 0, 0, 0]  # three weights are sent to save 300 rows of the loaded rank
+    assert len(plan_moves(rows, 4, 99)) == 3
+    assert plan_moves(rows, 4, 100) == ()
+    rows = [30, 30, 0]  # two ranks send a weight each to the third one, to save 10 rows
+    assert len(plan_moves(rows, 3, 4)) == 2
+    assert plan_moves(rows, 3, 5) == ()
+    assert rows_per_expert("cpu", torch.float32) == 200  # 3 * 4 bytes of a weight at 100, 6 operations of a row
+    assert rows_per_expert("cuda", torch.bfloat16) == rows_per_expert("xpu", torch.bfloat16) == 1000
+
+
+def test_without_rows_or_with_fewer_rows_than_ranks() -> None:
+    assert plan_moves([0, 0], 2, 0) == ()
+    assert plan_moves([2, 0, 0], 3, 0) == (Move(0, 1, 1),)
+
+
+def test_a_rank_keeps_its_own_rows() -> None:
+    counts = torch.tensor([[30, 0], [70, 0]])
+    computed = ComputedRows.of(counts, (Move(0, 1, 50),))
+    assert computed.rows.tolist() == [[30, 0, 0], [20, 0, 50]]

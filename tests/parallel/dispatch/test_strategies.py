@@ -36,7 +36,6 @@ from support.documented_routers import ROUTERS, noisy
 from support.moved_experts import free_moves, moves_on_any_rank
 from support.named import named
 from support.pairwise import pairwise
-from support.parts import assert_same
 from support.run_ranks import run_cases, run_ranks
 
 ALL_ROUTERS = {**ROUTERS, "NoisyTopK": (lambda num_experts: 2, noisy)}
@@ -349,24 +348,6 @@ def test_equals_one_process(claim: str, world_size: int) -> None:
     run_ranks(check_all, world_size, deadline=300.0)
 
 
-def test_sequences_of_other_lengths_on_each_rank() -> None:
-    """No token on rank 0, one token on rank 1; sequences are not padded to the longest."""
-    whole, lengths = make("mixtral"), (0, 1, 7, 3)
-    tokens = make_batch(whole.config, "of the router").x.flatten(0, 1)[: sum(lengths)].split(lengths)
-
-    def check(dispatch: Dispatch) -> None:
-        mine, layer = (
-            tokens[dist.get_rank()],
-            parallelize(make("mixtral"), Mesh({"expert": 4}), "ep-as-dp", dispatch=dispatch),
-        )
-        output = layer(mine)
-        output.hidden_states.sum().backward()
-        assert_same(output.hidden_states, whole(mine).hidden_states, scale=1.0)
-
-    run_cases(check, 4, [(dispatch,) for dispatch in STRATEGIES])
-
-
-@pytest.mark.usefixtures("collectives_are_not_compared")
 def test_recomputation_dispatches_each_chunk_once_more() -> None:
     """Also without tokens; in a checkpoint it adds nothing, which recomputes the dispatch already."""
 
