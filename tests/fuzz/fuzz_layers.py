@@ -114,10 +114,9 @@ def draw_activation(random: Random, num_shared_experts: int) -> dict[str, Any]:
 def draw_implementation(random: Random, num_experts: int) -> dict[str, Any]:
     implementation = random.choice(get_args(config.Implementation))
     factor = min(random.choice([0.1, 0.5, 0.8, 1.0, 1.25, 2, 4.0]), num_experts) if random.random() < 0.4 else None
-    return {
-        "implementation": implementation,
-        {"dense": "capacity_factor", "sparse": "buffer_factor"}[implementation]: factor,
-    }
+    if implementation == "dense":
+        return {"implementation": "dense", "capacity_factor": factor}
+    return {"buffer_factor": factor, "overflow": random.choice(get_args(config.Overflow)) if factor else "drop"}
 
 
 def draw_latent_experts(random: Random, weights_to: str) -> dict[str, Any]:
@@ -176,7 +175,7 @@ def draw_tokens(random: Random, layer: MoE, dtype: torch.dtype) -> Tensor:
 
 
 def draw_mask(random: Random, x: Tensor) -> Tensor | None:
-    """Draw a mask of tokens, and sometimes fill the padding with NaN."""
+    """Draw a mask of tokens, and often fill the padding with NaN or infinity."""
     match random.choice(["no mask", "no mask", "no mask", "scattered", "tail", "all", "none"]):
         case "no mask":
             return None
@@ -186,8 +185,8 @@ def draw_mask(random: Random, x: Tensor) -> Tensor | None:
             mask = torch.rand(*x.shape[:-2], 1) * x.shape[-2] > torch.arange(x.shape[-2])
         case all_or_none:
             mask = torch.full(x.shape[:-1], all_or_none == "all")
-    if random.random() < 0.5:
-        x[~mask] = float("nan")
+    if random.random() < 0.7:
+        x[~mask] = random.choice([math.nan, math.inf])
     return mask
 
 

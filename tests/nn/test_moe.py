@@ -5,16 +5,13 @@ the CUDA kernels in their emulator. Rows are pairwise: any choice of a column me
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 
 from maxmoe import MoE, ZeroComputation
-from maxmoe.config import Normalization, ScoreFunction
-from maxmoe.nn import Selection
 from maxmoe.nn.local_dispatcher import LocalCounts
-from support import activations
 from support.moe_layers import (
     COMPUTE,
     FAMILIES,
@@ -25,10 +22,9 @@ from support.moe_layers import (
     each_compute,
     make,
     outcome,
-    padded,
     tokens,
 )
-from support.operator_calls import assert_near, strided, tolerance
+from support.operator_calls import assert_near, tolerance
 from support.pairwise import pairwise
 from support.shapes import DTYPES
 
@@ -62,77 +58,6 @@ def test_layers_in_the_emulator(every_path: str, name: str) -> None:
     """By default, these alone."""
     layer = make(**{**LOSSES, **LAYERS[name]})
     assert_meets_specification(layer, tokens(layer, 3, 6))
-
-
-MASKS = {
-    "tail": torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1]]).bool(),
-    "scattered": torch.tensor([[0, 1, 1, 0, 1, 0], [1, 0, 0, 1, 0, 1], [0, 0, 1, 1, 1, 0]]).bool(),
-    "an empty sequence": torch.tensor([[1, 0, 1, 1, 0, 1], [0, 0, 0, 0, 0, 0], [0, 1, 1, 0, 0, 0]]).bool(),
-    "no token": torch.zeros(3, 6).bool(),
-    "all": torch.ones(3, 6).bool(),
-}
-OPTIONS: list[list[Options]] = [
-    [{"score_function": name} for name in get_args(ScoreFunction)],
-    [{"normalization": name} for name in get_args(Normalization)],
-    [{}, {"score_correction_bias": True}],
-    [{}, {"router_bias": True}],
-    [{}, {"num_groups": 3, "top_k_groups": 2}, {"num_groups": 2}, {"num_groups": 6, "top_k_groups": 4}],
-    [{}, {"router": Selection(group_score="max")}],
-    [{}, {"routed_scaling_factor": 2.5}],
-    [{}, {"apply_weights_to": "input"}],
-    [
-        {"activation": "silu"},
-        {"activation": "silu", "gated": False},
-        {"activation": "gelu", "activation_limit": 0.5},
-        {"activation": "gelu_tanh", "gated": False},
-        {"activation": "relu"},
-        {"activation": "relu2", "gated": False},
-        {"activation": "swigluoai"},
-        {"activation": "swigluoai", "activation_limit": 0.75},
-        activations.fields(activations.SITU),
-        activations.fields(activations.LIMITED_OUTPUT),
-    ],
-    [{}, {"expert_bias": True}],
-    [{}, {"num_shared_experts": 1}, {"num_shared_experts": 2, "shared_expert_gate": True}],
-    [
-        {},
-        {"load_balance_loss_weight": 0.3},
-        {"load_balance_loss_weight": 0.3, "load_balance_scope": "batch", "router_z_loss_weight": 0.2},
-        {"router_z_loss_weight": 0.2},
-    ],
-    [
-        *({"buffer_factor": factor} for factor in (None, 0.01, 0.6, 6.0)),
-        *({"buffer_factor": factor, "overflow": "chunks"} for factor in (0.01, 0.6, 1.0)),
-        *({"implementation": "dense", "capacity_factor": factor} for factor in (None, 0.1, 0.7, 1.0, 1.3, 6.0)),
-    ],
-    [{"shape": (2, 5)}, {"shape": (11,)}, {"shape": (1, 2, 1, 6)}, *({"mask": mask} for mask in MASKS)],
-    [{"layout": layout} for layout in ("", "transposed", "columns", "rows", "expanded")],
-]
-PAIRS = pairwise([*OPTIONS, [{"path": path} for path in PATHS]])
-
-
-@pytest.mark.parametrize(
-    ("choices", "every_path"),
-    [
-        pytest.param(
-            row[:-1],
-            path,
-            id="-".join(str(value) for each in row for value in each.values()),
-            marks=[pytest.mark.slow] * (path == "cuda"),
-        )
-        for row in PAIRS
-        for path in row[-1].values()
-    ],
-    indirect=["every_path"],
-)
-def test_every_pair_of_options(every_path: str, choices: tuple[Options, ...]) -> None:
-    """Padding has NaN and infinities, and x any strides."""
-    options = {name: value for choice in choices for name, value in choice.items()}
-    shape, mask, layout = options.pop("shape", None), MASKS.get(options.pop("mask", "")), options.pop("layout")
-    layer = make(**options)
-    x = tokens(layer, *shape) if mask is None else padded(layer, mask)
-    x = x if layout == "expanded" and mask is not None else strided(x, layout)
-    assert_meets_specification(layer, x, 1e-11, mask)
 
 
 NARROW = [*FAMILIES, "muse_spark", "inkling", "zaya"]

@@ -90,7 +90,7 @@ GROUPS: Options = {"num_groups": 3, "top_k_groups": 2, "top_k": 4}
 # So low that the scores of some experts in the best groups are below zero.
 BIASED: Options = {"score_function": "sigmoid", "score_correction_bias": True, "correction_bias": -0.7}
 POOLS = DocumentPools(min_size=4, max_size=4)
-# Named configs, one at least for each rule that a layer can have. Of each other option, test_moe.py has every pair.
+# Named configs, one at least for each rule that a layer can have. tests/fuzz draws every other option.
 # "correction_bias", which is no field, is added to the correction bias of the layer.
 LAYERS: dict[str, Options] = {
     **FAMILIES,
