@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from maxmoe import ops, reference
 from maxmoe.quantization import quantize
 from support.device_memory import DeviceMemory, SynchronizationError, to_device, to_host
+from support.operator_calls import strided
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LAYOUTS = ["contiguous", "transposed", "columns", "shifted"]
@@ -18,15 +19,10 @@ SIZES = torch.tensor([3, 0, 5, 4, 0])
 
 
 def laid_out(tensor: Tensor, layout: str) -> Tensor:
-    """The same values: column-major, every other column of a wider matrix, or at an address that is not aligned."""
-    match layout:
-        case "transposed":
-            return tensor.mT.contiguous().mT
-        case "columns":
-            return tensor.repeat_interleave(2, -1)[..., ::2]
-        case "shifted":
-            return torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view(tensor.shape)
-    return tensor
+    """The same values with other strides, or at an address that is not aligned."""
+    if layout == "shifted":
+        return torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view(tensor.shape)
+    return strided(tensor, layout)
 
 
 def assert_near(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:

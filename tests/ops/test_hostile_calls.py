@@ -160,10 +160,6 @@ def outcome(operator: str, arguments: Arguments, force: bool, wrap: Callable[...
     return result if isinstance(result, tuple) else (result,)
 
 
-def without_gradients(function: Any) -> Callable[..., Any]:
-    return torch.no_grad()(function)
-
-
 def with_gradients(function: Any) -> Callable[..., Any]:
     """Forward and backward, the results and all gradients."""
 
@@ -179,15 +175,12 @@ def with_gradients(function: Any) -> Callable[..., Any]:
     return run
 
 
-def inference(function: Any) -> Callable[..., Any]:
-    return torch.inference_mode()(function)
-
-
-def autocast(function: Any) -> Callable[..., Any]:
-    return torch.autocast("cpu", dtype=torch.bfloat16)(torch.no_grad()(function))
-
-
-WAYS = (without_gradients, with_gradients, inference, autocast)
+WAYS: dict[str, Callable[..., Any]] = {
+    "without gradients": torch.no_grad(),
+    "with gradients": with_gradients,
+    "inference": torch.inference_mode(),
+    "autocast": lambda function: torch.autocast("cpu", dtype=torch.bfloat16)(torch.no_grad()(function)),
+}
 
 
 def check(operator: str, arguments: Arguments, change: Arguments, way: Callable[..., Any]) -> None:
@@ -254,11 +247,11 @@ def main() -> None:
     operators = {operator for operator, _ in calls}
     assert operators == registered_operators(), operators ^ registered_operators()
     for operator, arguments in calls:
-        for way in WAYS:
+        for name, way in WAYS.items():
             if way is with_gradients and operator.endswith(("_forward", "_backward")):
                 continue
             for change in changes_of(arguments):
-                announce(operator, way.__name__, change)
+                announce(operator, name, change)
                 check(operator, arguments, change, way)
         if not operator.endswith(("_forward", "_backward", "_plan", "dequantize")):
             check_saved_tensors(operator, arguments)
