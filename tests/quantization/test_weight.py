@@ -49,6 +49,8 @@ def test_parameters(format: str) -> None:
     assert isinstance(module.up_proj, QuantizedStack) and f"format='{format}'" in repr(module)
     assert_same(module.up_proj, stack)
     assert [*stack_parts(module)["up_proj"]] == names
+    of_codes = stack_parts(module)["up_proj"][names[0]]  # (L, out, in)
+    assert of_codes.names(("exp", "embed", "mlp")) == ("exp", "mlp", "embed")
     assert [*state_with_stacks(module)] == ["weight", "bias", "up_proj"]
     sizes = {4, 2, 3 * 256 * 384}
     assert {weight.numel() for weight in weights(module)} == sizes
