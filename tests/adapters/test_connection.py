@@ -1,6 +1,7 @@
 """The connection to PEFT: any order of imports, other versions of PEFT, errors, and the memory of a step."""
 
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
-from transformers import MixtralConfig
+import transformers
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from maxmoe import MoE, MoEConfig, adapters
@@ -132,11 +134,11 @@ def test_a_module_that_an_adapted_one_calls_has_no_factors() -> None:
 T, D, F, E, K = 16, 512, 256, 64, 2
 
 
-def of_transformers() -> tuple[nn.Module, tuple[Tensor, ...]]:
+def of_transformers(kind: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
     """Experts, and a routing."""
-    config = MixtralConfig(hidden_size=D, intermediate_size=F, num_local_experts=E)
+    config = getattr(transformers, f"{kind}Config")(hidden_size=D, intermediate_size=F, num_local_experts=E)
     config._experts_implementation = "maxmoe"
-    experts = MixtralExperts(config)
+    experts = {"Mixtral": MixtralExperts, "GptOss": GptOssExperts}[kind](config)
     for parameter in experts.parameters():
         nn.init.normal_(parameter, std=0.02)
     return experts, (torch.arange(T * K).view(T, K) % E, torch.ones(T, K))
@@ -147,7 +149,11 @@ def of_maxmoe() -> tuple[nn.Module, tuple[Tensor, ...]]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is limited on Linux")
-@pytest.mark.parametrize("make_experts", [of_transformers, of_maxmoe])
+@pytest.mark.parametrize(
+    "make_experts",
+    [partial(of_transformers, "Mixtral"), partial(of_transformers, "GptOss"), of_maxmoe],
+    ids=["mixtral", "gpt_oss", "maxmoe"],
+)
 def test_a_step_takes_less_memory_than_one_stack_of_matrices(
     make_experts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,7 +162,7 @@ def test_a_step_takes_less_memory_than_one_stack_of_matrices(
     model: nn.Module = Model(experts)
     stacks = {name: parameter.nbytes for name, parameter in model.named_parameters() if parameter.dim() == 3}
     smallest = min(stacks.values())
-    assert smallest >= SELF_CONTAINED
+    assert smallest >= SELF_CONTAINED and len(stacks) >= 2
     model = get_peft_model(model, LoraConfig(r=4, target_parameters=[*stacks], target_modules=[]))
     x = torch.randn(T, D, requires_grad=True)
 

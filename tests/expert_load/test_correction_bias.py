@@ -101,7 +101,7 @@ def test_ranks_with_other_biases_are_noticed() -> None:
         with pytest.raises(ValueError, match=f"^the ranks must agree on the correction bias of '0', {bias}"):
             step(model, accumulator)
 
-    run_cases(check, 2, [(rule, wrap) for rule in RULES for wrap in (alone, on_mesh)])
+    run_cases(check, 2, [*zip(RULES, (alone, on_mesh), strict=True)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 import maxmoe
 from maxmoe import MoE, MoEFeedForward, MoEOutput, StatsAccumulator
-from maxmoe.expert_load import StepStats
 from support.moe_layers import DEEPSEEK, make, tokens
 from support.operator_checks import compile_whole
 from support.run_ranks import run_cases, run_ranks
@@ -190,30 +189,6 @@ def test_reset_forgets_a_step_that_ended_early(options: dict[str, Any]) -> None:
 def test_a_model_without_layers() -> None:
     with pytest.raises(ValueError, match=r"^Linear must have layers of type MoE, got none$"):
         StatsAccumulator(nn.Linear(2, 2))
-
-
-def test_ranks_of_ddp_add_up_to_one_process() -> None:
-    """DDP averages gradients, and its layers report the tokens of a rank; parallel/test_parallelize.py has meshes."""
-    x = torch.randn(4, 6, 7, dtype=torch.float64)
-
-    def train(model: nn.Module, batch: Tensor) -> tuple[list[Tensor | None], StepStats]:
-        accumulator = StatsAccumulator(model)
-        (model(batch).sin().sum() / batch[..., 0].numel()).backward()
-        return [parameter.grad for parameter in model.parameters()], accumulator.update()
-
-    whole = block()
-    gradients, expected = train(whole, x)
-    assert not bias_of(block()).equal(bias_of(whole))
-
-    def check() -> None:
-        model = block()
-        found, step = train(DistributedDataParallel(model), x.split(2)[dist.get_rank()])
-        torch.testing.assert_close(step.aux_loss, expected.aux_loss, rtol=1e-13, atol=0)
-        assert step.layers["moe"].tokens_per_expert.equal(expected.layers["moe"].tokens_per_expert)
-        assert bias_of(model).equal(bias_of(whole))
-        torch.testing.assert_close(found, gradients, rtol=1e-11, atol=1e-13)
-
-    run_ranks(check, 2)
 
 
 def test_an_update_within_join_is_refused() -> None:

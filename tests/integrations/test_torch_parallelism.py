@@ -27,6 +27,9 @@ CONFIG = MoEConfig(
     num_shared_experts=1,
     load_balance_loss_weight=0.1,
     load_balance_scope="sequence",
+    score_function="sigmoid",
+    score_correction_bias=True,
+    correction_bias_update_rate=0.1,
 )
 BATCHES = torch.randn(STEPS, 4, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
@@ -56,8 +59,9 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int = 0, num_ranks: int = 1) -> Tensor:
-    """Train on this rank's sequences; return the losses over all ranks."""
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int = 0, num_ranks: int = 1) -> Any:
+    """Train on this rank's sequences; return losses, statistics and biases over all ranks."""
+    accumulator = StatsAccumulator(model)
     losses = []
     for batch in BATCHES:
         loss = model(batch.chunk(num_ranks)[rank]).square().mean()
@@ -68,7 +72,10 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int = 0, num
     total = torch.stack(losses)
     if num_ranks > 1:
         dist.all_reduce(total)
-    return total / num_ranks
+    step = accumulator.update()
+    counts = {name: stats.tokens_per_expert for name, stats in step.layers.items()}
+    assert list(counts) == ["0.moe", "1.moe"]
+    return total / num_ranks, step.aux_loss, counts, [bias.clone() for bias in model.buffers()]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning")
@@ -76,19 +83,18 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int = 0, num
 def test_ranks_train_as_one_process(wrap: Callable[[nn.Module], nn.Module], tmp_path: Path) -> None:
     def on_rank() -> Any:
         model = wrap(make_model())
-        optimizer, accumulator = adamw(model), StatsAccumulator(model)
-        losses = train(model, optimizer, dist.get_rank(), RANKS)
+        optimizer = adamw(model)
+        values = train(model, optimizer, dist.get_rank(), RANKS)
         model_state, optimizer_state = get_state_dict(model, optimizer)
         dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=tmp_path)
-        return losses, {name: stats.tokens_per_expert for name, stats in accumulator.update().layers.items()}
+        return values
 
     whole = make_model()
-    optimizer, accumulator = adamw(whole), StatsAccumulator(whole)
+    optimizer = adamw(whole)
     expected = train(whole, optimizer)
-    counts = {name: stats.tokens_per_expert for name, stats in accumulator.update().layers.items()}
-    assert list(counts) == ["0.moe", "1.moe"]
+    assert all(bias.any() for bias in whole.buffers())
     for got in run_ranks(on_rank, RANKS):
-        torch.testing.assert_close(got, (expected, counts), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
     # One process resumes from the checkpoint of two.
     model = make_model()

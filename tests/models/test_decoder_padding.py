@@ -31,27 +31,19 @@ def test_padding_changes_nothing_before_between_or_after(model: Decoder) -> None
 
 
 def test_packed_documents_are_computed_one_by_one(model: Decoder) -> None:
-    first, second, third = tokens_like(model).flatten()[:6].split([2, 3, 1])
-    packed = torch.cat((first, second, third)).unsqueeze(0)
-    ids = torch.tensor([[7, 7, 3, 3, 3, 7]])  # an id that comes again is the same document: only neighbours differ
-    ids[0, -1] = 9
-    expected = torch.cat(logits_of(model, first, second, third))
-    torch.testing.assert_close(model(packed, document_ids=ids).logits[0], expected, rtol=1e-12, atol=1e-13)
-
-
-def test_gradients_of_packed_documents_with_padding(model: Decoder) -> None:
-    """The gradients equal those of a sum over separate documents, without the auxiliary loss of the batch."""
-    documents = tokens_like(model).flatten()[:5].split([3, 2])
+    """With padding; gradients are of a sum over separate documents, without the auxiliary loss of the batch."""
+    documents = tokens_like(model).flatten()[:6].split([3, 2, 1])
+    separate = logits_of(model, *documents)
     parameters = dict(model.named_parameters())
-    loss = torch.stack([logits.square().sum() for logits in logits_of(model, *documents)]).sum()
+    loss = torch.stack([logits.square().sum() for logits in separate]).sum()
     expected = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-    packed = torch.cat((documents[0], torch.tensor([0]), documents[1])).unsqueeze(0)
-    mask = torch.tensor([[True, True, True, False, True, True]])
-    ids = torch.tensor([[0, 0, 0, 0, 1, 1]])
-    loss = model(packed, mask, ids).logits[mask].square().sum()
-    for name, ours, theirs in zip(
-        parameters, torch.autograd.grad(loss, list(parameters.values()), allow_unused=True), expected, strict=True
-    ):
+    packed = torch.cat((documents[0], torch.tensor([0]), *documents[1:])).unsqueeze(0)
+    mask = torch.tensor([[True, True, True, False, True, True, True]])
+    ids = torch.tensor([[7, 7, 7, 7, 3, 3, 9]])
+    logits = model(packed, mask, ids).logits[mask]
+    torch.testing.assert_close(logits, torch.cat(separate), rtol=1e-12, atol=1e-13)
+    gradients = torch.autograd.grad(logits.square().sum(), list(parameters.values()), allow_unused=True)
+    for name, ours, theirs in zip(parameters, gradients, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12, msg=f"{name}: {{}}".format)
 
 

@@ -5,13 +5,12 @@ the next rank does not wait for them.
 """
 
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
-from torch.utils.checkpoint import checkpoint
 
 from maxmoe import set_recompute
 from support import small_decoder
@@ -95,35 +94,3 @@ def block_and_tokens(recompute: tuple[str, ...] = ()) -> tuple[nn.Module, Tensor
 @pytest.mark.parametrize("recompute", [(), ("experts",), ("dispatch",), ("experts", "dispatch")], ids=str)
 def test_block(path: str, recompute: tuple[str, ...]) -> None:
     assert_same_gradients_once_each(*block_and_tokens(recompute))
-
-
-class Checkpoint(nn.Module):
-    """A module under torch.utils.checkpoint, which counts its forwards."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-        self.num_forwards = 0
-        module.register_forward_pre_hook(self._count)
-
-    def _count(self, *_: Any) -> None:
-        self.num_forwards += 1
-
-    def forward(self, x: Tensor) -> Any:
-        return checkpoint(self.module, x, use_reentrant=False)
-
-
-def test_checkpointed_block(path: str) -> None:
-    """torch.utils.checkpoint recomputes once per call of torch.autograd.grad; each gradient is computed once."""
-    block, x = block_and_tokens()
-    expected, checkpointed = together(block, x), Checkpoint(block)
-    got = apart(checkpointed, x)
-    for name, gradient in expected.values.items():
-        again = got.values[name if name == "x" else f"module.{name}"]
-        assert again is not None and torch.equal(gradient, again), name
-    assert checkpointed.num_forwards > 2, "nothing was recomputed in one of the halves"
-    of_experts = [gradients_computed(run.executed) for run in (got, expected)]
-    for count in of_experts:
-        for name in [name for name in count if not name.startswith("expert_ffn_backward")]:
-            del count[name]
-    assert of_experts[0] == of_experts[1]
