@@ -76,7 +76,8 @@ class Case(NamedTuple):
 EXPERT, BOTH = MeshRules("ep-as-dp", {"expert": 2}), MeshRules("default", {"fsdp": 2, "tensor": 2})
 CONTEXT = MeshRules("cp-as-ep", {"context": 2})
 BY_DEFAULT = [
-    *(Case(EXPERT, dispatch) for dispatch in STRATEGIES),
+    Case(EXPERT, "least_loaded"),
+    Case(EXPERT, "gather_weights"),
     Case(MeshRules("shard-exp-on-fsdp", {"fsdp": 2, "expert": 2})),
     Case(BOTH, "auto", "latent experts"),
     Case(EXPERT, "ragged_all_to_all", "zero-computation experts"),
@@ -86,6 +87,7 @@ BY_DEFAULT = [
 ]
 CASES = [
     *BY_DEFAULT,
+    *(Case(EXPERT, dispatch) for dispatch in STRATEGIES),
     *(Case(layout) for layout in [*PRESET_LAYOUTS, MeshRules("ep-as-dp", {"data": 2, "fsdp": 2})]),
     *(Case(MeshRules("cp-as-ep", {"context": 2, "expert": 2}), dispatch) for dispatch in STRATEGIES),
     *(Case(EXPERT, "ring_of_experts", name) for name in CONFIGS),
@@ -120,13 +122,14 @@ def quantized() -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:no rule for the logical name")
-@pytest.mark.parametrize("make", [adapted, quantized])
-def test_adapters_and_quantized_experts(make: Any) -> None:
-    for layout in (EXPERT, MeshRules("shard-exp-on-fsdp", {"fsdp": 2})):
-        options: dict[str, Any] = {"dispatch": "ring_of_experts", "allow_unused": True}
-        explanation = explain(make(), Mesh.planned(layout.sizes), layout.rules, **options)
-        steps = measured_steps(layout, dispatch="ring_of_experts", make=make)
-        assert_equal(estimated(make(), layout, **options), explanation, steps)
+@pytest.mark.parametrize(
+    ("make", "layout"), [(adapted, EXPERT), (quantized, MeshRules("shard-exp-on-fsdp", {"fsdp": 2}))]
+)
+def test_adapters_and_quantized_experts(make: Any, layout: MeshRules) -> None:
+    options: dict[str, Any] = {"dispatch": "ring_of_experts", "allow_unused": True}
+    explanation = explain(make(), Mesh.planned(layout.sizes), layout.rules, **options)
+    steps = measured_steps(layout, dispatch="ring_of_experts", make=make)
+    assert_equal(estimated(make(), layout, **options), explanation, steps)
 
 
 # Parameters, gradients, optimizers
@@ -207,14 +210,14 @@ def test_the_memory_of_an_overflow_is_that_of_a_balanced_step(dispatch: Dispatch
     """Without a buffer, one rank has four times the rows."""
 
     def peak(imbalance: float, **buffer: Any) -> int:
-        config = replace(CONFIG, num_layers=4, num_dense_layers=0, max_sequence_length=128)
+        config = replace(CONFIG, num_layers=2, num_dense_layers=0, max_sequence_length=128)
         model = decoder(replace(config, moe=replace(MOE, intermediate_size=32, **NO_SHARED, **buffer)))
         options = {"dispatch": dispatch, "imbalance": imbalance, "batch_size": 4, "sequence_length": 128}
         memory = estimated(model, MeshRules("ep-as-dp", {"expert": 4}), **options).memory
         return memory["activations"] + memory["temporary"]
 
     balanced = peak(1.0, **IN_CHUNKS)
-    assert 0 <= balanced - peak(1.0) <= 4 * 2 * 8  # two statistics of each layer
+    assert 0 <= balanced - peak(1.0) <= 2 * 2 * 8  # two statistics of each layer
     assert peak(4.0, **IN_CHUNKS) <= 1.1 * balanced < 1.4 * balanced < peak(4.0)
 
 

@@ -4,7 +4,6 @@ import importlib
 import math
 from dataclasses import replace
 from functools import cache
-from itertools import product
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 import maxmoe
 from maxmoe import MoEConfig
 from maxmoe.costs import Device, FoundPlan, NoPlanFits, StateDtypes, estimate, search
-from maxmoe.costs.candidates import STRATEGIES, Candidates, Step, factorisations
+from maxmoe.costs.candidates import STRATEGIES, Candidates, Step
 from maxmoe.costs.search import recompute_choices
 from maxmoe.costs.step_time import step_time
 from maxmoe.models import Decoder, DecoderConfig, DecoderOutput
@@ -33,12 +32,6 @@ DEVICE = replace(Device.load("h100"), ranks_per_node=2)
 DTYPES = StateDtypes(master=torch.bfloat16)
 MODEL = Decoder(CONFIG, device="meta", dtype=torch.bfloat16)  # a search leaves it as it was
 MESHES: list[tuple[str, Dispatch]] = [("data", "auto"), ("fsdp", "auto"), *(("expert", each) for each in STRATEGIES)]
-
-
-@pytest.mark.parametrize(("number", "count"), [(1, 3), (12, 3), (16, 4), (30, 2), (7, 1)])
-def test_factorisations_are_those_of_brute_force(number: int, count: int) -> None:
-    expected = [sizes for sizes in product(range(1, number + 1), repeat=count) if math.prod(sizes) == number]
-    assert sorted(factorisations(number, count)) == expected
 
 
 @cache

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
@@ -35,71 +35,42 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-class Saved:
-    """A tensor that autograd has saved; dies when autograd drops it."""
+@contextmanager
+def saved_by_stages(*batch: Tensor) -> Iterator[list[int]]:
+    """Count what autograd and the engine hold at the end of each forward of a rank, without parameters, in bytes.
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-
-class SavedByStages:
-    """The tensors of micro-batches that autograd and the engine hold, counted at the end of each forward of a rank.
-
-    Attributes:
-        num_bytes: largest number of bytes of all saved tensors, with the outputs that wait for their gradients, without
-            parameters.
+    `batch` are the inputs and targets of the step. Outputs wait for their gradients.
     """
+    counts, held, forward = list[int](), list[weakref.ref[Tensor]](), Stage.forward
+    of_batch = {tensor.untyped_storage().data_ptr() for tensor in batch}
 
-    def __init__(self, batch: tuple[Tensor, ...]) -> None:
-        self.num_bytes = 0
-        self._batch = {tensor.untyped_storage().data_ptr() for tensor in batch}
-        self._saved: weakref.WeakSet[Saved] = weakref.WeakSet()
-        self._outputs: list[weakref.ref[Tensor]] = []
-
-    def count(self, stage: Stage, output: Tensor) -> None:
-        """Count after a forward."""
-        if not stage.is_last:
-            self._outputs.append(weakref.ref(output))
-        tensors = [held.tensor for held in self._saved]
-        tensors += [tensor for tensor in (reference() for reference in self._outputs) if tensor is not None]
-        self.num_bytes = max(self.num_bytes, sum(dict(map(self._memory, tensors)).values()))
-
-    def _memory(self, tensor: Tensor) -> tuple[int, int]:
+    def memory(tensor: Tensor) -> tuple[int, int]:
         """Address and bytes. Micro-batches are views of the batch: only their own part counts."""
         storage = tensor.untyped_storage()
-        if storage.data_ptr() in self._batch:
-            return tensor.data_ptr(), tensor.nbytes
-        return storage.data_ptr(), storage.nbytes()
-
-    @torch.no_grad()  # for to_local
-    def pack(self, modules: list[nn.Module], tensor: Tensor) -> Saved:
-        saved = Saved(tensor.detach())  # a saved output would hold the graph that holds it
-        # With FSDP2, the parameters are the gathered ones here.
-        parameters = (p for module in modules for p in module._parameters.values() if p is not None)
-        local = (p.to_local() if isinstance(p, DTensor) else p for p in parameters)
-        if tensor.untyped_storage().data_ptr() not in {p.untyped_storage().data_ptr() for p in local}:
-            self._saved.add(saved)
-        return saved
-
-
-@contextmanager
-def saved_by_stages(*batch: Tensor) -> Iterator[SavedByStages]:
-    """Count in all stages of this rank; `batch` are the inputs and targets of the step."""
-    counted, forward = SavedByStages(batch), Stage.forward
+        is_part = storage.data_ptr() in of_batch
+        return (tensor.data_ptr(), tensor.nbytes) if is_part else (storage.data_ptr(), storage.nbytes())
 
     def counting(stage: Stage, x: Tensor, micro_batch: Tensor) -> Tensor:
-        modules = [*stage.modules()]
-        hooks = torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor: counted.pack(modules, tensor), lambda saved: saved.tensor
-        )
-        with hooks:
+        @torch.no_grad()  # for to_local
+        def pack(tensor: Tensor) -> Tensor:
+            saved = tensor.detach()  # a saved output would hold the graph that holds it
+            # With FSDP2, the parameters are the gathered ones here.
+            parameters = (p for module in stage.modules() for p in module._parameters.values() if p is not None)
+            if memory(tensor)[0] not in {memory(local(parameter))[0] for parameter in parameters}:
+                held.append(weakref.ref(saved))
+            return saved
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
             output = forward(stage, x, micro_batch)
-        counted.count(stage, output)
+        if not stage.is_last:
+            held.append(weakref.ref(output))
+        alive = [tensor for reference in held if (tensor := reference()) is not None]
+        counts.append(sum(dict(map(memory, alive)).values()))
         return output
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Stage, "forward", counting)
-        yield counted
+        yield counts
 
 
 @dataclass
@@ -162,7 +133,7 @@ def real_steps(
             mesh.coordinates()["stage"],
             sizes,
             sum(local(parameter.grad).nbytes for parameter in stored.values() if parameter.grad is not None),
-            saved.num_bytes,
+            max(saved),
             {key: count for key, count in collectives.counts.items() if "stage" not in key[1]},
             sent,
         )
