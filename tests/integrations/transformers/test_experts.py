@@ -4,7 +4,6 @@ import re
 from itertools import product
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,13 +16,11 @@ from transformers.activations import ACT2FN
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from maxmoe.integrations.transformers import experts as implementation
 from support.named import named
 from support.operator_checks import compile_whole
 from support.slow_cases import by_default
 from support.transformers_experts import (
     HIDDEN_SIZE,
-    INTERMEDIATE_SIZE,
     NUM_EXPERTS,
     assert_equals_eager,
     declared,
@@ -89,20 +86,6 @@ def test_every_declared_layout(act_fn: Any) -> None:
         flags = dict(zip(FLAGS, values, strict=True))
         with named(flags):
             assert_equals_eager(declared(act_fn, **flags), routed(torch.float64), 1e-13)
-
-
-@pytest.mark.parametrize(
-    ("experts_class", "layout"), [(MixtralExperts, "concatenated"), (GptOssExperts, "interleaved")]
-)
-def test_the_operator_reads_the_parameters_themselves(experts_class: type[nn.Module], layout: str) -> None:
-    experts = small(experts_class)
-    with patch.object(implementation, "expert_ffn", wraps=implementation.expert_ffn) as operator:  # type: ignore[attr-defined]
-        outcome(experts, "maxmoe", routed(torch.float64))
-    _, _, _, gate, up, down = operator.call_args.args
-    assert gate is None and up.weights.shape == (NUM_EXPERTS, HIDDEN_SIZE, 2 * INTERMEDIATE_SIZE)
-    assert up.weights.data_ptr() == experts.gate_up_proj.data_ptr()
-    assert down.weights.data_ptr() == experts.down_proj.data_ptr()
-    assert operator.call_args.kwargs["fused_gate"] == layout
 
 
 @pytest.mark.parametrize("experts_class", [MixtralExperts, GptOssExperts])

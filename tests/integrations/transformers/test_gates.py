@@ -10,10 +10,7 @@ pytest.importorskip("transformers")
 from transformers.activations import ACT2CLS, ACT2FN, SiLUActivation
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from maxmoe.integrations.transformers import experts as implementation
 from maxmoe.integrations.transformers.gates import fused_gate
-from support.replaced_models import IDS, assert_same, small_model, step
-from support.small_models import WithoutFloat32
 from support.transformers_experts import assert_equals_eager, declared, families, initialise, outcome, routed, small
 
 # Families with a custom gate that `expert_ffn` computes.
@@ -92,16 +89,3 @@ def test_experts_of_step3p7(limit: float | None, gate: dict[str, Any] | None) ->
         return
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 3e-5)):
         assert_equals_eager(initialise(experts, dtype), routed(dtype), tolerance)
-
-
-def test_step3p7_with_limits_for_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    called: list[Any] = []
-    expert_ffn = implementation.expert_ffn  # type: ignore[attr-defined]
-    monkeypatch.setattr(implementation, "expert_ffn", lambda *a, **b: called.append(b["limit"]) or expert_ffn(*a, **b))
-    model = small_model("step3p7")
-    with WithoutFloat32():
-        expected = step(model, IDS)
-        assert not called
-        model.set_experts_implementation("maxmoe")
-        assert_same(step(model, IDS), expected, None, 1e-12)
-    assert called == [0.5, None]

@@ -10,7 +10,6 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
-from transformers import NllbMoeConfig, NllbMoeForConditionalGeneration
 
 from maxmoe import MoE, MoEFeedForward
 from maxmoe.convert.checkpoint import write_checkpoint
@@ -106,15 +105,6 @@ def test_refused_models_are_left_as_they_are(message: str, make: Any) -> None:
 def test_other_fields_are_refused() -> None:
     with pytest.raises(TypeError, match="has no field 'num_experts', only load_balance_loss_weight"):
         replace_moe_blocks(small_model("mixtral"), num_experts=3)
-
-
-def test_nllb_moe_is_refused_because_its_router_selects_among_two_experts() -> None:
-    sizes = {"d_model": 16, "encoder_ffn_dim": 10, "decoder_ffn_dim": 10, "vocab_size": 32, "num_experts": 6}
-    layers = {"encoder_layers": 1, "decoder_layers": 1, "encoder_sparse_step": 1, "decoder_sparse_step": 1}
-    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "router_dtype": "float32"}
-    model = NllbMoeForConditionalGeneration(NllbMoeConfig(**sizes, **layers, **heads))
-    with pytest.raises(ValueError, match=r"cannot be replaced: model_type 'nllb-moe' .*: NllbMoeExperts of"):
-        replace_moe_blocks(model)
 
 
 # Changes after the replacement

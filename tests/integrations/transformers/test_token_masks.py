@@ -152,64 +152,48 @@ def test_padding_among_tokens_after_a_cache() -> None:
 # Recomputation
 
 
-@pytest.mark.parametrize("has_hooks", [True, False])
-def test_layers_that_are_recomputed_by_others(has_hooks: bool) -> None:
-    """With the hooks of the layer, or its forward alone."""
-    model, mask = replaced("mixtral"), BOTH_SIDES
-    expected = step(model, IDS, mask)
-    layers = model.model.layers
-    for number, layer in enumerate(layers):
-        if has_hooks:
-            layers[number] = checkpoint_wrapper(layer)
-        else:
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-    got = {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in step(model, IDS, mask).items()}
-    assert_same(got, expected, mask, 1e-12)
+def around_layers(model: Any, wrap: Callable[[nn.Module], Any]) -> None:
+    for number, layer in enumerate(model.model.layers):
+        model.model.layers[number] = wrap(layer)
 
 
-class OwnCheckpoint(torch.autograd.Function):
-    """A reentrant checkpoint of another library."""
-
-    @staticmethod
-    def forward(ctx: Any, function: Any, x: Tensor) -> Tensor:
-        ctx.function = function
-        ctx.save_for_backward(x)
-        return function(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None]:
-        x = ctx.saved_tensors[0].detach().requires_grad_()
-        with torch.enable_grad():
-            output = ctx.function(x)
-        torch.autograd.backward(output, gradient)
-        return None, x.grad
+def around_forwards(modules: list[Any], use_reentrant: bool) -> None:
+    for module in modules:
+        module.forward = partial(checkpoint, module.forward, use_reentrant=use_reentrant)
 
 
-CHECKPOINTS: dict[str, Callable[..., Any]] = {
-    "reentrant": partial(checkpoint, use_reentrant=True),
-    "not reentrant": partial(checkpoint, use_reentrant=False),
-    "of another library": OwnCheckpoint.apply,
+RECOMPUTED: dict[str, Callable[[Any], None]] = {
+    "by transformers": partial(enable_checkpointing, use_reentrant=False),
+    "by transformers, reentrant": partial(enable_checkpointing, use_reentrant=True),
+    "layers with their hooks": lambda model: around_layers(model, checkpoint_wrapper),
+    "forwards of layers": lambda model: around_forwards([*model.model.layers], False),
+    "blocks": lambda model: around_forwards([layer.mlp for layer in model.model.layers], False),
+    "blocks, reentrant": lambda model: around_forwards([layer.mlp for layer in model.model.layers], True),
 }
 
 
-@pytest.mark.parametrize("how", CHECKPOINTS)
-def test_a_block_that_is_recomputed_alone(how: str) -> None:
-    """Each recomputation has the mask that the layer had passed on for its forward; a mask of ones is one as well."""
+@pytest.mark.parametrize("how", RECOMPUTED)
+def test_a_recomputation_has_the_mask_of_its_forward(how: str) -> None:
+    """The backward of several forwards, after another one; a mask of ones is one as well."""
     model = replaced("mixtral", {"load_balance_loss_weight": 0.1, "load_balance_scope": "batch"})
     masks = [padding(3, "left"), padding(3, "right"), torch.ones_like(IDS)]
     accumulator = StatsAccumulator(model)
 
     def gradients() -> dict[str, Tensor]:
         model.zero_grad()
-        sum(model(IDS, attention_mask=mask, labels=labels_of(IDS, mask)).loss for mask in masks).backward()
-        return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+        run = partial(model, IDS, use_cache=False)
+        losses = [run(attention_mask=mask, labels=labels_of(IDS, mask)).loss for mask in masks]
+        run()
+        for loss in losses:
+            loss.backward()
+        named = model.named_parameters()
+        return {name.replace("_checkpoint_wrapped_module.", ""): each.grad.clone() for name, each in named}
 
-    expected, layers = gradients(), accumulator.update().layers
-    for layer in model.model.layers:
-        layer.mlp.forward = partial(CHECKPOINTS[how], layer.mlp.forward)
+    expected, layers = gradients(), [*accumulator.update().layers.values()]
+    RECOMPUTED[how](model)
     assert_same(gradients(), expected, None, 1e-12)
-    for path, stats in accumulator.update().layers.items():
-        assert torch.equal(stats.tokens_per_expert, layers[path].tokens_per_expert)
+    for stats, before in zip(accumulator.update().layers.values(), layers, strict=True):
+        assert torch.equal(stats.tokens_per_expert, before.tokens_per_expert)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -220,24 +204,6 @@ def test_a_recomputation_without_the_mask_of_its_forward_is_refused() -> None:
     block.forward = partial(checkpoint, torch.compile(block.forward, backend="eager"), use_reentrant=False)
     with pytest.raises(RuntimeError, match="TransformersMoE is recomputed alone, without the token mask"):
         step(model, IDS, padding(3, "left"))
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_backward_after_another_forward(use_reentrant: bool) -> None:
-    """Each recomputation has the mask of its own forward."""
-    model, masks = replaced("mixtral"), [padding(3, "left"), padding(3, "right")]
-
-    def gradients() -> dict[str, Tensor]:
-        model.zero_grad()
-        losses = [model(IDS, attention_mask=mask, labels=labels_of(IDS, mask)).loss for mask in masks]
-        model(IDS)
-        for loss in losses:
-            loss.backward()
-        return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-
-    expected = gradients()
-    enable_checkpointing(model, use_reentrant=use_reentrant)
-    assert_same(gradients(), expected, None, 1e-12)
 
 
 # Errors and threads
