@@ -56,17 +56,10 @@ BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in [*
     "deepseek_v4_of_ids": ("deepseek_v4", {"layer": 1}),
     "zaya_with_a_state": ("zaya", {"layer": 1}),
 }
-# Families whose routers or experts differ from DeepSeek-V3's, with 8 experts, which are divisible by 4 ranks.
+# What the tables of tests/parallel do not have: norms after the sum and of tokens, two limits, ids, a state.
 ON_RANKS: dict[str, tuple[dict[str, Any], str, Any]] = {
-    "kolibri1": ({"num_experts": 8, "norm_topk_prob": True}, "ep-as-dp", "ring_of_experts"),
     "axk1": ({}, "ep-tp", "auto"),
-    "axk2": ({}, "ep-as-dp", "ragged_all_to_all"),
-    "cohere2_moe": ({"expert_selection_fn": "sigmoid"}, "ep-as-dp", "least_loaded"),
-    "mistral_large4": ({}, "ep-as-dp", "ring_of_experts"),
-    "beam": ({}, "ep-as-dp", "ragged_all_to_all"),
     "gemma4": ({}, "ep-tp", "auto"),
-    "inkling": ({}, "ep-as-dp", "ragged_all_to_all"),
-    "muse_spark": ({}, "ep-tp", "auto"),
     "step3p7": ({}, "ep-as-dp", "least_loaded"),
     "deepseek_v4": ({"layer": 1}, "ep-as-dp", "ring_of_experts"),  # takes ids of the tokens
     "zaya": ({"layer": 1}, "ep-as-dp", "ragged_all_to_all"),  # takes a state
@@ -143,17 +136,16 @@ def test_layer_is_the_block(preset: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.* of the parameters are whole")
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_layer_on_ranks_is_the_block(num_ranks: int) -> None:
+def test_layer_on_ranks_is_the_block() -> None:
     steps = {preset: Step.of(preset, **options) for preset, (options, _, _) in ON_RANKS.items()}
     layers = {preset: MoE.from_transformers(step.block) for preset, step in steps.items()}
 
     def check(preset: str, rules: str, dispatch: Any) -> None:
-        layer, step, mesh = copy.deepcopy(layers[preset]), steps[preset], Mesh({"expert": num_ranks})
+        layer, step, mesh = copy.deepcopy(layers[preset]), steps[preset], Mesh({"expert": 2})
         parallelize(layer, mesh, rules, dispatch=dispatch)
         step.check(layer, token_sharding(mesh, rules).slices(step.mask.shape))
 
-    run_cases(check, num_ranks, [(preset, *strategy) for preset, (_, *strategy) in ON_RANKS.items()])
+    run_cases(check, 2, [(preset, *strategy) for preset, (_, *strategy) in ON_RANKS.items()])
 
 
 # Tensors
@@ -162,6 +154,9 @@ def test_layer_on_ranks_is_the_block(num_ranks: int) -> None:
 @pytest.mark.parametrize("name", CONVERTED_MODELS)
 def test_round_trip_is_bitwise(name: str) -> None:
     block = block_of(name).bfloat16().eval()
+    for key, tensor in block.named_buffers():
+        if key.endswith("correction_bias"):
+            tensor.data = tensor.float()
     for tensor in block.state_dict().values():
         tensor.copy_(torch.randn(tensor.shape))
     clear_unused_matrices(block)
@@ -178,18 +173,6 @@ def test_round_trip_is_bitwise(name: str) -> None:
     assert got.keys() == expected.keys()
     for key, tensor in expected.items():
         assert got[key].dtype == tensor.dtype and got[key].is_contiguous() and torch.equal(got[key], tensor), key
-
-
-def test_to_another_block() -> None:
-    """On the meta device. The correction bias is wider than the rest."""
-    block = block_of("deepseek_v3").bfloat16()
-    block.gate.e_score_correction_bias = block.gate.e_score_correction_bias.float()
-    expected = copy.deepcopy(block.state_dict())
-    other = block_of("deepseek_v3").to("meta")
-    layer = MoE.from_transformers(block)
-    assert layer.router.score_correction_bias.dtype == torch.float32
-    layer.to_transformers(other)
-    assert all(torch.equal(tensor, expected[key]) for key, tensor in other.state_dict().items())
 
 
 def test_frozen_weights_stay_frozen() -> None:

@@ -1,7 +1,6 @@
 """Saliency of experts: a loop over tokens and experts, models of transformers, several ranks, and pruning by it."""
 
 import copy
-from functools import partial
 from typing import Any
 
 import pytest
@@ -59,36 +58,6 @@ def test_a_loop_in_float64_gives_the_same(options: dict[str, Any]) -> None:
     assert torch.equal(saliency.tokens_per_expert["part"], counts.long()) and (counts > 0).any()
     torch.testing.assert_close(saliency.means["part"], total / counts.clamp_min(1), rtol=1e-12, atol=0)
     assert layer.runner is runner
-
-
-@pytest.mark.parametrize("preset", ["deepseek_v3", "gpt_oss"])
-def test_replaced_blocks_of_transformers(preset: str) -> None:
-    """The experts of the family's own code, called with one token and one expert; padding of the attention mask."""
-    pytest.importorskip("transformers")  # imported here, so that the ranks do without
-    from support.replaced_models import IDS, TOLERANCE, padding, replaced, small_model
-
-    eager, calls = small_model(preset), {}
-    experts = {path.removesuffix(".experts"): each for path, each in eager.named_modules() if path.endswith(".experts")}
-    handles = [
-        each.register_forward_pre_hook(partial(lambda path, _, inputs: calls.update({path: inputs}), path))
-        for path, each in experts.items()
-    ]
-    model, mask = replaced(preset), padding(3, "left")
-    with torch.no_grad():
-        eager(input_ids=IDS, attention_mask=mask)
-        with record_saliency(model) as saliency:
-            model(input_ids=IDS, attention_mask=mask)
-    for handle in handles:
-        handle.remove()
-    assert saliency.means.keys() == experts.keys()
-    one = torch.ones(1, 1, dtype=torch.float64)
-    for path, module in experts.items():
-        values: list[list[float]] = [[] for _ in saliency.means[path]]
-        for row, ids, weights in zip(*(each[mask.flatten().bool()] for each in calls[path]), strict=True):
-            for expert, weight in zip(ids.tolist(), weights.tolist(), strict=True):
-                values[expert].append(weight * module(row[None], torch.tensor([[expert]]), one).norm().item())
-        expected = torch.tensor([sum(each) / max(1, len(each)) for each in values], dtype=torch.float64)
-        torch.testing.assert_close(saliency.means[path], expected, rtol=TOLERANCE, atol=0)
 
 
 LAYOUTS: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {

@@ -78,28 +78,6 @@ def test_copies_of_all_experts_with_as_many_times_top_k(options: dict[str, Any])
         torch.testing.assert_close(value, whole.state_dict()[name], rtol=1e-15, atol=0)
 
 
-ROWS: dict[str, tuple[Callable[[MoE], None], Callable[[Tensor], Tensor]]] = {
-    "prune": (lambda layer: prune_experts(layer, torch.tensor([4, 0])), lambda old: old[[1, 2, 3, 5]]),
-    "duplicate": (lambda layer: duplicate_experts(layer, [5, 2, 2]), lambda old: old[[0, 1, 2, 2, 2, 3, 4, 5, 5]]),
-    "merge": (
-        lambda layer: merge_experts(layer, [[4, 1], [5, 3]]),
-        lambda old: torch.stack([old[0], (old[1] + old[4]) / 2, old[2], (old[3] + old[5]) / 2]),
-    ),
-}
-
-
-@pytest.mark.parametrize(("operation", "expected"), ROWS.values(), ids=ROWS)
-def test_order_of_the_experts(operation: Callable[[MoE], None], expected: Callable[[Tensor], Tensor]) -> None:
-    """Copies come after their originals, and means take the place of the first of their experts."""
-    layer = make(**EVERYTHING)
-    before = {name: value.clone() for name, value in layer.state_dict().items()}
-    operation(layer)
-    for name, value in layer.state_dict().items():
-        rows = before[name] if name.startswith("shared_experts") else expected(before[name])
-        torch.testing.assert_close(value, rows, rtol=1e-14, atol=0, msg=name)
-    assert_meets_specification(layer, tokens(layer))
-
-
 def test_with_one_expert_per_token_a_copy_takes_over_where_noise_says_so() -> None:
     """The copy has the output of the original, so that outputs change by the noise only."""
     layer = make(top_k=1, score_function="sigmoid", normalization="none")

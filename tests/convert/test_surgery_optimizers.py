@@ -53,15 +53,16 @@ def test_training_goes_on_as_without_the_pruned_experts(make_optimizer: Callable
 
 
 @pytest.mark.parametrize("make_optimizer", [*OPTIMIZERS.values(), ADAFACTOR], ids=[*OPTIMIZERS, "adafactor"])
-def test_moments_are_copied_and_averaged(make_optimizer: Callable[[MoE], Optimizer]) -> None:
-    layer = make(expert_bias=True)
+def test_parameters_and_moments_are_copied_and_averaged(make_optimizer: Callable[[MoE], Optimizer]) -> None:
+    """Copies come after their originals, and means take the place of the first of their experts."""
+    layer = make(expert_bias=True, router_bias=True)
     optimizer = make_optimizer(layer)
     train(layer, optimizer, [tokens(layer) for _ in range(2)])
-    before = moments(layer, optimizer)
+    before = values(layer, optimizer)
     duplicate_experts(layer, [2], optimizer=optimizer)
-    copied = moments(layer, optimizer)
+    copied = values(layer, optimizer)
     merge_experts(layer, [[0, 6]], optimizer=optimizer)
-    merged = moments(layer, optimizer)
+    merged = values(layer, optimizer)
     assert before.keys() == copied.keys() == merged.keys() and before
     for key, value in before.items():
         if value.dim() == 0:
@@ -74,11 +75,12 @@ def test_moments_are_copied_and_averaged(make_optimizer: Callable[[MoE], Optimiz
         torch.testing.assert_close(merged[key], expected)
 
 
-def moments(layer: MoE, optimizer: Optimizer) -> dict[Any, Tensor]:
+def values(layer: MoE, optimizer: Optimizer) -> dict[Any, Tensor]:
+    """Parameters and moments."""
     return {
         (name, key): value.clone()
         for name, parameter in layer.named_parameters()
-        for key, value in optimizer.state[parameter].items()
+        for key, value in [("itself", parameter.detach()), *optimizer.state[parameter].items()]
     }
 
 

@@ -186,7 +186,6 @@ def linear(inputs: int, outputs: int, **options: Any) -> nn.Linear:
     return nn.Linear(inputs, outputs, **{"bias": False, **options})
 
 
-SHARED = {**SLICES, "top_k": 2, "num_shared_experts": 2}
 ERRORS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"intermediate_size": 12}, {}, "intermediate_size (12) must divide the width of the dense block (32)"),
     ({**SLICES, "num_experts": 6}, {}, "num_experts (6) must be a multiple of the number of slices"),
