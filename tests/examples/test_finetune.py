@@ -1,13 +1,11 @@
 """`examples/finetune_transformers.py`: whole runs, equal losses, and one line for mistakes of users."""
 
 from argparse import Namespace
-from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
 
-from support.pretrain_run import InputError, words
+from support.pretrain_run import InputError
 
 pytest.importorskip("transformers")
 
@@ -34,16 +32,6 @@ def train(options: Namespace, text: torch.Tensor, implementation: str) -> Run:
     for _ in range(options.steps):
         training.step()
     return training.run()
-
-
-@pytest.mark.slow
-def test_a_run_prints_a_table_and_leaves_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data, out = words(tmp_path / "text"), tmp_path / "out"
-    with patch.object(finetune_transformers, "IMPLEMENTATIONS", ("eager", "maxmoe")):
-        finetune_transformers.run(options("--data", str(data), "--out", str(out)))
-    rows = [cells for line in capsys.readouterr().out.splitlines() if len(cells := line.split()) == 7]
-    assert [row[0] for row in rows] == ["eager", "maxmoe"]
-    assert (out / "comparison.png").exists()
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
-"""`examples/strategies.py`: losses and gradients of all strategies equal one process's; sent bytes are printed."""
+"""`examples/strategies.py` and `examples/muon_sharding.py`: losses and gradients of all ways are of one process."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import muon_sharding
 import strategies
 from dispatching import training
 from support.pretrain_run import words
@@ -50,3 +51,18 @@ def test_all_strategies_have_the_losses_of_one_process(
         assert float(loss_apart) < 1e-12 and float(gradients_apart) < 1e-11, name
         assert float(peak) > 0 and float(sent) > 0, name
     assert (out / "strategies.png").exists()
+
+
+@pytest.mark.slow
+def test_all_shardings_of_muon_have_the_losses_of_one_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, out = words(tmp_path / "text"), tmp_path / "out"
+    sizes = ["--ranks", "2", "--steps", "3", "--batch-size", "2", "--sequence-length", "8"]
+    assert muon_sharding.run(muon_sharding.parse_options([*sizes, "--data", str(data), "--out", str(out)])) == 0
+    table = (out / "muon_sharding.md").read_text()
+    assert table in capsys.readouterr().out and (out / "muon_sharding.png").exists()
+    (expected, *_), *others = rows_of(table).values()
+    assert len(others) == 3
+    for loss, apart, *_ in others:
+        assert loss == expected and float(apart) < 1e-12

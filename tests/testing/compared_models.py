@@ -253,32 +253,11 @@ class SumOfParts(torch.autograd.Function):
         return gradient
 
 
-class SameOnRanks(torch.autograd.Function):
-    """Identity whose backward is an all-reduce."""
-
-    @staticmethod
-    def forward(_context: Any, x: Tensor) -> Tensor:
-        return x
-
-    @staticmethod
-    def backward(_context: Any, gradient: Tensor) -> Tensor:
-        return fc.all_reduce(gradient.contiguous(), "sum", dist.group.WORLD).wait()
-
-
 def split_features(model: Any) -> Any:
     """Keep this rank's hidden features, as ordinary parameters."""
     rank, count = dist.get_rank(), dist.get_world_size()
     for layer, name, dim in ((model.up, "weight", 0), (model.up, "bias", 0), (model.down, "weight", 1)):
         setattr(layer, name, nn.Parameter(getattr(layer, name).detach().chunk(count, dim)[rank].clone()))
-    return model
-
-
-def tensor_parallel_by_hand(model: Any) -> nn.Module:
-    def forward(x: Tensor) -> Tensor:
-        hidden = F.gelu(model.up(SameOnRanks.apply(model.norm(x))))
-        return SumOfParts.apply(hidden @ model.down.weight.mT) + model.down.bias
-
-    split_features(model).forward = forward
     return model
 
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from maxmoe.testing import RankComparison
 from maxmoe.testing.comparison import compare_output
-from maxmoe.testing.layout import Entries, matching_names
+from maxmoe.testing.layout import Entries
 from testing.compared_models import (
     BATCH,
     REPLICATED,
@@ -274,9 +274,3 @@ def test_tokens_that_no_rank_has() -> None:
 
     notes = explained(Case(ddp, 2, make_batch=first_half)).notes
     assert "No rank has 480 of 960 entries of the output[0] of one process." in notes
-
-
-def test_names_of_wrappers() -> None:
-    assert matching_names(["module.module.w"], ["module.w"]) == {"module.module.w": "module.w"}
-    assert matching_names(["module._orig_mod.w"], ["_orig_mod.w"]) == {"module._orig_mod.w": "_orig_mod.w"}
-    assert matching_names(["module.more"], ["w"]) == {"module.more": "more"}

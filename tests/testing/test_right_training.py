@@ -32,9 +32,7 @@ from testing.compared_models import (
     expert_and_data_parallel,
     fsdp2,
     reduced,
-    same_batch,
     share_of_loss,
-    tensor_parallel_by_hand,
     whole_batch,
 )
 
@@ -117,7 +115,6 @@ RIGHT = {
     "FSDP2, recomputation, sizes that the ranks do not divide": Case(fsdp2, 3, build=partial(build, Recomputed)),
     "FSDP2 with replicas": Case(hsdp),
     "sequence parallel": Case(sequence_parallel, 2, None, share_of_sequences, part_of_sequence, build_dense),
-    "tensor parallel by hand": Case(tensor_parallel_by_hand, 2, None, dense_loss, same_batch, build_dense),
     "expert and data parallel by hand": Case(expert_and_data_parallel, loss=share_of_loss, step=reduced(*REPLICATED)),
     "stages of maxmoe": Case(
         stages_of_maxmoe, 2, step_of_pipeline, decoder_loss, lambda *_: staged_decoder.batch(), build_decoder
