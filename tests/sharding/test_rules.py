@@ -63,6 +63,8 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
 
 
 ENTRY = "must be like '- exp: [expert]', got"
+# Nine axes to the power of nine, if aliases were written out.
+ALIASES = "".join(f"- l{n}: &l{n} [{', '.join([f'*l{n - 1}' if n else 'lol'] * 9)}]\n" for n in range(9))
 
 
 @pytest.mark.parametrize(
@@ -81,6 +83,7 @@ ENTRY = "must be like '- exp: [expert]', got"
         ("- a: !!timestamp a\n", " 'NoneType' object has no attribute"),
         ("- a: x\n---\n- b: x\n", "2: not YAML: but found another document"),
         (f"- a: x\n- {'n' * 30000}", f" rule 1 {ENTRY} 'nnn"),
+        (ALIASES, " rule 0, 'l0', has the axis 'lol' twice: ['lol', "),
         (f"- a: {'[' * 1000}", " maximum recursion depth exceeded"),
         ("- a: x\n- b: \x01\n", " unacceptable character #x0001: special characters are not allowed"),
     ],
