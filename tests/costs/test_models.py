@@ -22,7 +22,7 @@ from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.parallel import parallelize
 from maxmoe.ranks.named_collectives import CHECK_VARIABLE
 from maxmoe.sharding import Mesh
-from support.measured_step import kept_tensors, num_bytes
+from support.memory import num_bytes, saved_for_backward
 from support.run_ranks import run_ranks
 
 ONE_RANK = Mesh.planned({})
@@ -171,7 +171,7 @@ def test_memory_is_what_autograd_saves_and_torch_allocates() -> None:
         assert all(torch.equal(tensor, state[name]) for name, tensor in user.model.state_dict().items())
         assert all(parameter.grad is None and not parameter.is_meta for parameter in user.model.parameters())
         user.model.train()
-        with kept_tensors([*user.model.parameters(), *user.model.buffers()]) as tensors:
+        with saved_for_backward([*user.model.parameters(), *user.model.buffers()]) as tensors:
             default_loss(user.model(*user.arguments(4, LENGTH)))
         kept[name] = num_bytes(tensors)
     assert {name: memory["activations"] for name, memory in planned.items()} == pytest.approx(kept, rel=1e-3)

@@ -65,9 +65,7 @@ def result_on(device: torch.device, call: Call) -> Result:
 
 
 def tensors_of(results: Result) -> dict[str, Tensor]:
-    gradients = {f"gradient of {name}": gradient for name, gradient in results.gradients.items()}
-    outputs = {f"output {number}": output for number, output in enumerate(results.outputs)}
-    return outputs | {name: gradient for name, gradient in gradients.items() if gradient is not None}
+    return {name: tensor for name, tensor in results.by_name().items() if tensor is not None}
 
 
 def operator_errors(cases: Cases, tests: AutogradTests, dtype: torch.dtype) -> Values:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from maxmoe import ops
 from maxmoe.quantization import FORMATS, quantize
-from support.device_memory import DeviceMemory, SynchronizationError, move_to_device, to_device, to_host
+from support.device_memory import DeviceMemory, SynchronizationError, to_device, to_host
 from support.moe_layers import EVERYTHING, LAYERS, make, tokens
 from support.operator_calls import assert_near
 
@@ -41,7 +41,7 @@ def test_nothing_waits_for_the_device(name: str, padding: bool) -> None:
     expected = train(layer, x.clone(), token_mask)
     layer.zero_grad()
     with DeviceMemory():
-        move_to_device(layer)
+        layer._apply(to_device)
         got = train(layer, to_device(x), None if token_mask is None else to_device(token_mask))
     for name, value in expected.items():
         assert_near(to_host(got[name]), value, 2e-5, name)
@@ -97,7 +97,7 @@ def test_peak_memory(dtype: torch.dtype) -> None:
     layer = make(dtype, hidden_size=D, intermediate_size=F, num_experts=E, top_k=K)
     x = tokens(layer, T)
     with DeviceMemory() as device:
-        move_to_device(layer)
+        layer._apply(to_device)
         x = to_device(x).requires_grad_()
         before = device.peak_bytes
         out = layer(x).hidden_states

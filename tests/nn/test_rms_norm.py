@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from maxmoe.models.blocks import Norm
+from support.memory import saved_for_backward
 
 
 def norms(dtype: torch.dtype) -> tuple[Norm, nn.RMSNorm, Tensor]:
@@ -45,7 +46,6 @@ def test_gradients_of_every_kind() -> None:
 
 def test_saves_its_input_alone() -> None:
     norm, _, x = norms(torch.float32)
-    saved: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda each: saved.append(each) or each, lambda each: each):
+    with saved_for_backward() as saved:
         norm(x.requires_grad_())
     assert {each.data_ptr() for each in saved} == {x.data_ptr(), norm.weight.data_ptr()}

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from maxmoe import MoEConfig, ZeroComputation
 from maxmoe.nn import SharedExperts, TopK
+from support.memory import saved_for_backward
 from support.moe_layers import EVERYTHING, SIZES, Options, make, tokens
-from support.operator_calls import saved_for_backward
 
 D, F, E, K, L = 50, 10, 4, 2, 16
 # Logits; weights, experts, slots and rows of each slot.

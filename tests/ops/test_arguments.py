@@ -14,8 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from maxmoe import ops
 from support import activations
-from support.ffn_call import ffn_call
-from support.low_rank_calls import gmm_call, with_factors
+from support.matrix_calls import factored_gmm_call, ffn_call, with_factors
 from support.named import named
 from support.operator_calls import Call, refusal
 from support.paths import emulated
@@ -244,7 +243,7 @@ def test_saved_tensors_that_come_back_in_another_dtype(every_path: str, dtype: t
 
 @pytest.mark.parametrize("projection", ["gate", "up", "down", "rhs"])
 def test_factors_of_other_sizes(path: str, projection: str) -> None:
-    call = gmm_call(SKEWED) if projection == "rhs" else with_factors(ffn_call(SKEWED))
+    call = factored_gmm_call(SKEWED) if projection == "rhs" else with_factors(ffn_call(SKEWED))
     a, b = (call.arguments[f"{projection}_factors.{field}"] for field in "ab")
     inner = {"rhs": "D of lhs", "down": "F of up"}.get(projection, "D of x")
     for field, factor, *words in (

@@ -102,7 +102,7 @@ def test_launches_and_bytes_of_the_experts() -> None:
 SWITCHED = """
 from maxmoe import ops
 from ops.test_cuda_emulator import traffic
-from support.ffn_call import ffn_call
+from support.matrix_calls import ffn_call
 from support.operator_calls import assert_same, result
 from support.shapes import SKEWED
 

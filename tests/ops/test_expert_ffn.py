@@ -12,7 +12,7 @@ from torch import Tensor
 
 from maxmoe import ops, reference
 from support import activations
-from support.ffn_call import EACH, PARAMETERS, ffn_call, fused
+from support.matrix_calls import EACH, PARAMETERS, ffn_call, fused
 from support.named import named
 from support.operator_calls import Call, assert_near, assert_same, expected_result, result, tolerance
 from support.operator_checks import (
@@ -68,9 +68,9 @@ def test_every_activation(every_path: str, activation: dict[str, Any]) -> None:
     in_emulator=[("no weights",), ("plain",), ("concatenated",), ("interleaved",), ("factors, concatenated",)],
 )
 def test_every_option(every_path: str, case: str) -> None:
-    in_low_precision = torch.float32 if EACH[case](TINY).arguments.get("limit") else torch.bfloat16
+    in_low_precision = torch.float32 if "limit" in EACH[case] else torch.bfloat16
     for shape, dtype in ((SKEWED, torch.float64), (UNROUTED, torch.float64), (ODD_WIDTHS, in_low_precision)):
-        call = EACH[case](shape).cast(dtype)
+        call = ffn_call(shape, **EACH[case]).cast(dtype)
         with named(shape, dtype):
             assert_same(result(call), expected_result(call), tolerance(dtype, 8))
 
@@ -79,7 +79,7 @@ def test_every_option(every_path: str, case: str) -> None:
 def test_recomputation_gives_the_same_bits(path: str, case: str) -> None:
     cases = ((SKEWED, torch.float64), (UNROUTED, torch.float32), (SEVERAL_BLOCKS, torch.bfloat16))
     for shape, dtype in cases:
-        call = EACH[case](shape).cast(dtype)
+        call = ffn_call(shape, **EACH[case]).cast(dtype)
         with named(shape, dtype):
             assert_same(result(call.replace(recompute=True)), result(call))
 
@@ -170,7 +170,7 @@ def test_gradients_of_transposed_views_have_the_layout_of_their_parameters(every
 
 @pytest.mark.parametrize("case", ["plain, no weights", "concatenated", "interleaved", "recomputed"])
 def test_opcheck_of_options(case: str) -> None:
-    check_registrations(ffn_call(SKEWED, recompute=True) if case == "recomputed" else EACH[case](SKEWED))
+    check_registrations(ffn_call(SKEWED, **EACH.get(case, {"recompute": True})))
 
 
 def test_compiles_with_inductor() -> None:

@@ -10,9 +10,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from maxmoe import ops, reference
 from support import activations
-from support.ffn_call import EACH, PARAMETERS, ffn_call
-from support.low_rank_calls import PROJECTIONS, RANKS, with_factors
-from support.operator_calls import Call, cotangents_of, result, saved_for_backward
+from support.matrix_calls import EACH, PARAMETERS, PROJECTIONS, RANKS, ffn_call, with_factors
+from support.memory import saved_for_backward
+from support.operator_calls import Call, cotangents_of, result
 from support.operator_checks import ExecutedOperators, function_of, ignore_warnings_of_transforms
 from support.shapes import SKEWED, TINY, UNROUTED
 
@@ -73,7 +73,7 @@ def assert_same_bits(got: dict[str, Tensor], expected: dict[str, Tensor]) -> Non
 def test_same_bits(path: str, case: str, recompute: bool) -> None:
     """Inputs first, parameters first, and one by one; in the split backward no gradient is computed twice."""
     for shape, dtype in ((SKEWED, torch.float64), (UNROUTED, torch.bfloat16)):
-        call = EACH[case](shape).cast(dtype).replace(recompute=recompute)
+        call = ffn_call(shape, **EACH[case]).cast(dtype).replace(recompute=recompute)
         expected = Backward(call).all()
         backward = Backward(call)
         with ExecutedOperators() as executed:
@@ -159,10 +159,9 @@ def test_gradient_of_one_argument_alone(every_path: str, trained: str) -> None:
 def own(call: Call) -> list[Tensor]:
     """The tensors that a call saves beside its arguments."""
     call = call.trainable()
-    given = {tensor.data_ptr() for tensor in (*call.tensors().values(), *call.arguments["plan"][:4])}
-    with saved_for_backward() as saved:
+    with saved_for_backward([*call.tensors().values(), *call.arguments["plan"][:4]]) as saved:
         call()
-    return [tensor for tensor in saved if tensor.numel() and tensor.data_ptr() not in given]
+    return [tensor for tensor in saved if tensor.numel()]
 
 
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
@@ -190,10 +189,9 @@ def test_saves_the_preactivations_and_its_arguments(every_path: str, dtype: torc
 @each_recompute
 def test_backward_takes_the_memory_of_the_preactivations_but_from_a_retained_graph(recompute: bool) -> None:
     call = ffn_call(SKEWED, recompute=recompute).trainable()
-    with saved_for_backward() as saved:
+    with saved_for_backward(call.tensors().values()) as saved:
         (out,) = call()
-    arguments = {tensor.data_ptr() for tensor in call.tensors().values()}
-    own = [z for z in saved if z.is_floating_point() and z.numel() and z.data_ptr() not in arguments]
+    own = [z for z in saved if z.is_floating_point() and z.numel()]
     before = [z.detach().clone() for z in own]
     assert len(own) == (0 if recompute else 1)
     trained = list(call.floats().values())
@@ -220,6 +218,8 @@ def test_derivatives_of_each_activation(path: str, activation: dict[str, Any]) -
 
 @pytest.mark.parametrize("case", ["concatenated", "interleaved", "recomputed"])
 def test_second_derivatives_of_options(path: str, case: str) -> None:
-    call = ffn_call(UNROUTED, activation="gelu", recompute=True) if case == "recomputed" else EACH[case](TINY)
+    call = (
+        ffn_call(UNROUTED, activation="gelu", recompute=True) if case == "recomputed" else ffn_call(TINY, **EACH[case])
+    )
     function, values = function_of(call.trainable())
     assert torch.autograd.gradgradcheck(function, values, fast_mode=True)

@@ -19,7 +19,7 @@ from maxmoe import _C, ops
 from maxmoe.quantization import quantize
 from ops.test_core_module import calls, moved
 from support.operator_checks import ExecutedOperators
-from support.run_ranks import run_alone
+from support.run_ranks import run_ranks
 
 HUGE = (-(2**63), -(2**62), -1, 0, 1, 3, 10**9, 2**32, 2**62, 2**63 - 1)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
@@ -259,4 +259,4 @@ def main() -> None:
 
 def test_hostile_calls() -> None:
     """In a fork, which may crash: the last line that it has printed names the call."""
-    run_alone(main, deadline=300)
+    run_ranks(main, 1, deadline=300)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from maxmoe import ops, reference
+from support.memory import saved_for_backward
 from support.named import named
 from support.operator_calls import (
     Call,
@@ -14,7 +15,6 @@ from support.operator_calls import (
     cotangents_of,
     expected_result,
     result,
-    saved_for_backward,
     tolerance,
 )
 from support.operator_checks import (

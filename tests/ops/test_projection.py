@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from maxmoe import ops, reference
-from support.ffn_call import ffn_call, with_fused_gate
-from support.low_rank_calls import PROJECTIONS, gmm_call, with_factors
+from support.matrix_calls import PROJECTIONS, RANKS, factored_gmm_call, ffn_call, with_factors
 from support.named import named
 from support.operator_calls import Call, assert_same, expected_result, result, strided, tolerance
 from support.operator_checks import AutogradTests, ExecutedOperators
@@ -28,7 +27,7 @@ class TestGmm(AutogradTests):
     shared_in_backward = frozenset({"gmm"})  # the gradients of lhs and of a share a product
 
     def call(self, shape: Shape) -> Call:
-        return gmm_call(shape)
+        return factored_gmm_call(shape)
 
 
 BOTH: list[Callable[[Shape], Call]] = [TestExpertFfn().call, TestGmm().call]
@@ -52,7 +51,7 @@ def test_ranks(path: str, dtype: torch.dtype) -> None:
         (16, SEVERAL_BLOCKS),
         (33, SEVERAL_BLOCKS),
     ):
-        for call in (with_factors(ffn_call(shape), dict.fromkeys(PROJECTIONS, rank)), gmm_call(shape, rank)):
+        for call in (with_factors(ffn_call(shape), dict.fromkeys(PROJECTIONS, rank)), factored_gmm_call(shape, rank)):
             call = call.cast(dtype)
             with named(call.operator, rank, shape):
                 assert_same(result(call), expected_result(call), tolerance(dtype, 8))
@@ -65,9 +64,7 @@ def test_strides_do_not_matter(path: str, build: Callable[[Shape], Call], layout
     shapes = [Shape("D = F, K = 1", 9, 3, 1, 6, 6, scattered(3)), Shape("D = 2F", 11, 4, 2, 10, 5, scattered(4))]
     for shape in (*shapes, Shape("one expert", 8, 1, 1, 4, 4, lambda slot: 0), EMPTY_EXPERTS, UNROUTED):
         call = build(shape)
-        calls = (
-            [call] if call.operator == "gmm" else [call, with_factors(with_fused_gate(ffn_call(shape), "concatenated"))]
-        )
+        calls = [call] if call.operator == "gmm" else [call, ffn_call(shape, fused_gate="concatenated", ranks=RANKS)]
         for call in calls:
             other = call.replace(
                 **{name: strided(v, layout) for name, v in call.tensors().items() if "_factors" in name}
@@ -78,7 +75,7 @@ def test_strides_do_not_matter(path: str, build: Callable[[Shape], Call], layout
 
 @pytest.mark.parametrize("operator", ["expert_ffn", "gmm"])
 def test_factors_without_columns(path: str, operator: str) -> None:
-    call = gmm_call(SKEWED, 0)
+    call = factored_gmm_call(SKEWED, 0)
     if operator == "expert_ffn":
         call = with_factors(ffn_call(SKEWED))
         factors = {name: value for name, value in call.tensors().items() if "factors" in name}
@@ -129,7 +126,7 @@ def test_adapters_side_by_side(path: str) -> None:
 
 
 def test_gmm_multiplies_no_groups_for_a_frozen_matrix(path: str) -> None:
-    call = gmm_call(SKEWED).trainable()
+    call = factored_gmm_call(SKEWED).trainable()
     call.arguments["rhs"].requires_grad_(False)
     out = call()[0]
     with ExecutedOperators() as executed:
@@ -152,7 +149,7 @@ def test_gmm_multiplies_no_groups_for_a_frozen_matrix(path: str) -> None:
     ],
 )
 def test_what_are_no_factors(changes: dict[str, Any], error: type[Exception], message: str) -> None:
-    call = gmm_call(SKEWED).replace(**{f"rhs_factors.{name}": value for name, value in changes.items()})
+    call = factored_gmm_call(SKEWED).replace(**{f"rhs_factors.{name}": value for name, value in changes.items()})
     with pytest.raises(error, match=message):
         call()
 

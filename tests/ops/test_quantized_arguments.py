@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from maxmoe import ops
-from support.low_rank_calls import PROJECTIONS
+from support.matrix_calls import PROJECTIONS, gmm_call
+from support.memory import saved_for_backward
 from support.named import named
-from support.operator_calls import refusal, saved_for_backward
+from support.operator_calls import refusal
 from support.operator_checks import ExecutedOperators, ignore_warnings_of_transforms
-from support.quantized_calls import ROWS, VARIANTS, Variant, ffn_call, gmm_call, random_stack
+from support.quantized_calls import ROWS, VARIANTS, Variant, ffn_call, random_stack
 
 
 def raw_gmm(**changes: Any) -> dict[str, Any]:
@@ -48,7 +49,7 @@ def raw_ffn(**changes: Any) -> dict[str, Any]:
 )
 def test_autocast(path: str, dtype: torch.dtype, variant: Variant) -> None:
     """Scales stay float32."""
-    for call in (gmm_call(random_stack(variant, (len(ROWS), 96, 50))), ffn_call(variant, (96, 50))):
+    for call in (gmm_call(ROWS, random_stack(variant, (len(ROWS), 96, 50))), ffn_call(variant, (96, 50))):
         call = call.cast(torch.float32)
         with torch.autocast("cpu", dtype):
             got = call()[0]
@@ -76,7 +77,7 @@ def test_scales_have_neither_gradient_nor_tangent(path: str) -> None:
 
 
 def test_nothing_is_dequantized_for_backward() -> None:
-    for call in (gmm_call(random_stack(VARIANTS[0], (11, 96, 50))), ffn_call(VARIANTS[0], (96, 50))):
+    for call in (gmm_call(ROWS, random_stack(VARIANTS[0], (11, 96, 50))), ffn_call(VARIANTS[0], (96, 50))):
         with saved_for_backward() as saved, ExecutedOperators() as executed:
             outputs = call.trainable()()
             outputs[0].sum().backward()
@@ -151,4 +152,4 @@ def test_dequantize_refuses(path: str) -> None:
 def test_stacks_of_other_shapes() -> None:
     stack = random_stack(VARIANTS[0], (3, 64, 32), is_transposed=False)
     with refusal("gmm", "rhs must have matrices of 64", "32 x 64"):
-        gmm_call(stack, (1, 2, 3)).replace(rhs=stack.mT)()
+        gmm_call((1, 2, 3), stack).replace(rhs=stack.mT)()

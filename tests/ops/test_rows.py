@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from maxmoe import ops, reference
-from support.operator_calls import Call, assert_same, refusal, result, saved_for_backward
+from support.memory import saved_for_backward
+from support.operator_calls import Call, assert_same, refusal, result
 from support.operator_checks import MixedWeights, OperatorTests, UnreadElements
 from support.paths import emulated
 from support.shapes import SKEWED, Shape

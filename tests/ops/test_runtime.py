@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from maxmoe import _C, ops
-from support.ffn_call import ffn_call
+from support.matrix_calls import ffn_call
 from support.operator_calls import assert_same, result
 from support.paths import needs_emulator
 from support.shapes import SKEWED

@@ -15,6 +15,7 @@ from maxmoe.optim import Muon, parameter_groups
 from maxmoe.parallel import parallelize, token_sharding
 from maxmoe.ranks import named_collectives
 from maxmoe.sharding import Mesh
+from support.memory import saved_for_backward
 from support.parallel_decoder import BLOCK, MeshRules, batch, decoder, loss
 from support.run_ranks import run_cases, run_ranks
 
@@ -40,13 +41,7 @@ def test_memory_that_one_rank_holds_for_longer_decides_no_collective() -> None:
 def test_a_model_keeps_no_gathered_parameter() -> None:
     def kept() -> tuple[int, int]:
         model = parallelize(decoder(), Mesh({"expert": 2}), "ep-as-dp", dispatch="gather_weights")
-        saved: list[Tensor] = []  # not by address, which is reused after a free
-
-        def keep(tensor: Tensor) -> Tensor:
-            saved.append(tensor)
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with saved_for_backward() as saved:
             output = model(batch()[0][:2, :4])  # hidden states of no shape of a weight
         named = model.named_parameters()
         shapes = {tuple(parameter.shape) for name, parameter in named if ".experts." in name and parameter.dim() == 3}

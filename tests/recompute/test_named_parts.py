@@ -9,9 +9,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import maxmoe
 from maxmoe.nn import Checkpointed, recompute_of
+from support.memory import num_bytes, saved_for_backward
 from support.moe_layers import COMPUTE, EVERYTHING, LLAMA4, Options, make, outcome, tokens
-from support.operator_calls import assert_same, saved_for_backward
-from support.operator_checks import CountedOperators
+from support.operator_calls import assert_same
+from support.operator_checks import ExecutedOperators
 
 LAYERS: dict[str, Options] = {
     "every part": EVERYTHING,
@@ -33,12 +34,10 @@ def test_a_layer_gives_the_same_bits_and_keeps_less(path: str, dtype: torch.dtyp
 
     def kept() -> int:
         leaf = x.clone().requires_grad_()
-        known = {tensor.untyped_storage().data_ptr() for tensor in (leaf, *layer.parameters())}
-        with saved_for_backward() as saved:
+        with saved_for_backward([leaf, *layer.parameters()]) as saved:
             output = layer(leaf)
         assert output.hidden_states.requires_grad
-        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in saved}
-        return sum(storage.nbytes() for storage in storages.values() if storage.data_ptr() not in known)
+        return num_bytes(saved)
 
     expected, usual = outcome(layer, x), kept()
     for name in sorted(names_of(layer)):
@@ -73,7 +72,7 @@ def test_routes_once_and_computes_down_once() -> None:
     layer, counts = make(implementation="dense"), []
     for names in ((), ("experts",)):
         maxmoe.set_recompute(layer, names)
-        with CountedOperators() as products:
+        with ExecutedOperators() as products:
             outcome(layer, tokens(layer))
         counts.append(products.times)
     usual, recomputed = counts

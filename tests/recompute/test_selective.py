@@ -21,7 +21,7 @@ from maxmoe._torch import SELECTIVE_CHECKPOINT_OPTIONS
 from maxmoe.recompute.selective import choices_are_kept
 from support.moe_layers import COMPUTE, DEEPSEEK, LLAMA4, Options, make, outcome, tokens
 from support.operator_calls import assert_same
-from support.operator_checks import CountedOperators, compile_whole
+from support.operator_checks import ExecutedOperators, compile_whole
 
 WAYS: dict[str, Callable[..., Any]] = {
     "non_reentrant": partial(checkpoint, use_reentrant=False),
@@ -65,7 +65,7 @@ def test_saves_any_operator(options: Options) -> None:
     layer = make(**options)
     x = tokens(layer, 2, 9)
     torch.manual_seed(3)
-    with CountedOperators() as executed:
+    with ExecutedOperators() as executed:
         layer(x)
     torch.manual_seed(3)
     expected = outcome(layer, x)
@@ -105,7 +105,7 @@ def test_a_mode_that_changes_before_the_backward(way: Callable[..., Any], traini
 @pytest.mark.parametrize(("name", "times"), [("non_reentrant", 2), ("reentrant", 2), ("keep_routing", 1)])
 def test_how_often_it_routes(name: str, times: int) -> None:
     layer = make(**DEEPSEEK)
-    with CountedOperators() as executed:
+    with ExecutedOperators() as executed:
         outcome(layer, tokens(layer), lambda x: WAYS[name](layer, x))
     assert executed.times["maxmoe.route.default"] == times
     assert executed.times["maxmoe.ragged_plan.default"] == times

@@ -10,26 +10,14 @@ from collections import Counter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 DEVICE = torch.device("meta")  # not the CPU, and autograd needs no driver for it
 aten = torch.ops.aten
 
-READS_VALUES = {
-    aten.item.default,
-    aten._local_scalar_dense.default,
-    aten.is_nonzero.default,
-    aten.equal.default,
-    aten.nonzero.default,
-    aten.masked_select.default,
-    aten.bincount.default,
-    aten._unique2.default,
-    aten.unique_dim.default,
-    aten.unique_consecutive.default,
-    aten.repeat_interleave.Tensor,
-}
+READS_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 READS_MASKS = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
 COPIES_TENSORS = {aten.where.self, aten.copy_.default}
 
@@ -66,7 +54,6 @@ class DeviceMemory(TorchDispatchMode):
 
     Attributes:
         calls: number of calls of each operator of PyTorch.
-        num_computed: number of calls that computed something: all but views and empty tensors.
         largest: elements of the largest result.
         peak_bytes: peak memory of the tensors that were made inside of the context.
     """
@@ -74,7 +61,6 @@ class DeviceMemory(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: Counter[str] = Counter()
-        self.num_computed = 0
         self.largest = 0
         self.peak_bytes = 0
         self._live_bytes = 0
@@ -98,7 +84,6 @@ class DeviceMemory(TorchDispatchMode):
         if device is not None:
             kwargs["device"] = torch.device("cpu")
         results = function(*args, **kwargs)
-        self.num_computed += computes(function, tree_leaves((args, kwargs)), tree_leaves(results))
         return tree_map_only(Tensor, lambda each: known[id(each)] if id(each) in known else self._made(each), results)
 
     def _made(self, numbers: Tensor) -> DeviceTensor:
@@ -119,21 +104,13 @@ class DeviceMemory(TorchDispatchMode):
             self._live_bytes -= num_bytes
 
 
-def computes(function: Any, arguments: list[Any], results: list[Any]) -> bool:
-    """Whether a call writes numbers: a result is neither a view of an argument nor uninitialized memory."""
-
-    def addresses(values: list[Any]) -> set[int]:
-        return {value.untyped_storage().data_ptr() for value in values if isinstance(value, Tensor)}
-
-    if function._schema.is_mutable:
-        return True
-    return "empty" not in function._schema.name and bool(addresses(results) - addresses(arguments))
-
-
 def check_no_waiting(function: Any, tensors: list[Tensor], device: torch.device | None) -> None:
     """Raise where host and device would have to wait for each other."""
-    reads_mask = function in READS_MASKS and any(tensor.dtype == torch.bool for tensor in tensors)
-    if function in READS_VALUES or reads_mask or device not in (None, DEVICE):
+    if function in READS_MASKS:
+        reads_values = any(tensor.dtype == torch.bool for tensor in tensors)
+    else:
+        reads_values = not READS_VALUES.isdisjoint(function.tags)
+    if reads_values or device not in (None, DEVICE):
         raise SynchronizationError(f"{function} reads values of the device")
     has_host_tensor = not all(isinstance(tensor, DeviceTensor) for tensor in tensors)
     if has_host_tensor and (device is not None or function in COPIES_TENSORS):
@@ -153,15 +130,6 @@ def check_grouped_mm(lhs: Tensor, rhs: Tensor, ends: Tensor) -> None:
 def to_device(tensor: Tensor) -> DeviceTensor:
     """Return a copy on the device, a leaf of the graph."""
     return DeviceTensor(tensor.detach().clone()).requires_grad_(tensor.requires_grad)
-
-
-def move_to_device(module: nn.Module) -> None:
-    """Move all parameters and buffers to the device, in place."""
-    for part in module.modules():
-        for name, parameter in list(part.named_parameters(recurse=False)):
-            part.register_parameter(name, nn.Parameter(to_device(parameter.detach())))
-        for name, buffer in list(part.named_buffers(recurse=False)):
-            part.register_buffer(name, to_device(buffer))
 
 
 def to_host(values: Any) -> Any:

@@ -1,14 +1,13 @@
 """Memory and collectives of a training step on real ranks, for comparison with a plan."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from maxmoe import MoE, replay_routing
 from maxmoe.costs import Traffic
@@ -19,6 +18,7 @@ from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.parallel.plan.sharded_tokens import ShardedTokens
 from maxmoe.sharding import LogicalRules, Mesh, NamedSharding
 from support.counted_collectives import CountedCollectives
+from support.memory import num_bytes, saved_for_backward
 from support.parallel_decoder import BATCH, CONFIG, LENGTH, MeshRules, batch, decoder, layouts, loss, token_spec
 from support.run_ranks import run_ranks
 
@@ -36,25 +36,6 @@ class MeasuredStep:
     parameters: dict[str, tuple[tuple[int, ...], int]]
     collectives: dict[tuple[str, str], list[int]]
     kept_bytes: int
-
-
-@contextmanager
-def kept_tensors(others: Iterable[Tensor]) -> Iterator[dict[int, Tensor]]:
-    """Collect the tensors that autograd saves, by storage, without `others`."""
-    known = {tensor.untyped_storage().data_ptr() for tensor in others}
-    kept: dict[int, Tensor] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        if tensor.untyped_storage().data_ptr() not in known:
-            kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        yield kept
-
-
-def num_bytes(kept: dict[int, Tensor]) -> int:
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
 # Every preset once, on a mesh with the axes of the preset.
@@ -110,7 +91,7 @@ def _step(
     routing = balanced_routing(model, tokens.shape)
     sums = nullcontext() if sums_losses else without_sums_of_losses()
     with sums, replay_routing(model, routing), CountedCollectives(mesh) as counted:
-        with kept_tensors(stored.values()) as kept:
+        with saved_for_backward(stored.values()) as kept:
             result = loss(model(tokens), targets)
         kept_bytes = num_bytes(kept)
         result.backward()

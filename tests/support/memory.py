@@ -1,12 +1,14 @@
-"""A bound on the memory that a block of code may allocate."""
+"""Memory: what a block of code may allocate, and what autograd keeps."""
 
 import re
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 import maxmoe
 
@@ -31,3 +33,24 @@ def at_most(num_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, limits)
+
+
+@contextmanager
+def saved_for_backward(given: Iterable[Tensor] = ()) -> Iterator[list[Tensor]]:
+    """Collect what autograd keeps while the block runs, without the memory of given tensors."""
+    known = {tensor.untyped_storage().data_ptr() for tensor in given}
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in known:
+            saved.append(tensor)
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield saved
+
+
+def num_bytes(tensors: Iterable[Tensor]) -> int:
+    """The memory of tensors, some of which may share it."""
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+    return sum(storage.nbytes() for storage in storages.values())

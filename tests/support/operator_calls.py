@@ -1,6 +1,5 @@
 """Calls of our operators and of the reference with the same arguments, and comparisons of their results."""
 
-import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from maxmoe import ops, reference
 from maxmoe.quantization import QuantizedStack
+from support.messages import containing
 
 PROJECTIONS = {"expert_ffn": ("gate", "up", "down"), "gmm": ("rhs",)}
 
@@ -81,6 +80,11 @@ class Result:
     outputs: tuple[Tensor, ...]
     gradients: dict[str, Tensor | None]
 
+    def by_name(self) -> dict[str, Tensor | None]:
+        """Return outputs and gradients."""
+        gradients = {f"gradient of {name}": gradient for name, gradient in self.gradients.items()}
+        return {f"output {number}": output for number, output in enumerate(self.outputs)} | gradients
+
 
 def floating(outputs: tuple[Tensor, ...]) -> list[Tensor]:
     return [output for output in outputs if output.is_floating_point()]
@@ -125,13 +129,13 @@ def assert_near(got: Tensor | None, expected: Tensor | None, relative: float, wh
 
 def assert_same(got: Result, expected: Result, relative: float = 0.0) -> None:
     """Compare outputs and gradients of two calls; integers must be equal."""
-    for number, (output, other) in enumerate(zip(got.outputs, expected.outputs, strict=True)):
-        if output.is_floating_point():
-            assert_near(output, other, relative, f"output {number}")
+    assert len(got.outputs) == len(expected.outputs)
+    others = expected.by_name()
+    for name, value in got.by_name().items():
+        if value is None or value.is_floating_point():
+            assert_near(value, others[name], relative, name)
         else:
-            assert torch.equal(output, other), f"output {number}"
-    for name, gradient in got.gradients.items():
-        assert_near(gradient, expected.gradients[name], relative, f"gradient of {name}")
+            assert torch.equal(value, others[name]), name  # type: ignore[arg-type]
 
 
 def tolerance(dtype: torch.dtype, roundings: int) -> float:
@@ -166,21 +170,8 @@ def strided(tensor: Tensor, layout: str) -> Tensor:
 
 
 @contextmanager
-def saved_for_backward() -> Iterator[list[Tensor]]:
-    """Collects what autograd keeps while the block runs."""
-    saved: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        saved.append(tensor)
-        return tensor
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield saved
-
-
-@contextmanager
 def refusal(operator: str, *named: Any) -> Iterator[None]:
     """Expect an error "maxmoe::<operator>: <argument> must ..., got ..." that contains all of `named`."""
-    words = "".join(f"(?=.*{re.escape(str(word))})" for word in named)
+    words = containing(*map(str, named))
     with pytest.raises((ValueError, RuntimeError), match=rf"(?s)maxmoe::{operator}: {words}"):
         yield

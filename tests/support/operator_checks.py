@@ -3,9 +3,9 @@
 import importlib
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import product
+from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from maxmoe import ops, reference
+from support.memory import saved_for_backward
 from support.named import named
 from support.operator_calls import (
     Call,
@@ -27,7 +28,6 @@ from support.operator_calls import (
     floating,
     refusal,
     result,
-    saved_for_backward,
     strided,
     tolerance,
 )
@@ -52,8 +52,8 @@ ignore_warnings_of_transforms = pytest.mark.filterwarnings(
 )
 
 
-class Operator:
-    """How an operator is called."""
+class AutogradTests:
+    """How an operator is called; its derivatives, what is saved for them, and compilation."""
 
     # Number of roundings to a 16 bit dtype between the arguments and any result.
     roundings: ClassVar[int] = 1
@@ -68,10 +68,6 @@ class Operator:
     def call(self, shape: Shape) -> Call:
         """The operator on random float64 arguments of this shape."""
         raise NotImplementedError
-
-
-class AutogradTests(Operator):
-    """Derivatives, what is saved for them, and compilation."""
 
     @ignore_warnings_of_transforms
     @pytest.mark.parametrize(
@@ -135,14 +131,14 @@ class AutogradTests(Operator):
                 floating(outputs), wanted, cotangents_of(outputs), retain_graph=True, allow_unused=True
             )
 
-        with count_operators() as together:
+        with ExecutedOperators() as together:
             expected = dict(zip(call.floats(), gradients(*leaves), strict=True))
-        with count_operators() as apart:
+        with ExecutedOperators() as apart:
             got = tuple(gradients(leaf)[0] for leaf in leaves)
         assert_same(Result((), dict(zip(call.floats(), got, strict=True))), Result((), expected))
-        for operator in self.shared_in_backward:
-            del together[operator], apart[operator]
-        assert apart == together
+        counts = (Counter(name for name, _ in executed.calls) for executed in (together, apart))
+        one, other = ({name: n for name, n in each.items() if name not in self.shared_in_backward} for each in counts)
+        assert one == other
 
     def test_activation_checkpointing(self, path: str) -> None:
         call = self.call(SKEWED).trainable()
@@ -278,38 +274,24 @@ class MixedWeights:
 
 
 class ExecutedOperators(TorchDispatchMode):
-    """Our operators that are executed while the mode is active, with their arguments."""
+    """The operators that are executed while the mode is active, backward included.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[str, dict[str, Any]]] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function.namespace == "maxmoe":
-            names = [argument.name for argument in function._schema.arguments]
-            self.calls.append((function._opname, {**dict(zip(names, args, strict=False)), **(kwargs or {})}))
-        return function(*args, **(kwargs or {}))
-
-
-class CountedOperators(TorchDispatchMode):
-    """How often each operator, of torch or ours, is executed while the mode is active, backward included."""
+    Attributes:
+        times: how often each was executed, by name.
+        calls: our operators with their arguments.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.times: Counter[str] = Counter()
+        self.calls: list[tuple[str, dict[str, Any]]] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.times[str(function)] += 1
+        if function.namespace == "maxmoe":
+            names = [argument.name for argument in function._schema.arguments]
+            self.calls.append((function._opname, {**dict(zip(names, args, strict=False)), **(kwargs or {})}))
         return function(*args, **(kwargs or {}))
-
-
-@contextmanager
-def count_operators() -> Iterator[Counter[str]]:
-    """Count the executed operators by name."""
-    count: Counter[str] = Counter()
-    with ExecutedOperators() as executed:
-        yield count
-    count.update(name for name, _ in executed.calls)
 
 
 def compile_whole(function: Any, backend: str, dynamic: bool | None = None) -> Any:
@@ -324,13 +306,8 @@ def compile_whole(function: Any, backend: str, dynamic: bool | None = None) -> A
 
 def check_compile(call: Call, backend: str) -> None:
     """Compiled forward and backward equal eager ones."""
-    compiled = compile_whole(getattr(ops, call.operator), backend)
-
-    class Compiled:
-        pass
-
-    setattr(Compiled, call.operator, staticmethod(compiled))
-    assert_same(result(call, Compiled), result(call), tolerance(torch.float64, 1))
+    compiled = SimpleNamespace(**{call.operator: compile_whole(getattr(ops, call.operator), backend)})
+    assert_same(result(call, compiled), result(call), tolerance(torch.float64, 1))
 
 
 def check_registrations(call: Call) -> None:

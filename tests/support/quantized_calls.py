@@ -1,16 +1,18 @@
 """Calls of operators with quantized stacks, and the same calls with the dequantized matrices."""
 
-import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import maxmoe
-from maxmoe import ops, reference
+from maxmoe import reference
 from maxmoe.quantization import FORMATS, QuantizedStack, quantize
-from support.operator_calls import Call, Result, result
+from support import matrix_calls
+from support.matrix_calls import PROJECTIONS
+from support.operator_calls import Call, result
+from support.shapes import Shape
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -77,7 +79,7 @@ def random_scales(variant: Variant, shape: tuple[int, ...], edges: bool) -> Tens
 
 def random_stack(
     variant: Variant,
-    sizes: tuple[int, int, int],
+    sizes: Sequence[int],
     *,
     is_transposed: bool = True,
     edges: bool = False,
@@ -107,15 +109,6 @@ def random_stack(
     )
 
 
-def with_columns(stack: QuantizedStack, start: int, stop: int) -> QuantizedStack:
-    """The stack of these columns, between borders of blocks: codes and scales are views with gaps."""
-    bits, block = FORMATS[stack.format].bits, stack.columns_per_scale
-    codes = stack.codes[..., start * bits // 8 : -(-stop * bits // 8)]
-    of_scales = slice(None) if stack.scales.shape[-1] == 1 else slice(start // block, -(-stop // block))
-    changes = {"codes": codes, "columns": stop - start, "row_scales": stack.row_scales}
-    return stack.map(lambda part: part[..., of_scales], **changes)
-
-
 def dequantized(stack: QuantizedStack) -> Tensor:
     """Dequantize a stack by the definition of the format, in float32 and in the layout of the stack."""
     parts = (stack.codes, stack.scales, stack.zeros, stack.row_scales)
@@ -132,20 +125,15 @@ def have_same_bits(got: Tensor, expected: Tensor) -> bool:
     return bool((same | (got.isnan() & expected.isnan())).all())
 
 
-def pairs(got: Result, expected: Result) -> dict[str, tuple[Tensor | None, Tensor | None]]:
-    """The outputs and gradients of two calls by name."""
-    outputs = {f"output {n}": each for n, each in enumerate(zip(got.outputs, expected.outputs, strict=True))}
-    return outputs | {f"gradient of {name}": (each, expected.gradients[name]) for name, each in got.gradients.items()}
-
-
 def assert_same_bits(call: Call, dtypes: tuple[torch.dtype, ...], what: str = "") -> None:
     """Check that the call has the same outputs and gradients with quantized stacks and with dequantized matrices."""
     stacks = {name: value for name, value in call.arguments.items() if isinstance(value, QuantizedStack)}
     matrices = {name: dequantized(stack) for name, stack in stacks.items()}
     for dtype in dtypes:
         quantized = call.cast(dtype)
-        expected = result(quantized.replace(**matrices).cast(dtype), frozen=matrices.keys())
-        for name, (value, other) in pairs(result(quantized), expected).items():
+        expected = result(quantized.replace(**matrices).cast(dtype), frozen=matrices.keys()).by_name()
+        for name, value in result(quantized).by_name().items():
+            other = expected[name]
             assert value is not None and other is not None, f"{what}, {dtype}: {name} is {value} instead of {other}"
             assert have_same_bits(value, other), f"{what}, {dtype}: {name}, {(value - other).abs().max()}"
 
@@ -154,64 +142,17 @@ def assert_same_bits(call: Call, dtypes: tuple[torch.dtype, ...], what: str = ""
 ROWS = (0, 1, 2, 3, 4, 5, 8, 12, 13, 30, 70)
 
 
-def gmm_call(stack: QuantizedStack, rows: tuple[int, ...] = ROWS, rank: int = 0) -> Call:
-    """Groups of these numbers of rows, each with a matrix, and two rows of no group."""
-    count, hidden_size, width = stack.shape
-    arguments = {
-        "lhs": torch.randn(sum(rows) + 2, hidden_size, dtype=torch.float64),
-        "rhs": stack,
-        "group_sizes": torch.tensor(rows, dtype=torch.int64),
-        "rhs_bias": torch.randn(count, width, dtype=torch.float64),
-    }
-    if rank:
-        arguments["rhs_factors.a"] = torch.randn(count, hidden_size, rank, dtype=torch.float64)
-        arguments["rhs_factors.b"] = torch.randn(count, rank, width, dtype=torch.float64)
-    return Call("gmm", arguments)
+def with_stacks(call: Call, variant: Variant, *, edges: bool = False) -> Call:
+    """The call with random stacks in the place of its matrices."""
+    given = {name: call.arguments[name].shape for name in PROJECTIONS if call.arguments[name] is not None}
+    return call.replace(**{name: random_stack(variant, shape, edges=edges) for name, shape in given.items()})
 
 
 def ffn_call(
-    variant: Variant,
-    sizes: tuple[int, int],
-    rows: tuple[int, ...] = ROWS,
-    *,
-    gate: str | None = "separate",
-    edges: bool = False,
-    **options: Any,
+    variant: Variant, sizes: tuple[int, int], rows: tuple[int, ...] = ROWS, *, edges: bool = False, **options: Any
 ) -> Call:
-    """expert_ffn for `sizes` (D, F) and an expert for each number of rows; `gate` is None or a layout."""
-    hidden_size, width = sizes
+    """expert_ffn for `sizes` (D, F) and an expert for each number of rows."""
     experts = torch.arange(len(rows)).repeat_interleave(torch.tensor(rows))
-    experts = experts[torch.randperm(len(experts))].view(-1, 2)
-    up_width = 2 * width if gate in ("concatenated", "interleaved") else width
-
-    def stack(inner: int, outer: int) -> QuantizedStack:
-        return random_stack(variant, (len(rows), inner, outer), edges=edges)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, dtype=torch.float64)
-
-    arguments = {
-        "x": random(len(experts), hidden_size),
-        "weights": random(*experts.shape),
-        "plan": ops.ragged_plan(experts, len(rows)),
-        "gate": stack(hidden_size, width) if gate == "separate" else None,
-        "up": stack(hidden_size, up_width),
-        "down": stack(width, hidden_size),
-        "gate_bias": random(len(rows), width) if gate == "separate" else None,
-        "up_bias": random(len(rows), up_width),
-        "down_bias": random(len(rows), hidden_size),
-        "fused_gate": gate if gate in ("concatenated", "interleaved") else None,
-    }
-    return Call("expert_ffn", {**arguments, **options})
-
-
-def check_every_format() -> None:
-    """Compare products of each format in each dtype, and print the instruction set."""
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    for variant, is_transposed, sizes in itertools.product(VARIANTS, (True, False), ((31, 33), (130, 96))):
-        stack = random_stack(variant, (len(ROWS), *sizes), is_transposed=is_transposed, edges=sizes[0] > 100)
-        assert_same_bits(gmm_call(stack), DTYPES, f"{variant}, {is_transposed=}, {sizes}")
-    for variant in VARIANTS:
-        assert_same_bits(ffn_call(variant, (96, 50)), (torch.bfloat16, torch.float32), str(variant))
-    print(maxmoe.build_info()["isa"])
+    experts = experts[torch.randperm(len(experts))].tolist()
+    shape = Shape("grouped", len(experts) // 2, len(rows), 2, *sizes, experts.__getitem__)
+    return with_stacks(matrix_calls.ffn_call(shape, **options), variant, edges=edges)

@@ -62,13 +62,6 @@ def run_ranks(
     return [pickle.loads(result) for result in ranks.run(call, world_size, ByValue(function), ByValue(arguments))]
 
 
-def run_alone(function: Callable[..., Any], *arguments: Any, deadline: float = 120.0) -> Any:
-    """Call a function in a process that is not a rank, and return its result."""
-    __tracebackhide__ = True
-    process = rank_processes(deadline, deadline)
-    return pickle.loads(process.run_alone(call, ByValue(function), ByValue(arguments)))
-
-
 def rank_processes(timeout: float, deadline: float) -> RankProcesses:
     """Return processes that begin in the state of this test."""
     start_server()

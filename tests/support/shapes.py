@@ -34,17 +34,11 @@ def scattered(num_experts: int) -> Callable[[int], int]:
     return lambda slot: min((slot * 2654435761 % 1009) ** 2 * num_experts // 1009**2, num_experts - 1)
 
 
-BALANCED = Shape("balanced", 12, 6, 2, 8, 4, lambda slot: slot % 6)
 SKEWED = Shape("skewed", 20, 8, 3, 12, 6, scattered(8))
-ALL_TO_ONE = Shape("all_to_one", 9, 4, 1, 8, 5, lambda slot: 2)
-ONE_TOKEN = Shape("one_token", 1, 4, 2, 8, 4, lambda slot: 3 - slot)
 NO_TOKEN = Shape("no_token", 0, 4, 2, 8, 4, lambda slot: 0)
 EMPTY_EXPERTS = Shape("empty_experts", 10, 9, 2, 8, 4, lambda slot: 1 + 2 * (slot % 3))
 ODD_WIDTHS = Shape("odd_widths", 13, 5, 3, 17, 11, scattered(5))
-WIDTH_ONE = Shape("width_one", 6, 3, 2, 1, 1, scattered(3))
-ONE_EXPERT = Shape("one_expert", 5, 1, 1, 6, 3, lambda slot: 0)
 UNROUTED = Shape("unrouted", 11, 4, 2, 8, 4, lambda slot: -1 if slot % 5 < 3 else slot % 4)
-ALL_UNROUTED = Shape("all_unrouted", 3, 4, 2, 8, 4, lambda slot: -1)
 # Larger than the kernels' blocks of rows and columns, and no multiple of them.
 SEVERAL_BLOCKS = Shape("several_blocks", 101, 3, 2, 131, 67, scattered(3))
 # Enough work that it is spread over threads.
@@ -53,17 +47,17 @@ MANY_ROWS = Shape("many_rows", 700, 7, 3, 66, 35, scattered(7))
 TINY = Shape("tiny", 4, 3, 2, 3, 2, lambda slot: -1 if slot == 5 else slot * 5 % 3)
 
 SHAPES = [
-    BALANCED,
+    Shape("balanced", 12, 6, 2, 8, 4, lambda slot: slot % 6),
     SKEWED,
-    ALL_TO_ONE,
-    ONE_TOKEN,
+    Shape("all_to_one", 9, 4, 1, 8, 5, lambda slot: 2),
+    Shape("one_token", 1, 4, 2, 8, 4, lambda slot: 3 - slot),
     NO_TOKEN,
     EMPTY_EXPERTS,
     ODD_WIDTHS,
-    WIDTH_ONE,
-    ONE_EXPERT,
+    Shape("width_one", 6, 3, 2, 1, 1, scattered(3)),
+    Shape("one_expert", 5, 1, 1, 6, 3, lambda slot: 0),
     UNROUTED,
-    ALL_UNROUTED,
+    Shape("all_unrouted", 3, 4, 2, 8, 4, lambda slot: -1),
     SEVERAL_BLOCKS,
 ]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

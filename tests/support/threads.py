@@ -3,6 +3,7 @@
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,25 +11,13 @@ from typing import Any
 def in_threads(*functions: Callable[[], Any]) -> list[Any]:
     """Call each function in a thread, all at once, and return their results; raises the first error of any."""
     barrier = threading.Barrier(len(functions))
-    results: list[Any] = [None] * len(functions)
-    errors: list[BaseException] = []
 
-    def run(number: int) -> None:
-        try:
-            barrier.wait()
-            results[number] = functions[number]()
-        except BaseException as error:
-            errors.append(error)
+    def run(function: Callable[[], Any]) -> Any:
+        barrier.wait()
+        return function()
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(functions))]
-    with frequent_switches():
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    if errors:
-        raise errors[0]
-    return results
+    with frequent_switches(), ThreadPoolExecutor(len(functions)) as pool:
+        return list(pool.map(run, functions))
 
 
 @contextmanager

@@ -23,7 +23,8 @@ from maxmoe.parallel import token_sharding
 from maxmoe.quantization import dequantize_experts
 from maxmoe.sharding import Mesh
 from support.moved_experts import moving_experts
-from support.operator_calls import assert_near, saved_for_backward
+from support.memory import saved_for_backward
+from support.operator_calls import assert_near
 from support.properties import read_properties
 from support.replaced_models import (
     IDS,

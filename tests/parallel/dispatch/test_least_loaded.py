@@ -25,7 +25,7 @@ from maxmoe.parallel.dispatch.least_loaded import rows_per_expert
 from maxmoe.parallel.dispatch.lent_experts import LentExperts
 from maxmoe.sharding import LogicalRules, Mesh
 from support.dispatched_layer import FAMILIES, LOADS, NUM_EXPERTS, Batch, make_batch, make_layer, take_step
-from support.measured_step import kept_tensors, num_bytes
+from support.memory import num_bytes, saved_for_backward
 from support.moved_experts import free_moves
 from support.run_ranks import fake_rank, run_ranks
 from support.slow_cases import by_default
@@ -97,7 +97,7 @@ def kept_bytes(layer: MoE, batch: Batch) -> int:
     """Bytes that autograd keeps for the backward, without parameters."""
     stored = [getattr(parameter, "_local_tensor", parameter) for parameter in layer.parameters()]
     record = maxmoe.nn.RoutingRecord({"": [batch.experts]})
-    with free_moves(), maxmoe.replay_routing(layer, record), kept_tensors(stored) as kept:
+    with free_moves(), maxmoe.replay_routing(layer, record), saved_for_backward(stored) as kept:
         output = layer(batch.x.clone().requires_grad_())
     total = num_bytes(kept)
     output.hidden_states.sum().backward()
