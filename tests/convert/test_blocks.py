@@ -32,7 +32,6 @@ from support.small_models import (
     SAME_LAYERS,
     WithoutFloat32,
     block_of,
-    clear_unused_matrices,
     import_models,
 )
 
@@ -153,13 +152,14 @@ def test_layer_on_ranks_is_the_block() -> None:
 
 @pytest.mark.parametrize("name", CONVERTED_MODELS)
 def test_round_trip_is_bitwise(name: str) -> None:
-    block = block_of(name).bfloat16().eval()
+    block: Any = block_of(name).bfloat16().eval()
     for key, tensor in block.named_buffers():
         if key.endswith("correction_bias"):
             tensor.data = tensor.float()
     for tensor in block.state_dict().values():
         tensor.copy_(torch.randn(tensor.shape))
-    clear_unused_matrices(block)
+    if name == "longcat_flash":  # matrices of gate and up for experts that compute nothing
+        block.experts.gate_up_proj.detach()[block.experts.num_routed_experts :] = 0
     expected = copy.deepcopy(block.state_dict())
     layer = MoE.from_transformers(block)
     assert not layer.training

@@ -21,9 +21,10 @@ from maxmoe.pipelining.stage import Stage
 from maxmoe.sharding import Mesh
 from support.counted_collectives import CountedCollectives
 from support.measured_step import by_kind_and_axis, without_sums_of_losses
+from support.parallel_decoder import BATCH, LENGTH, batch
 from support.run_ranks import run_ranks
 from support.slow_cases import by_default
-from support.staged_decoder import BATCH, LENGTH, MOE, batch, config, loss, part_of_micro_batches, staged
+from support.staged_decoder import MOE, config, loss, part_of_micro_batches, staged
 
 NUM_MICRO_BATCHES = 4
 # All experts get all tokens, so that routing is balanced. Two and four stages get different numbers of blocks.

@@ -12,16 +12,34 @@ from typing import Any, NoReturn
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from support.pretrain_run import EXAMPLES, TINY, after_step, assert_close, messages, run, saved
+from support.messages import error_of
+from support.pretrain_run import EXAMPLES, TINY, InputError, after_step, run, saved
 from support.programs import started, wait_until
 from support.run_ranks import run_ranks as run_ranks_in_time
 
 SHORT = ("--batch-size", "4", "--sequence-length", "32", "--steps", "6", "--eval-every", "6")
 STRIDED = ("--mesh", "fsdp=2,expert=-1", "--rules", "shard-exp-on-fsdp")
 STAGES = ("--mesh", "stage=2", "--num-micro-batches", "2")
+
+
+def assert_close(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """Compare two checkpoints, up to the rounding of float32."""
+    assert one.keys() == other.keys()
+    for name in ("training", "held_out"):
+        assert torch.tensor(one[name]).allclose(torch.tensor(other[name]), rtol=2e-6, atol=0), name
+    for name, value in one.items():
+        if name.startswith(("model.", "optimizer.")):
+            assert torch.allclose(value, other[name], rtol=1e-3, atol=1e-5), name
+    assert torch.equal(one["load"], other["load"])
+
+
+def messages(text: Path, out: Path, commands: list[list[str]]) -> list[str]:
+    """The error message of each command line on this rank."""
+    return [error_of(run, text, out, *arguments, kind=InputError) for arguments in commands]
 
 
 run_ranks = partial(run_ranks_in_time, timeout=60, deadline=180)  # pictures and checkpoints, on a busy machine

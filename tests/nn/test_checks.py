@@ -17,7 +17,7 @@ from maxmoe.families.inkling import SharedExpertScores
 from maxmoe.families.zaya import RouterMLP
 from maxmoe.nn import Routing, load_balance_loss
 from maxmoe.nn.router import Router
-from support.documented_routers import documented
+from support.documented import documented
 from support.moe_layers import EVERYTHING, SIZES, ZAYA, Options, each_compute, make, tokens
 
 HASH: Options = {"router": HashRouting(num_ids=5)}
@@ -228,7 +228,7 @@ def test_a_router_of_the_library_has_the_config_of_the_layer() -> None:
 
 
 def test_a_router_that_ignores_a_record() -> None:
-    class Deaf(documented("TopK")):  # type: ignore[misc]
+    class Deaf(documented("router", "TopK")):  # type: ignore[misc]
         def forward(self, x: Tensor, token_mask: Tensor | None = None, experts: Tensor | None = None) -> Any:
             return super().forward(x, token_mask)
 

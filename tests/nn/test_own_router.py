@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 import maxmoe
 from maxmoe import MoE, MoEConfig
 from maxmoe.nn import Routing, RoutingRecord
-from support.documented_routers import ROUTERS
+from support.documented import ROUTERS
 from support.replayed_layers import recorded
 from support.slow_cases import by_default
 

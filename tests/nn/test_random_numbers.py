@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from maxmoe import MoE, MoEConfig
 from maxmoe.nn import LocalTokens, rand_of_tokens
-from support.documented_routers import noisy
+from support.documented import noisy
 
 CONFIG = MoEConfig(hidden_size=8, intermediate_size=6, num_experts=6, top_k=2)
 MASK = 2**64 - 1

@@ -18,8 +18,9 @@ from maxmoe.sharding import Mesh
 from pipelining.staged_models import BY_IDS, Scaled, X, squares
 from ranks.failing_ranks import FAILURES, TIMEOUT, check_rank_2_is_named, outcomes, patience_with
 from support.messages import error_of
+from support.parallel_decoder import batch, decoder
 from support.run_ranks import run_ranks
-from support.staged_decoder import batch, config, decoder, loss, staged
+from support.staged_decoder import config, loss, staged
 
 MIXTRAL = config("mixtral")
 SMALL = config("mixtral", num_layers=2)
@@ -113,22 +114,22 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "another loss": (
         lambda: make(loss=lambda output, _: output.logits).step(*batch()),
-        r"loss must return the sum of the losses of all tokens as a 0-dim tensor, got shape \(2, 6, 13\), torch.float",
+        r"loss must return the sum of the losses of all tokens as a 0-dim tensor, got shape \(2, 8, 32\), torch.float",
     ),
     "targets of another size": (
         lambda: make().step(batch()[0], batch()[1][:5]),
-        r"targets must have 8 rows, as the inputs, got the shape \(5, 6\)",
+        r"targets must have 8 rows, as the inputs, got the shape \(5, 8\)",
     ),
     "inputs that differ between stages": (
         lambda: make().step(*(part[: 4 + dist.get_rank()] for part in batch())),
-        r"the ranks must agree on the inputs: rank 0 has shape \(4, 6\).*, rank 1 has shape \(5, 6\)",
+        r"the ranks must agree on the inputs: rank 0 has shape \(4, 8\).*, rank 1 has shape \(5, 8\)",
     ),
     "targets with a gradient": (
-        lambda: make().step(batch()[0], torch.ones(8, 6, requires_grad=True)),
+        lambda: make().step(batch()[0], torch.ones(8, 8, requires_grad=True)),
         "targets must not require a gradient, got one of shape",
     ),
     "inputs with a gradient": (
-        lambda: make().step(torch.ones(8, 6, 16, requires_grad=True), batch()[1]),
+        lambda: make().step(torch.ones(8, 8, 16, requires_grad=True), batch()[1]),
         "inputs must not require a gradient",
     ),
     "parallelize": (

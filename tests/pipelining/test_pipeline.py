@@ -16,6 +16,7 @@ from maxmoe.pipelining import Pipeline
 from maxmoe.pipelining.micro_batches import split
 from maxmoe.sharding import Mesh
 from pipelining.staged_models import OWN, SUBJECTS
+from support.parallel_decoder import batch, decoder
 from support.parts import assert_same
 from support.run_ranks import run_cases, run_ranks
 from support.staged_decoder import (
@@ -24,11 +25,9 @@ from support.staged_decoder import (
     SPLIT,
     TWO_BLOCKS,
     Step,
-    batch,
     check_gradients,
     check_output,
     check_step,
-    decoder,
     part_of_micro_batches,
     staged,
     step_of,

@@ -13,9 +13,10 @@ from maxmoe.models.decoder import Block  # type: ignore[attr-defined]
 from maxmoe.parallel import clip_grad_norm_
 from maxmoe.pipelining import Pipeline
 from maxmoe.sharding import Mesh
+from support.parallel_decoder import batch
 from support.parts import assert_same
 from support.run_ranks import run_cases, run_ranks
-from support.staged_decoder import DEEPSEEK, SPLIT, batch, config, part_of_micro_batches, staged, step_of_one_process
+from support.staged_decoder import DEEPSEEK, SPLIT, config, part_of_micro_batches, staged, step_of_one_process
 
 SMALL = config("mixtral", num_layers=2)
 PLACE = "blocks.1.feed_forward.router"

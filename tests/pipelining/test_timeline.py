@@ -23,10 +23,11 @@ from maxmoe.pipelining.timeline import (
 )
 from maxmoe.sharding import Mesh
 from pipelining.staged_models import Model, squares
-from support.docs_module import docs_module
+from support.documented import docs_module
+from support.parallel_decoder import batch
 from support.run_ranks import run_ranks
 from support.slow_cases import by_default
-from support.staged_decoder import batch, config, staged
+from support.staged_decoder import config, staged
 
 pictures = docs_module("pipeline_pictures")
 NUM_MICRO_BATCHES = 8

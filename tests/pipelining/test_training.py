@@ -15,6 +15,7 @@ from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.optim import Muon, parameter_groups
 from maxmoe.parallel import GradScaler, clip_grad_norm_
 from maxmoe.sharding import Mesh
+from support.parallel_decoder import batch, decoder
 from support.parts import assert_same
 from support.run_ranks import run_cases, run_ranks
 from support.staged_decoder import (
@@ -22,10 +23,8 @@ from support.staged_decoder import (
     MOE,
     SPLIT,
     TWO_BLOCKS,
-    batch,
     check_gradients,
     config,
-    decoder,
     loss,
     part_of_micro_batches,
     staged,

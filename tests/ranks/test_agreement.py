@@ -13,7 +13,7 @@ from torch import nn
 from maxmoe import MoE, MoEConfig, parallelize, quantize_experts
 from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.sharding import LogicalRules, Mesh
-from support.documented_routers import noisy
+from support.documented import noisy
 from support.messages import error_of
 from support.run_ranks import fake_rank, run_ranks
 

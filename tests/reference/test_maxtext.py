@@ -10,32 +10,23 @@ from maxmoe import reference
 from support import golden_fixtures
 
 
-def assert_matches(got: Tensor, expected: Tensor, what: str) -> None:
-    assert got.shape == expected.shape, what
+def assert_matches(got: Tensor | None, expected: Tensor, what: str) -> None:
+    assert got is not None and got.shape == expected.shape, what
     error = (got - expected).abs().max() / expected.abs().max()
     assert error < 2e-5, f"{what}: relative error {error:.2e}"
 
 
 @pytest.mark.parametrize("name", golden_fixtures.LAYERS)
 def test_layer(name: str) -> None:
-    arrays, meta = golden_fixtures.load(name)
-    config = golden_fixtures.layer_config(arrays, meta)
-    parameters = {
-        key: value.clone().requires_grad_(key != "router.score_correction_bias")
-        for key, value in golden_fixtures.layer_parameters(arrays, config).items()
-    }
-    x = arrays["x"].clone().requires_grad_()
-
-    out, *_ = reference.moe(x, config, parameters)
-    assert_matches(out, arrays["out"], "out")
-    balance_loss = golden_fixtures.balance_loss(x, parameters, arrays, meta)
-    ((out * arrays["cotangent"]).sum() + balance_loss).backward()
-    gradients = golden_fixtures.expected_gradients(arrays, config)
-    assert set(gradients) - {"x"} == {key for key, value in parameters.items() if value.requires_grad}
-    for key, expected in gradients.items():
-        gradient = x.grad if key == "x" else parameters[key].grad
-        assert gradient is not None
-        assert_matches(gradient, expected, f"gradient of {key}")
+    layer = golden_fixtures.layer(name)
+    leaves = {"x": layer.x, **layer.parameters}
+    leaves = {key: leaf.clone().requires_grad_(key in layer.gradients) for key, leaf in leaves.items()}
+    out, *_ = reference.moe(leaves["x"], layer.config, leaves)
+    assert_matches(out, layer.output, "out")
+    (out * layer.cotangent).sum().backward()
+    assert set(leaves) - set(layer.gradients) <= {"router.score_correction_bias"}
+    for key, expected in layer.gradients.items():
+        assert_matches(leaves[key].grad, expected, f"gradient of {key}")
 
 
 def test_ragged_kernels() -> None:

@@ -7,7 +7,7 @@ import pytest
 from benchmarks import device_report
 from benchmarks.published_steps import ROWS
 from maxmoe.costs.search_result import ERRORS
-from support.docs_module import DOCS, docs_module
+from support.documented import DOCS, docs_module
 
 RESULTS = sorted((DOCS.parent / "benchmarks/device_results").iterdir())
 TABLES = [

@@ -7,7 +7,7 @@ import re
 import pytest
 
 import maxmoe
-from support.docs_module import DOCS, docs_module
+from support.documented import DOCS, docs_module
 
 TROUBLESHOOTING = (DOCS / "troubleshooting.md").read_text()
 (OF_PYTORCH,) = re.findall(r"^## Messages of PyTorch$.*?(?=^## )", TROUBLESHOOTING, re.MULTILINE | re.DOTALL)

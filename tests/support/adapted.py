@@ -1,5 +1,6 @@
 """Adapters of PEFT beside experts, with factors that are not zero, as after some training."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -35,12 +36,21 @@ class Model(nn.Module):
         return result
 
 
-def adapted(inner: nn.Module, targets: tuple[str, ...] | list[str], **options: Any) -> PeftModel:
-    """Return a model with LoRA beside parameters of a module; their factors are in float64."""
-    options = {"r": 3, "lora_alpha": 5, "init_lora_weights": False, "target_modules": []} | options
+def lora(targets: Iterable[str], **options: Any) -> LoraConfig:
+    """Factors that are not zero beside parameters."""
+    defaults: dict[str, Any] = {"r": 3, "lora_alpha": 5, "init_lora_weights": False, "target_modules": []}
+    return LoraConfig(target_parameters=list(targets), **defaults | options)
+
+
+def with_adapter(model: Any, targets: Iterable[str], adapter_name: str = "default", **options: Any) -> PeftModel:
+    """Add low-rank factors in float64, the same at every call."""
     torch.manual_seed(4)
-    names = [f"inner.{name}" for name in targets]
-    return get_peft_model(Model(inner), LoraConfig(target_parameters=names, **options)).to(torch.float64)
+    return get_peft_model(model, lora(targets, **options), adapter_name=adapter_name).to(torch.float64)
+
+
+def adapted(inner: nn.Module, targets: Iterable[str], **options: Any) -> PeftModel:
+    """Return a model with LoRA beside parameters of a module."""
+    return with_adapter(Model(inner), [f"inner.{name}" for name in targets], **options)
 
 
 def adapted_layer(layer: MoE, **options: Any) -> PeftModel:

@@ -25,7 +25,8 @@ class CountedCollectives(TorchDispatchMode):
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()
         self.counts: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
-        self.axis_of = {ranks: ", ".join(axes) for axes, ranks in groups_of_this_rank(mesh).items()}
+        groups = (axes for count in range(len(mesh.axes)) for axes in itertools.combinations(mesh.axes, count + 1))
+        self.axis_of = {mesh.ranks_along(*axes): ", ".join(axes) for axes in groups}
 
     def __torch_dispatch__(
         self,
@@ -54,18 +55,3 @@ def _exchanged(arguments: Sequence[Any], group: dist.ProcessGroup) -> int:
         of_others = sum(counts) - counts[group.rank()]
         shares.append(of_others * tensor[:1].numel() * tensor.itemsize)
     return max(shares)
-
-
-def groups_of_this_rank(mesh: Mesh) -> dict[tuple[str, ...], tuple[int, ...]]:
-    """The ranks that differ from this one on some axes only, by these axes."""
-    here, groups = mesh.coordinates(), {}
-    for count in range(1, len(mesh.axes) + 1):
-        for axes in itertools.combinations(mesh.axes, count):
-            places = ((rank, mesh.coordinates(rank)) for rank in range(mesh.num_ranks))
-            alike = (
-                rank
-                for rank, place in places
-                if all(place[axis] == here[axis] for axis in mesh.axes if axis not in axes)
-            )
-            groups[axes] = tuple(alike)
-    return groups

@@ -9,59 +9,41 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import maxmoe
-from maxmoe import ExpertNorms, MoE, MoEConfig, MoEOutput, ZeroComputation, presets
+from maxmoe import ExpertNorms, MoE, MoEConfig, MoEOutput, ZeroComputation
 from maxmoe.expert_load import MoEStats
 from maxmoe.families.deepseek_v4 import HashRouting
 from maxmoe.families.emo import DocumentPools
 from maxmoe.nn import RoutingRecord, Selection
 from maxmoe.parallel import ParameterSharding
-from support.parts import assert_same, part_by_definition
+from support.moe_layers import DEEPSEEK, GPT_OSS, INKLING, LLAMA4, LONGCAT_FLASH, LOSSES, MUSE_SPARK
+from support.parts import assert_part, assert_same
 
 NUM_EXPERTS = 16
 SIZES: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_experts": NUM_EXPERTS}
-LOSSES = {"load_balance_loss_weight": 0.3, "router_z_loss_weight": 0.1}
 FAMILIES = {
-    "mixtral": presets.mixtral(**SIZES, **LOSSES),
-    "deepseek_v3": presets.deepseek_v3(**SIZES, **LOSSES, top_k=3),
-    "gpt_oss": presets.gpt_oss(**SIZES, activation_limit=0.75),
-    "llama4": presets.llama4(**SIZES, **LOSSES),
-    "longcat_flash": MoEConfig(
-        **SIZES,
-        **LOSSES,
-        top_k=4,
-        zero_computation=ZeroComputation(zero=2, copy=5, constant=3),
-        score_correction_bias=True,
-        normalization="none",
-        num_shared_experts=1,
-    ),
-    "inkling": presets.inkling(**SIZES, **LOSSES, top_k=3, num_groups=4, top_k_groups=2),
-    "muse_spark": presets.muse_spark(
-        **SIZES,
-        **LOSSES,
-        top_k=3,
-        latent_size=4,
-        expert_norms=ExpertNorms(latent_in=True, latent_out=True, output=True),
-    ),
-    "kolibri1": presets.kolibri1(
-        **SIZES, **LOSSES, top_k=3, num_groups=4, top_k_groups=2, router=Selection(by="logits", other_groups="zero")
-    ),
-    "hash": MoEConfig(**SIZES, **LOSSES, top_k=3, score_function="sqrtsoftplus", router=HashRouting(num_ids=11)),
-    "pools": MoEConfig(**SIZES, **LOSSES, top_k=3, router=DocumentPools(min_size=4, max_size=9)),
-    "nemotron_h": MoEConfig(
-        **SIZES,
-        **LOSSES,
-        top_k=3,
-        latent_size=4,
-        score_function="sigmoid",
-        activation="relu2",
-        gated=False,
-        expert_bias=True,
-        num_shared_experts=1,
-    ),
+    name: MoEConfig(**{**SIZES, "top_k": 3, **LOSSES, **options})
+    for name, options in {
+        "mixtral": {"top_k": 2},
+        "deepseek_v3": {**DEEPSEEK, "num_groups": 4},
+        "gpt_oss": {**GPT_OSS, "top_k": 4},
+        "llama4": {**LLAMA4, "top_k": 1},
+        "longcat_flash": {
+            **{**LONGCAT_FLASH, "zero_computation": ZeroComputation(zero=2, copy=5, constant=3)},
+            **{"top_k": 4, "num_shared_experts": 1},
+        },
+        "inkling": {**INKLING, "num_groups": 4, "top_k_groups": 2},
+        "muse_spark": {**MUSE_SPARK, "expert_norms": ExpertNorms(latent_in=True, latent_out=True, output=True)},
+        "kolibri1": {"num_groups": 4, "top_k_groups": 2, "router": Selection(by="logits", other_groups="zero")},
+        "hash": {"score_function": "sqrtsoftplus", "router": HashRouting(num_ids=11)},
+        "pools": {"router": DocumentPools(min_size=4, max_size=9)},
+        "nemotron_h": {
+            **{"latent_size": 4, "score_function": "sigmoid", "activation": "relu2", "gated": False},
+            **{"expert_bias": True, "num_shared_experts": 1},
+        },
+    }.items()
 }
 LOADS = (
     "of the router",
@@ -200,56 +182,30 @@ FORWARDS: dict[str, Callable[..., Any]] = {
 }
 
 
-def grad_of_each(loss: Tensor, leaves: Sequence[Tensor]) -> None:
-    """One backward for each leaf; not all of them run through the experts."""
-    for leaf in leaves:
-        (leaf.grad,) = torch.autograd.grad(loss, leaf, retain_graph=True, materialize_grads=True)
-
-
-def twice(loss: Tensor, _leaves: Sequence[Tensor]) -> None:
-    loss.backward(retain_graph=True)
-    loss.backward()
-
-
-BACKWARDS: dict[str, Callable[[Tensor, Sequence[Tensor]], None]] = {
-    "backward": lambda loss, _leaves: loss.backward(),
-    "grad of each": grad_of_each,
-    "twice": twice,
-}
-
-
 def check_part(
     got: Outcome,
     expected: Outcome,
     part: tuple[slice, ...],
     shardings: dict[str, ParameterSharding],
     tolerance: float = 1e-12,
-    terms: float = 0.0,
 ) -> None:
-    """Check that results of this rank are parts of one process's; gradients on a scale of at least `terms`."""
-    check_same(got.hidden_states, expected.hidden_states, expected.hidden_states[part], "hidden_states", tolerance)
-    check_same(got.aux_loss, expected.aux_loss, expected.aux_loss, "aux_loss", tolerance)
-    check_same(
-        got.stats.router_entropy, expected.stats.router_entropy, expected.stats.router_entropy, "entropy", tolerance
-    )
+    """Check that results of this rank are parts of one process's."""
+
+    def check(got: Tensor, whole: Tensor, name: str, part: Any = ...) -> None:
+        assert_same(got, whole[part], name, scale=whole if whole.numel() else None, tolerance=tolerance)
+
+    check(got.hidden_states, expected.hidden_states, "hidden_states", part)
+    check(got.aux_loss, expected.aux_loss, "aux_loss")
+    check(got.stats.router_entropy, expected.stats.router_entropy, "entropy")
     for name in ("tokens_per_expert", "dropped"):
         value, whole = getattr(got.stats, name), getattr(expected.stats, name)
         assert value.equal(whole), f"{name}: {value.tolist()}, not {whole.tolist()}"
     assert got.gradients.keys() == expected.gradients.keys()
     for name, whole in expected.gradients.items():
-        gradient = got.gradients[name]
+        gradient, what = got.gradients[name], f"gradient of {name}"
         if whole is None:
             assert gradient is None, name
-            continue
-        if name == "x":
-            check_same(gradient, whole, whole[part], "gradient of x", tolerance, terms)
-            continue
-        sharding = shardings[name].sharding
-        assert isinstance(gradient, DTensor) and gradient.placements == sharding.placements, name
-        cut = part_by_definition(whole, sharding.spec, sharding.mesh)
-        check_same(gradient.to_local(), whole, cut, f"gradient of {name}", tolerance, terms)
-
-
-def check_same(got: Tensor, whole: Tensor, part: Tensor, name: str, tolerance: float, terms: float = 0.0) -> None:
-    scale = max(terms, float(whole.detach().abs().max())) if whole.numel() else None
-    assert_same(got, part, name, scale=scale, tolerance=tolerance)
+        elif name == "x":
+            check(gradient, whole, what, part)
+        else:
+            assert_part(gradient, whole, shardings[name].sharding, what, tolerance=tolerance)

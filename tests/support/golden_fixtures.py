@@ -5,7 +5,7 @@ They come from running MaxText's RoutedMoE (commit e591f30c) in float32 on CPU; 
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,30 +15,47 @@ from torch.nn import functional
 from maxmoe.config import MoEConfig
 
 FOLDER = Path(__file__).parents[1] / "golden"
-LAYERS = (
-    "mixtral_sparse",
-    "mixtral_dense_capacity",
-    "deepseek2",
-    "deepseek3",
-    "deepseek3_nogroup",
-    "deepseek3_shared",
-    "deepseek4_sqrtsoftplus",
-    "qwen3_moe",
-    "gpt_oss_sparse",
-    "llama4_sparse",
-    "gemma4",
-)
-PARAMETERS = {
-    "wi_0": "experts.gate_proj",
-    "wi_1": "experts.up_proj",
-    "wo": "experts.down_proj",
-    "wi_0_bias": "experts.gate_bias",
-    "wi_1_bias": "experts.up_bias",
-    "wo_bias": "experts.down_bias",
-    "shared_wi_0": "shared_experts.gate_proj",
-    "shared_wi_1": "shared_experts.up_proj",
-    "shared_wo": "shared_experts.down_proj",
+LOGITS: dict[str, Any] = {"score_function": "identity", "normalization": "softmax"}
+DEEPSEEK3 = {"score_function": "sigmoid", "score_correction_bias": True, "routed_scaling_factor": 2.5}
+# What MaxText's model name, decoder and options stand for, beside the sizes.
+LAYERS: dict[str, dict[str, Any]] = {
+    "mixtral_sparse": LOGITS,
+    "mixtral_dense_capacity": {**LOGITS, "implementation": "dense", "capacity_factor": 1.0},
+    "deepseek2": {"normalization": "none", "routed_scaling_factor": 2.0},
+    "deepseek3": {**DEEPSEEK3, "num_groups": 4, "top_k_groups": 2},
+    "deepseek3_nogroup": DEEPSEEK3,
+    "deepseek3_shared": {**DEEPSEEK3, "num_shared_experts": 1},
+    "deepseek4_sqrtsoftplus": {
+        **{**DEEPSEEK3, "score_function": "sqrtsoftplus"},
+        **{"routed_scaling_factor": 1.5, "activation_limit": 10.0},
+    },
+    "qwen3_moe": LOGITS,
+    "gpt_oss_sparse": {
+        **{**LOGITS, "router_bias": True, "expert_bias": True},
+        **{"activation": "swigluoai", "activation_limit": 7.0},
+    },
+    "llama4_sparse": {"score_function": "sigmoid", "normalization": "none", "apply_weights_to": "input"},
+    "gemma4": {"activation": "gelu_tanh"},
 }
+# Of bounded buffers on four ranks.
+DROPPING = {"ep4_ring_raggedsort_trunc_drop": "ring_of_experts", "ep4_ra2a_trunc_drop": "ragged_all_to_all"}
+PARAMETERS = {
+    f"{shared}{theirs}{end}": f"{'shared_' if shared else ''}experts.{ours}{'_bias' if end else '_proj'}"
+    for shared in ("", "shared_")
+    for theirs, ours in (("wi_0", "gate"), ("wi_1", "up"), ("wo", "down"))
+    for end in ("", "_bias")
+}
+
+
+class Layer(NamedTuple):
+    """A layer, and its gradients of ``(output * cotangent).sum()`` by the names of its parameters, and of "x"."""
+
+    config: MoEConfig
+    parameters: dict[str, Tensor]
+    x: Tensor
+    cotangent: Tensor
+    output: Tensor
+    gradients: dict[str, Tensor]
 
 
 def load(name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -49,102 +66,57 @@ def load(name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return {k: v.long() if v.dtype == torch.int32 else v for k, v in tensors.items()}, meta
 
 
-def layer_config(arrays: dict[str, Tensor], meta: dict[str, Any]) -> MoEConfig:
-    """Return the MoEConfig that MaxText's model name, decoder and options stand for."""
-    options = meta["config"]
-    words: dict[str, Any] = {
+def layer(name: str) -> Layer:
+    arrays, meta = load(name)
+    sizes = {
         "hidden_size": arrays["x"].shape[-1],
         "intermediate_size": arrays["wi_0"].shape[-1],
-        "num_experts": options["num_experts"],
-        "top_k": options["num_experts_per_tok"],
-        "num_shared_experts": meta.get("shared_experts", 0),
-        "expert_bias": options["mlp_bias"],
+        "num_experts": meta["config"]["num_experts"],
+        "top_k": meta["config"]["num_experts_per_tok"],
     }
-    score_function = options["routed_score_func"]
-    match options["decoder_block"]:
-        case "deepseek" | "deepseek4":
-            words["score_function"] = score_function
-            words["normalization"] = "none" if score_function == "softmax" else "sum"
-            words["routed_scaling_factor"] = options["routed_scaling_factor"]
-            words["score_correction_bias"] = options["routed_bias"]
-            if options["n_routing_groups"] > 0:
-                words["num_groups"] = options["n_routing_groups"]
-                words["top_k_groups"] = options["topk_routing_group"]
-        case "llama4":
-            words |= {"score_function": "sigmoid", "normalization": "none", "apply_weights_to": "input"}
-        case "gemma4":
-            words |= {"score_function": "softmax", "normalization": "sum", "activation": "gelu_tanh"}
-        case _:
-            words |= {"score_function": "identity", "normalization": "softmax"}
-            words["router_bias"] = options["routed_bias"]
-    if options["decoder_block"] == "gpt_oss":
-        words["activation"] = "swigluoai"
-    if options["mlp_activations_limit"] > 0:
-        words["activation_limit"] = float(options["mlp_activations_limit"])
-    if options["capacity_factor"] > 0:
-        words |= {"implementation": "dense", "capacity_factor": options["capacity_factor"]}
-    if options.get("ragged_buffer_factor", -1.0) > 0:
-        words["buffer_factor"] = options["ragged_buffer_factor"]
-    return MoEConfig(**words)
+    config = MoEConfig(**sizes, **LAYERS.get(name, {**LOGITS, "buffer_factor": 1.0}))
+    scale = arrays.get("per_expert_scale", torch.ones(config.num_experts))[:, None, None]
 
+    def named(prefix: str) -> dict[str, Tensor]:
+        found = {ours: arrays[prefix + theirs] for theirs, ours in PARAMETERS.items() if prefix + theirs in arrays}
+        found["router.weight"] = arrays[f"{prefix}gate_kernel"].T.contiguous()
+        if config.router_bias:
+            found["router.bias"] = arrays[f"{prefix}gate_bias"]
+        return found
 
-def layer_parameters(arrays: dict[str, Tensor], config: MoEConfig) -> dict[str, Tensor]:
-    """The fixture's parameters under the names of the layer's state dict."""
-    parameters = {"router.weight": arrays["gate_kernel"].T.contiguous()}
-    for name, ours in PARAMETERS.items():
-        if name in arrays:
-            parameters[ours] = arrays[name]
-    if config.router_bias:
-        parameters["router.bias"] = arrays["gate_bias"]
+    parameters = named("")
+    # Some gradients of several devices lack the path through the router; plain autodiff has it.
+    gradients = {"x": arrays.get("true_grad_x", arrays.get("grad_x"))} | named(
+        "true_grad_" if "true_grad_x" in arrays else "grad_"
+    )
+    # Gemma 4 multiplies the weights by a trained scale per expert, which is equal to scaling down_proj.
+    parameters["experts.down_proj"] = parameters["experts.down_proj"] * scale
+    if "experts.down_proj" in gradients:
+        gradients["experts.down_proj"] = gradients["experts.down_proj"] / scale
     if config.score_correction_bias:
         parameters["router.score_correction_bias"] = arrays["gate_bias"]
-    if "per_expert_scale" in arrays:
-        # Gemma 4 multiplies the weights by a trained scale per expert, which is equal to scaling down_proj.
-        parameters["experts.down_proj"] = arrays["wo"] * arrays["per_expert_scale"][:, None, None]
-    return parameters
+    x = arrays["x"].clone().requires_grad_()
+    weight = parameters["router.weight"].clone().requires_grad_()
+    bias = arrays.get("gate_bias", torch.zeros(config.num_experts)).clone().requires_grad_()
+    if meta.get("lb_cotangent"):
+        balance_loss(x @ weight.T, bias, arrays["topk_indices"], meta["config"]).backward()
+        for key, leaf in (("x", x), ("router.weight", weight), ("router.bias", bias)):
+            if key in gradients and leaf.grad is not None:
+                gradients[key] = gradients[key] - leaf.grad
+    return Layer(config, parameters, arrays["x"], arrays["cotangent"], arrays["out"], gradients)
 
 
-def expected_output(arrays: dict[str, Tensor]) -> Tensor:
-    """Return the output; for several devices the output of a single device, if the fixture has it."""
-    return arrays.get("out_single_device", arrays.get("out"))  # type: ignore[return-value]
-
-
-def expected_gradients(arrays: dict[str, Tensor], config: MoEConfig) -> dict[str, Tensor]:
-    """The gradients of the trained parameters under the same names, and of "x".
-
-    Some gradients of several devices lack the path through the router: then the ones of plain autodiff, or of one
-    device, are returned.
-    """
-    prefix = next(start for start in ("true_grad", "single_grad", "grad") if f"{start}_x" in arrays)
-    gradients = {"x": arrays[f"{prefix}_x"], "router.weight": arrays[f"{prefix}_gate_kernel"].T}
-    for name, ours in PARAMETERS.items():
-        if f"{prefix}_{name}" in arrays:
-            gradients[ours] = arrays[f"{prefix}_{name}"]
-    if config.router_bias:
-        gradients["router.bias"] = arrays[f"{prefix}_gate_bias"]
-    if "per_expert_scale" in arrays:
-        gradients["experts.down_proj"] = arrays["grad_wo"] / arrays["per_expert_scale"][:, None, None]
-    return gradients
-
-
-def balance_loss(x: Tensor, parameters: dict[str, Tensor], arrays: dict[str, Tensor], meta: dict[str, Any]) -> Tensor:
+def balance_loss(logits: Tensor, bias: Tensor, experts: Tensor, options: dict[str, Any]) -> Tensor:
     """MaxText's balance loss, a term of the loss that its gradients belong to; ours has another definition.
 
     It takes the softmax of the scores with the bias, and its constant makes perfect balance K.
     """
-    options = meta["config"]
-    if not meta.get("lb_cotangent"):
-        return x.new_zeros(())
-    score = {
-        "": lambda logits: logits,
-        "softmax": lambda logits: logits.softmax(-1),
-        "sigmoid": torch.sigmoid,
-        "sqrtsoftplus": lambda logits: functional.softplus(logits).sqrt(),
-    }[options["routed_score_func"]](x @ parameters["router.weight"].T)
-    for name in ("router.bias", "router.score_correction_bias"):
-        if name in parameters:
-            score = score + parameters[name]
-    num_experts = options["num_experts"]
+    functions = {"softmax": lambda x: x.softmax(-1), "sigmoid": torch.sigmoid, "sqrtsoftplus": softplus_root}
+    score = functions.get(options["routed_score_func"], lambda x: x)(logits) + bias
     probability = score.softmax(-1).mean(1)
-    frequency = functional.one_hot(arrays["topk_indices"], num_experts).to(x.dtype).sum(2).mean(1)
-    return (probability * frequency).mean() * num_experts**2 * options["load_balance_loss_weight"]
+    frequency = functional.one_hot(experts, options["num_experts"]).to(score.dtype).sum(2).mean(1)
+    return (probability * frequency).mean() * options["num_experts"] ** 2 * options["load_balance_loss_weight"]
+
+
+def softplus_root(logits: Tensor) -> Tensor:
+    return functional.softplus(logits).sqrt()

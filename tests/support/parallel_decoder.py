@@ -1,7 +1,7 @@
 """Decoders that every preset can spread over a few ranks, and the results of one training step of one process."""
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from maxmoe import MoEConfig, ZeroComputation
 from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.models.decoder import DecoderOutput
-from maxmoe.sharding import LogicalRules, Mesh, PartitionSpec, logical_to_mesh_axes, resolve
+from maxmoe.sharding import LogicalRules, Mesh, PartitionSpec, logical_to_mesh_axes, parse_mesh, resolve
 
 MOE = MoEConfig(
     hidden_size=16,
@@ -49,6 +49,12 @@ class MeshRules(NamedTuple):
     rules: str
     sizes: dict[str, int]
 
+    @classmethod
+    def of(cls, text: str) -> "MeshRules":
+        """Return the layout with this name, as "ep-as-dp,fsdp=2,expert=2"."""
+        rules, _, sizes = text.partition(",")
+        return cls(rules, parse_mesh(sizes))
+
     def __str__(self) -> str:
         return ",".join([self.rules, *(f"{axis}={size}" for axis, size in self.sizes.items())])
 
@@ -62,35 +68,17 @@ def layouts(*world_sizes: int) -> list[MeshRules]:
     return [layout for layout in LAYOUTS if layout.world_size in world_sizes]
 
 
-LAYOUTS = [
-    MeshRules("default", {"tensor": 2}),
-    MeshRules("pure-fsdp", {"fsdp": 2}),
-    MeshRules("ep-as-dp", {"expert": 2}),
-    MeshRules("ep-as-cp", {"expert": 2}),
-    MeshRules("cp-as-ep", {"context": 2}),
-    MeshRules("pipeline-large-moe", {"expert": 2}),
-    MeshRules("shard-exp-on-fsdp", {"fsdp": 2}),
-    MeshRules("ep-tp", {"expert": 2}),
-    MeshRules("fsdp-as-dp-for-attn", {"expert": 2}),
-    MeshRules("default", {"context": 2, "fsdp_transpose": 2}),
-    MeshRules("default", {"fsdp": 2, "tensor": 2}),
-    MeshRules("pure-fsdp", {"fsdp": 4}),
-    MeshRules("ep-as-dp", {"fsdp": 2, "expert": 2}),
-    MeshRules("ep-as-cp", {"fsdp": 2, "expert": 2}),
-    MeshRules("cp-as-ep", {"context": 2, "expert": 2}),
-    MeshRules("pipeline-large-moe", {"expert": 2, "tensor": 2}),
-    MeshRules("shard-exp-on-fsdp", {"fsdp": 2, "expert": 2}),
-    MeshRules("ep-tp", {"data": 2, "expert": 2}),
-    MeshRules("fsdp-as-dp-for-attn", {"fsdp": 2, "expert": 2}),
-    MeshRules("default", {"fsdp": 2, "context": 2, "tensor": 2}),
-    MeshRules("pure-fsdp", {"fsdp": 8}),
-    MeshRules("ep-as-dp", {"fsdp": 2, "fsdp_transpose": 2, "expert": 2}),
-    MeshRules("ep-as-cp", {"data": 2, "fsdp": 2, "expert": 2}),
-    MeshRules("cp-as-ep", {"fsdp": 2, "context": 2, "expert": 2}),
-    MeshRules("pipeline-large-moe", {"fsdp": 2, "expert": 2, "tensor": 2}),
-    MeshRules("shard-exp-on-fsdp", {"fsdp": 2, "expert": 4}),
-    MeshRules("ep-tp", {"data": 2, "expert": 4}),
-]
+_LAYOUTS = """
+    default,tensor=2 pure-fsdp,fsdp=2 ep-as-dp,expert=2 ep-as-cp,expert=2 cp-as-ep,context=2
+    pipeline-large-moe,expert=2 shard-exp-on-fsdp,fsdp=2 ep-tp,expert=2 fsdp-as-dp-for-attn,expert=2
+    default,context=2,fsdp_transpose=2 default,fsdp=2,tensor=2 pure-fsdp,fsdp=4 ep-as-dp,fsdp=2,expert=2
+    ep-as-cp,fsdp=2,expert=2 cp-as-ep,context=2,expert=2 pipeline-large-moe,expert=2,tensor=2
+    shard-exp-on-fsdp,fsdp=2,expert=2 ep-tp,data=2,expert=2 fsdp-as-dp-for-attn,fsdp=2,expert=2
+    default,fsdp=2,context=2,tensor=2 pure-fsdp,fsdp=8 ep-as-dp,fsdp=2,fsdp_transpose=2,expert=2
+    ep-as-cp,data=2,fsdp=2,expert=2 cp-as-ep,fsdp=2,context=2,expert=2 pipeline-large-moe,fsdp=2,expert=2,tensor=2
+    shard-exp-on-fsdp,fsdp=2,expert=4 ep-tp,data=2,expert=4
+"""
+LAYOUTS = [MeshRules.of(text) for text in _LAYOUTS.split()]
 
 VARIANTS = {
     "every part": CONFIG,
@@ -118,14 +106,6 @@ VARIANTS = {
 }
 
 
-@dataclass(frozen=True)
-class Step:
-    """Results of a step of one process."""
-
-    output: DecoderOutput
-    gradients: dict[str, Tensor]
-
-
 def decoder(config: DecoderConfig = CONFIG) -> Decoder:
     """A decoder with the same parameters at every call, large enough to matter."""
     generator = torch.Generator().manual_seed(0)
@@ -137,10 +117,10 @@ def decoder(config: DecoderConfig = CONFIG) -> Decoder:
     return model
 
 
-def batch() -> tuple[Tensor, Tensor]:
+def batch(num_rows: int = BATCH) -> tuple[Tensor, Tensor]:
     """Tokens and targets, the same at every call."""
     generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(CONFIG.vocab_size, (BATCH, LENGTH + 1), generator=generator)
+    tokens = torch.randint(CONFIG.vocab_size, (num_rows, LENGTH + 1), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
 
 
@@ -184,9 +164,9 @@ def values(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 @functools.cache
-def step_of_one_process(config: DecoderConfig) -> Step:
+def step_of_one_process(config: DecoderConfig) -> tuple[DecoderOutput, dict[str, Any]]:
+    """The output and the gradients of one step."""
     model, (tokens, targets) = decoder(config), batch()
     output = model(tokens)
     loss(output, targets).backward()
-    gradients: dict[str, Any] = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return Step(output, gradients)
+    return output, {name: parameter.grad for name, parameter in model.named_parameters()}

@@ -1,6 +1,7 @@
 """The part of a tensor that a rank holds, by definition, and comparisons up to a tolerance."""
 
 import itertools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,15 +23,28 @@ def part_by_definition(whole: Tensor, spec: PartitionSpec, mesh: Mesh, rank: int
 
 
 def assert_same(
-    actual: Tensor, expected: Tensor, name: str = "", *, scale: float | None = None, tolerance: float = 1e-12
+    actual: Tensor, expected: Tensor, name: str = "", *, scale: Tensor | float | None = None, tolerance: float = 1e-12
 ) -> None:
-    """Compare all entries with a tolerance relative to the largest of `expected` or to `scale`."""
+    """Compare all entries with a tolerance relative to the largest of `expected`, or of `scale`."""
     actual, expected = actual.detach(), expected.detach()
     assert type(actual) is type(expected) is Tensor, name
     assert actual.shape == expected.shape and actual.dtype == expected.dtype, (name, actual.shape, expected.shape)
     if expected.numel():
-        error, scale = float((actual - expected).abs().max()), scale or float(expected.abs().max())
-        assert error <= tolerance * scale, f"{name}: {error} on a scale of {scale}"
+        error, largest = float((actual - expected).abs().max()), float(expected.abs().max())
+        if scale is not None:
+            largest = float(scale.detach().abs().max() if isinstance(scale, Tensor) else scale) or largest
+        assert error <= tolerance * largest, f"{name}: {error} on a scale of {largest}"
+
+
+def assert_part(
+    actual: Any, whole: Tensor, sharding: NamedSharding, name: str, *, tolerance: float = 1e-12, floor: float = 0.0
+) -> None:
+    """Compare this rank's part, on the scale of the whole tensor, and `floor` above it."""
+    assert isinstance(actual, DTensor) and actual.placements == sharding.placements, name
+    assert actual.shape == whole.shape, name
+    part = part_by_definition(whole, sharding.spec, sharding.mesh)
+    scale = float(whole.detach().abs().max()) + floor if whole.numel() else None
+    assert_same(actual.to_local(), part, name, scale=scale, tolerance=tolerance)
 
 
 SHAPE = (8, 16)

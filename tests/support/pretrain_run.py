@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
@@ -65,27 +64,6 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
     for name, value in one.items():
         same = torch.equal(value, other[name]) if isinstance(value, Tensor) else value == other[name]
         assert same, name
-
-
-def assert_close(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """Compare two checkpoints, up to the rounding of float32."""
-    assert one.keys() == other.keys()
-    for name in ("training", "held_out"):
-        assert torch.tensor(one[name]).allclose(torch.tensor(other[name]), rtol=2e-6, atol=0), name
-    for name, value in one.items():
-        if name.startswith(("model.", "optimizer.")):
-            assert torch.allclose(value, other[name], rtol=1e-3, atol=1e-5), name
-    assert torch.equal(one["load"], other["load"])
-
-
-def messages(text: Path, out: Path, commands: list[list[str]]) -> list[str]:
-    """The error message of each command line on this rank."""
-    result = []
-    for arguments in commands:
-        with pytest.raises(InputError) as error:
-            run(text, out, *arguments)
-        result.append(str(error.value))
-    return result
 
 
 @contextmanager

@@ -3,66 +3,18 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from maxmoe import MoE, MoEConfig, presets, quantize_experts
-from maxmoe.convert.checkpoint import read_checkpoint
+from maxmoe.convert.checkpoint import read_checkpoint, write_checkpoint
 
 BLOCK = "model.layers.3"
-FAMILIES = {
-    "mxfp4": "gpt_oss",
-    "nvfp4": "deepseek_v3",
-    "nvfp4 packed": "kimi_k2",
-    "nvfp4 stacked": "gpt_oss",
-    "fp8_block": "deepseek_v3",
-    "int4": "kimi_k2",
-    "int4 with zeros": "kimi_k2",
-}
 Tensors = dict[str, Tensor]
-
-
-def config_of(kind: str) -> MoEConfig:
-    """Sizes that 32 and 128 divide, because transformers' own code needs it."""
-    make = getattr(presets, FAMILIES[kind])
-    options: dict[str, Any] = {"num_groups": 2, "top_k_groups": 1} if FAMILIES[kind] == "deepseek_v3" else {}
-    return make(hidden_size=256, intermediate_size=128, num_experts=4, top_k=2, **options)
-
-
-def layer_for(kind: str) -> MoE:
-    """A layer with quantized experts on the meta device."""
-    layer = MoE(config_of(kind), dtype=torch.float32).requires_grad_(False)
-    layer.experts.to("meta")
-    quantize_experts(layer.experts, kind.split()[0])
-    for name in ("gate_bias", "up_bias", "down_bias"):
-        if getattr(layer.experts, name) is not None:
-            bias = torch.nn.Parameter(torch.zeros(getattr(layer.experts, name).shape), requires_grad=False)
-            setattr(layer.experts, name, bias)
-    return layer
-
-
-def others(kind: str) -> Tensors:
-    """The tensors that are not quantized."""
-    layer = MoE(config_of(kind))
-    torch.nn.init.normal_(layer.router.weight)
-    state = layer.state_dict()
-    is_gpt_oss = FAMILIES[kind] == "gpt_oss"
-    tensors = {"router.weight" if is_gpt_oss else "gate.weight": state["router.weight"]}
-    if is_gpt_oss:
-        E, D, F = 4, 256, 128
-        tensors |= {
-            "router.bias": torch.randn(E),
-            "experts.gate_up_proj_bias": torch.randn(E, 2 * F),
-            "experts.down_proj_bias": torch.randn(E, D),
-        }
-        return tensors
-    tensors["gate.e_score_correction_bias"] = torch.randn(4)
-    for name in ("gate_proj", "up_proj", "down_proj"):
-        tensors[f"shared_experts.{name}.weight"] = state[f"shared_experts.{name}"].mT.contiguous()
-    return tensors
 
 
 def _bytes(*shape: int) -> Tensor:
@@ -129,32 +81,54 @@ def unpacked(words: Tensor, columns: int) -> Tensor:
     return torch.stack(places, dim=-1).flatten(1)[:, :columns]
 
 
-MAKERS: dict[str, Callable[[int, int], Tensors]] = {
-    "mxfp4": mxfp4,
-    "nvfp4": nvfp4,
-    "nvfp4 packed": packed_nvfp4,
-    "nvfp4 stacked": stacked_nvfp4,
-    "fp8_block": fp8_block,
-    "int4": int4,
-    "int4 with zeros": partial(int4, zeros=True),
+# The family, and the tensors of a matrix: of all experts in gpt-oss, else of one.
+KINDS: dict[str, tuple[str, Callable[[int, int], Tensors]]] = {
+    "mxfp4": ("gpt_oss", mxfp4),
+    "nvfp4": ("deepseek_v3", nvfp4),
+    "nvfp4 packed": ("kimi_k2", packed_nvfp4),
+    "nvfp4 stacked": ("gpt_oss", stacked_nvfp4),
+    "fp8_block": ("deepseek_v3", fp8_block),
+    "int4": ("kimi_k2", int4),
+    "int4 with zeros": ("kimi_k2", partial(int4, zeros=True)),
 }
+FAMILIES = {kind: family for kind, (family, _) in KINDS.items()}
+
+
+def config_of(kind: str) -> MoEConfig:
+    """Sizes that 32 and 128 divide, because transformers' own code needs it."""
+    options: dict[str, Any] = {"num_groups": 2, "top_k_groups": 1} if FAMILIES[kind] == "deepseek_v3" else {}
+    make = getattr(presets, FAMILIES[kind])
+    return make(hidden_size=256, intermediate_size=128, num_experts=4, top_k=2, **options)
+
+
+def layer_for(kind: str) -> MoE:
+    """A layer with quantized experts on the meta device."""
+    layer = MoE(config_of(kind), dtype=torch.float32).requires_grad_(False)
+    for name, parameter in layer.experts.named_parameters():
+        if parameter.dim() == 3:
+            setattr(layer.experts, name, torch.nn.Parameter(parameter.to("meta"), requires_grad=False))
+    quantize_experts(layer.experts, kind.split()[0])
+    return layer
 
 
 def tensors_of(kind: str) -> Tensors:
     """All tensors of one layer, by their names in the checkpoint."""
     torch.manual_seed(0)
-    D, F = 256, 128
-    tensors = others(kind)
-    make = MAKERS[kind]
-    if FAMILIES[kind] == "gpt_oss":
-        for name, rows, columns in (("gate_up_proj", 2 * F, D), ("down_proj", D, F)):
-            tensors |= {f"experts.{name}{end}": tensor for end, tensor in make(rows, columns).items()}
-    else:
-        for expert in range(4):
-            for name, rows, columns in (("gate_proj", F, D), ("up_proj", F, D), ("down_proj", D, F)):
-                each = make(rows, columns)
-                tensors |= {f"experts.{expert}.{name}.weight{end}": tensor for end, tensor in each.items()}
-    return {f"{BLOCK}.mlp.{name}": tensor.contiguous() for name, tensor in tensors.items()}
+    D, F, (family, make) = 256, 128, KINDS[kind]
+    layer = MoE(config_of(kind))
+    for value in layer.state_dict().values():
+        value.normal_()
+    with TemporaryDirectory() as folder:
+        write_checkpoint(Path(folder, "ours"), {BLOCK: layer}, family)
+        tensors = load_file(Path(folder, "ours"))
+    tensors = {key: tensor for key, tensor in tensors.items() if ".experts." not in key or key.endswith("_bias")}
+    matrices = [("gate_up_proj", 2 * F, D), ("down_proj", D, F)]
+    if family != "gpt_oss":
+        names = ("gate_proj", F, D), ("up_proj", F, D), ("down_proj", D, F)
+        matrices = [(f"{expert}.{name}.weight", *sizes) for expert in range(4) for name, *sizes in names]
+    for name, *sizes in matrices:
+        tensors |= {f"{BLOCK}.mlp.experts.{name}{end}": part.contiguous() for end, part in make(*sizes).items()}
+    return tensors
 
 
 def with_changes(tensors: Tensors, changes: dict[str, Tensor | None]) -> Tensors:

@@ -16,9 +16,8 @@ SIZES: dict[str, Any] = _TABLES["sizes"]
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {name: tuple(entry) for name, entry in _TABLES["models"].items()}
 SAME_LAYERS: dict[str, tuple[str, str, dict[str, Any]]] = _TABLES["same_layers"]  # further families
 MULTIMODAL: dict[str, dict[str, Any]] = _TABLES["multimodal"]
+PER_LAYER = {"layer_types", "mlp_layer_types", "layers_block_type", "swiglu_limits", "swiglu_limits_shared"}
 TEXT_CONFIGS = {"gemma4", "inkling", "llama4", "mistral_large4", "muse_spark", "qwen3_5_moe", "step3p7"}
-# Models whose files name weights outside of the sparse blocks differently; only `from_pretrained` converts them.
-
 CONVERTED_ONLY = ("gemma4",)  # no module is their block
 REPLACED_ONLY = ("jetmoe", "switch_transformers")  # their blocks compute more than a layer does
 CONVERTED_MODELS = [name for name in MODELS if name not in REPLACED_ONLY]
@@ -50,31 +49,13 @@ def config_of(preset: str, **overrides: Any) -> Any:
     """The config of the language model."""
     sizes = (MODELS | SAME_LAYERS)[preset][2]
     options = SIZES | sizes | overrides
-    for name in ("layer_types", "mlp_layer_types", "swiglu_limits", "swiglu_limits_shared"):  # one for each layer
-        if name in sizes:
-            options[name] = (sizes[name] * options["num_hidden_layers"])[: options["num_hidden_layers"]]
-    if preset == "longcat_flash":  # two attentions per layer
-        options["num_layers"] = options.pop("num_hidden_layers")
-    if preset == "dbrx":
-        options["attn_config"] = {
-            "kv_n_heads": options.pop("num_key_value_heads"),
-            "rope_theta": 10000.0,
-            "clip_qkv": 8,
-        }
-        del options["head_dim"]
-        options["d_model"] = options.pop("hidden_size")  # before the config of the experts is made
-        options["ffn_config"] = {
-            "ffn_hidden_size": 10,
-            "moe_num_experts": 6,
-            "moe_top_k": 3,
-            **options.pop("ffn_config", {}),
-        }
-    if preset == "switch_transformers":
-        options["num_decoder_layers"] = options["num_hidden_layers"]
-    if preset == "jetmoe":
-        del options["num_attention_heads"], options["head_dim"]
-    if preset == "nemotron_h":
-        options["layers_block_type"] = ["moe"] * options.pop("num_hidden_layers")
+    for name in PER_LAYER & sizes.keys():
+        options[name] = (sizes[name] * options["num_hidden_layers"])[: options["num_hidden_layers"]]
+    options |= {name: sizes[name] | value for name, value in overrides.items() if isinstance(value, dict)}
+    renamed = options.pop("renamed", {})
+    options = {theirs: options[name] for theirs, name in renamed.items()} | options
+    for name in {*renamed.values(), *options.pop("without", ())} - renamed.keys():
+        del options[name]
     return config_class(preset)(**options)
 
 
@@ -125,13 +106,6 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
         if type(module).__name__ == "JetMoeMoE"
         or (isinstance(getattr(module, "experts", None), nn.Module) and type(module).__name__ != "JetMoeAttention")
     }
-
-
-def clear_unused_matrices(block: nn.Module) -> None:
-    """Zero the matrices of gate and up that LongCat-Flash has for experts without matrices."""
-    experts: Any = block.experts
-    if hasattr(experts, "identity_expert"):
-        experts.gate_up_proj.detach()[experts.num_routed_experts :] = 0
 
 
 class SparsePart(nn.Module):

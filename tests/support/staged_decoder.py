@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,9 +21,11 @@ from maxmoe.models.decoder import DecoderOutput
 from maxmoe.parallel import token_sharding
 from maxmoe.pipelining import Pipeline, PipelineOutput, pipeline
 from maxmoe.sharding import Mesh
+from support import parallel_decoder
+from support.parallel_decoder import batch, decoder
 from support.parts import assert_same
 
-BATCH, LENGTH, NUM_MICRO_BATCHES = 8, 6, 2
+NUM_MICRO_BATCHES = 2
 FOUR: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 8, "num_experts": 4}
 EIGHT = FOUR | {"num_experts": 8}
 GROUPS = {"top_k": 3, "num_groups": 4, "top_k_groups": 2, "correction_bias_update_rate": 0.01}
@@ -31,45 +33,19 @@ MOE: dict[str, MoEConfig] = {
     "mixtral": presets.mixtral(**FOUR, load_balance_loss_weight=0.1),
     "deepseek_v3": presets.deepseek_v3(**EIGHT, **GROUPS, load_balance_loss_weight=0.1),
     "gpt_oss": presets.gpt_oss(**FOUR, top_k=2, load_balance_loss_weight=0.1),
-    "hash": presets.mixtral(**FOUR, router=HashRouting(num_ids=13)),
+    "hash": presets.mixtral(**FOUR, router=HashRouting(num_ids=32)),
     "pools": presets.mixtral(**EIGHT, router=DocumentPools(min_size=3, max_size=3)),
-}
-SIZES: dict[str, Any] = {
-    "vocab_size": 13,
-    "hidden_size": 16,
-    "num_layers": 4,
-    "num_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 12,
-    "num_dense_layers": 1,
-    "max_sequence_length": LENGTH,
 }
 
 
 def config(family: str, **changes: Any) -> DecoderConfig:
-    return DecoderConfig(**{**SIZES, "moe": MOE[family], **changes})
+    options: dict[str, Any] = {"num_layers": 4, "moe": MOE[family], **changes}
+    return replace(parallel_decoder.CONFIG, **options)
 
 
 DEEPSEEK = config("deepseek_v3")
 TWO_BLOCKS = config("deepseek_v3", num_layers=2)  # one for each of two stages, without and with experts
 SPLIT = "interleaved_zero_bubble"  # a schedule with a split backward
-
-
-def decoder(config: DecoderConfig) -> Decoder:
-    """A decoder with parameters large enough to matter, the same on every rank."""
-    torch.manual_seed(0)
-    model = Decoder(config, dtype=torch.float64)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.3 + (parameter.ndim == 1))
-    return model
-
-
-@functools.cache
-def batch(num_rows: int = BATCH) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    tokens, targets = torch.randint(0, SIZES["vocab_size"], (2, num_rows, LENGTH), generator=generator)
-    return tokens, targets
 
 
 def loss(output: DecoderOutput, targets: Tensor) -> Tensor:

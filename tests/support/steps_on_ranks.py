@@ -17,7 +17,7 @@ from maxmoe.quantization import QuantizedWeight, dequantize_experts
 from maxmoe.sharding import LogicalRules, Mesh
 from support.moved_experts import moving_experts
 from support.parallel_decoder import MeshRules, token_spec, values
-from support.parts import assert_same, part_by_definition
+from support.parts import assert_part, assert_same, part_by_definition
 from support.run_ranks import run_cases
 
 
@@ -88,17 +88,15 @@ def check_case(case: Case, expected: Expected) -> None:
     shardings = {} if factor_names(model) else parameter_shardings(model, mesh, rules, allow_unused=True)
     before = values(model)
 
-    def check(name: str, found: Tensor | None, whole: Tensor, what: str) -> None:
-        assert isinstance(found, DTensor), (what, name)
-        scale = float(whole.abs().max()) + 1e-3
+    def check(name: str, found: Any, whole: Tensor, what: str) -> None:
+        what, floor = f"{what} {name}", 1e-3
         if name in shardings:
-            sharding = shardings[name].sharding
-            assert found.shape == whole.shape and found.placements == sharding.placements, (what, name)
-            local, wanted = found.to_local(), part_by_definition(whole, sharding.spec, mesh)
-        else:
-            local, wanted = found.full_tensor(), whole
-            local = packed_as_by_peft(name, local) if "lora_" in name and local.shape != whole.shape else local
-        assert_same(local, wanted, f"{what} {name}", scale=scale, tolerance=case.tolerance)
+            assert_part(found, whole, shardings[name].sharding, what, tolerance=case.tolerance, floor=floor)
+            return
+        assert isinstance(found, DTensor), what
+        found = found.full_tensor()
+        found = packed_as_by_peft(name, found) if "lora_" in name and found.shape != whole.shape else found
+        assert_same(found, whole, what, scale=float(whole.abs().max()) + floor, tolerance=case.tolerance)
 
     parallelize(model, mesh, rules, allow_unused=True, **case.options)
     for name, parameter in model.named_parameters():

@@ -2,15 +2,14 @@
 
 import re
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import maxmoe
@@ -21,11 +20,11 @@ from maxmoe.models.decoder import DecoderOutput
 from maxmoe.nn import RoutingRecord
 from maxmoe.parallel import GradScaler, clip_grad_norm_
 from maxmoe.quantization import QuantizedWeight
-from support.adapted import trained
+from support.adapted import lora, trained, with_adapter
+from support.documented import documented
 from support.parallel_decoder import BLOCK, MOE, LocalSGD, batch, decoder, loss
 from support.steps_on_ranks import Part, Results
 
-SURGERY = Path(__file__).parents[2] / "docs/how_to/surgery.md"
 TARGETS = ["experts.gate_proj", "experts.up_proj", "experts.down_proj"]
 
 
@@ -34,11 +33,9 @@ TARGETS = ["experts.gate_proj", "experts.up_proj", "experts.down_proj"]
 
 def add_adapters(model: Any, adapters: tuple[str, ...] = ("default",)) -> PeftModel:
     """Add adapters that are not zero beside the experts, the same at every call."""
-    torch.manual_seed(3)
-    options: Any = {"target_modules": [], "target_parameters": TARGETS, "init_lora_weights": False}
-    model = get_peft_model(model, LoraConfig(r=3, lora_alpha=5, **options), adapter_name=adapters[0])
+    model = with_adapter(model, TARGETS, adapter_name=adapters[0])
     for adapter in adapters[1:]:
-        model.add_adapter(adapter, LoraConfig(r=2, lora_alpha=1, **options))
+        model.add_adapter(adapter, lora(TARGETS, r=2, lora_alpha=1))
     model.base_model.set_adapter(list(adapters))
     return model.to(torch.float64)
 
@@ -79,17 +76,11 @@ def quantized_and_adapted(format: str, config: DecoderConfig) -> PeftModel:
     return model
 
 
-def partly_frozen(config: DecoderConfig = BLOCK) -> nn.Module:
-    model = decoder(config)
+def partly_trained(trained: str) -> nn.Module:
+    """A decoder of which only the parameters are trained whose names have a pattern."""
+    model = decoder(BLOCK)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_("router" not in name and "embedding" not in name)
-    return model
-
-
-def embedding_alone(config: DecoderConfig = BLOCK) -> nn.Module:
-    """A decoder of which only the embedding is trained."""
-    model = decoder(config).requires_grad_(False)
-    model.embedding.requires_grad_(True)
+        parameter.requires_grad_(re.search(trained, name) is not None)
     return model
 
 
@@ -116,15 +107,6 @@ def step(model: Any, part: Part) -> Results:
     loss(output, targets).backward()
     descent.step()
     return of(output, evaluated=evaluated)
-
-
-def accumulated(model: Any, part: Part) -> Results:
-    """Two backwards with tokens and targets in two orders."""
-    tokens, targets = batch()
-    for inputs in (tokens.flip(1), tokens):
-        output = model(part(inputs))
-        loss(output, part(targets)).backward()
-    return of(output)
 
 
 def padded(model: Any, part: Part) -> Results:
@@ -168,25 +150,14 @@ def counted(model: Any, part: Part) -> Results:
 
 def with_frozen_expert(model: Any, part: Part) -> Results:
     """The hook of docs/how_to/surgery.md keeps one expert."""
-    (block,) = re.findall(r"^def freeze.*?(?=^layer)", SURGERY.read_text(), re.DOTALL | re.MULTILINE)
-    page: dict[str, Any] = {"torch": torch, "DTensor": DTensor, "Replicate": Replicate}
-    exec(block, page)
-    for name, parameter in model.named_parameters():
-        if ".experts." in name:
-            page["freeze"](parameter, [1])
+    experts = {name: parameter for name, parameter in model.named_parameters() if ".experts." in name}
+    for parameter in experts.values():
+        documented("surgery", "freeze")(parameter, [1])
     results = step(model, part)
-    for name, parameter in model.named_parameters():
-        if ".experts." in name:
-            whole = getattr(parameter.grad, "full_tensor", lambda parameter=parameter: parameter.grad)()
-            assert [bool(expert.any()) for expert in whole] == [number != 1 for number in range(len(whole))]
+    for parameter in experts.values():
+        whole = getattr(parameter.grad, "full_tensor", lambda parameter=parameter: parameter.grad)()
+        assert [bool(expert.any()) for expert in whole] == [number != 1 for number in range(len(whole))]
     return results
-
-
-def clipped(model: Any, part: Part) -> Results:
-    tokens, targets = map(part, batch())
-    loss(model(tokens), targets).backward()
-    clip = clip_grad_norm_ if dist.is_initialized() else torch.nn.utils.clip_grad_norm_
-    return Results(of_all={"norm": clip(model.parameters(), 0.3)})
 
 
 def overflow(parameter: Tensor, rank: int | None = None) -> None:
@@ -198,12 +169,12 @@ def overflow(parameter: Tensor, rank: int | None = None) -> None:
 
 
 def scaled(model: Any, part: Part) -> Results:
-    """Six clipped steps, in three of which a gradient overflows: of experts on two ranks, then of the embedding."""
+    """Six clipped steps; in three a gradient overflows: of experts on two ranks, then of the embedding."""
     options = {"init_scale": 2.0**10, "growth_interval": 2}
     clip = clip_grad_norm_ if dist.is_initialized() else torch.nn.utils.clip_grad_norm_
     scaler: Any = (GradScaler if dist.is_initialized() else torch.amp.GradScaler)("cpu", **options)
     tokens, targets = map(part, batch())
-    optimizer, scales = LocalSGD(model), []
+    optimizer, scales, norms = LocalSGD(model), [], []
     embedding, *_ = model.parameters()
     experts = next(each for name, each in model.named_parameters() if name.endswith("experts.up_proj"))
     for overflowing in (None, (experts, 0), (experts, -1), (embedding, -1), None, None):
@@ -212,24 +183,13 @@ def scaled(model: Any, part: Part) -> Results:
         if overflowing is not None:
             overflow(*overflowing)
         scaler.unscale_(optimizer)
-        clip(model.parameters(), 0.3)
+        norm = clip(model.parameters(), 0.3)
+        norms += [norm] if overflowing is None else []
         scaler.step(optimizer)
         scaler.update()
         scales.append((scaler.get_scale(), scaler.state_dict()["_growth_tracker"]))
     assert scales[-3:] == [(2.0**7, 0), (2.0**7, 1), (2.0**8, 0)]
-    return Results(of_all={"scales": torch.tensor(scales)})
-
-
-def checkpointed(model: Any, part: Part) -> Results:
-    """Two steps; torch ends the recomputation by an exception when it has all tensors that the backward needs."""
-    tokens, targets = map(part, batch())
-    descent = LocalSGD(model)
-    for _ in range(2):
-        model.zero_grad()
-        output = checkpoint(model, tokens, use_reentrant=False)
-        loss(output, targets).backward()
-        descent.step()
-    return of(output)
+    return Results(of_all={"scales": torch.tensor(scales), "norms": torch.stack(norms)})
 
 
 def stepped_between(model: Any, part: Part) -> Results:
@@ -242,12 +202,13 @@ def stepped_between(model: Any, part: Part) -> Results:
     return Results()
 
 
-def with_adamw(model: Any, part: Part) -> Results:
-    """Two steps."""
+def two_steps(model: Any, part: Part) -> Results:
+    """Two steps of AdamW. Torch ends a recomputation by an exception when it has all tensors that it needs."""
     tokens, targets = map(part, batch())
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
     for _ in range(2):
         optimizer.zero_grad()
-        loss(model(tokens), targets).backward()
+        output = checkpoint(model, tokens, use_reentrant=False)
+        loss(output, targets).backward()
         optimizer.step()
-    return Results()
+    return of(output)

@@ -1,13 +1,14 @@
 """Experts of transformers, run with their own code and with maxmoe."""
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import use_experts_implementation
 
-from support.docs_module import docs_module
+from support.documented import docs_module
 from support.operator_calls import assert_near
 from support.small_models import WithoutFloat32
 
@@ -73,18 +74,14 @@ class DeclaredExperts(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         flags, D, F = config.flags, HIDDEN_SIZE, INTERMEDIATE_SIZE
-        self.num_experts = NUM_EXPERTS
-        first = "gate_up_proj" if flags["has_gate"] else "up_proj"
-        width = 2 * F if flags["has_gate"] else F
-        for name, inner, outer in ((first, D, width), ("down_proj", F, D)):
+        self.num_experts, self.act_fn = NUM_EXPERTS, config.act_fn
+        self.first, width = ("gate_up_proj", 2 * F) if flags["has_gate"] else ("up_proj", F)
+        for name, inner, outer in ((self.first, D, width), ("down_proj", F, D)):
             shape = (inner, outer) if flags["is_transposed"] else (outer, inner)
             setattr(self, name, nn.Parameter(torch.empty(NUM_EXPERTS, *shape)))
             if flags["has_bias"]:
                 setattr(self, f"{name}_bias", nn.Parameter(torch.empty(NUM_EXPERTS, outer)))
-        self.first = first
-        self.act_fn = config.act_fn
-        if flags["has_post_expert_norm"]:
-            self.post_expert_norm = nn.RMSNorm(D)
+        self.post_expert_norm = nn.RMSNorm(D) if flags["has_post_expert_norm"] else None
 
     def project(self, x: torch.Tensor, name: str, expert: int) -> torch.Tensor:
         matrix = getattr(self, name)[expert]
@@ -96,35 +93,19 @@ class DeclaredExperts(nn.Module):
         for expert in range(NUM_EXPERTS):
             token, k = (index == expert).nonzero(as_tuple=True)
             inner = self.project(hidden_states[token], self.first, expert)
-            if not self.has_gate:
-                inner = self.act_fn(inner)
-            elif self.is_concatenated:
-                inner = self.act_fn(inner[:, :INTERMEDIATE_SIZE]) * inner[:, INTERMEDIATE_SIZE:]
-            else:
-                inner = self.act_fn(inner[:, ::2]) * inner[:, 1::2]
-            rows = self.project(inner, "down_proj", expert)
-            rows = self.post_expert_norm(rows) if self.has_post_expert_norm else rows
+            gate, up = inner, 1.0
+            if self.has_gate:
+                gate, up = inner.chunk(2, -1) if self.is_concatenated else inner.unflatten(-1, (-1, 2)).unbind(-1)
+            rows = self.project(self.act_fn(gate) * up, "down_proj", expert)
+            rows = rows if self.post_expert_norm is None else self.post_expert_norm(rows)
             out = out.index_add(0, token, rows * weights[token, k, None])
         return out
 
 
-class Config:
-    _experts_implementation = "eager"
-
-    def __init__(self, act_fn: Any, **flags: bool) -> None:
-        self.act_fn, self.flags = act_fn, flags
-
-
 def declared(act_fn: Any, **flags: bool) -> Any:
     """An instance of a new class, because the decorator changes the class."""
-    flags = {
-        "is_concatenated": True,
-        "is_transposed": False,
-        "has_bias": False,
-        "has_gate": True,
-        "has_post_expert_norm": False,
-        **flags,
-    }
-    body = {name: vars(DeclaredExperts)[name] for name in ("__init__", "project", "forward")}
-    experts_class = use_experts_implementation(type("Experts", (DeclaredExperts,), body), **flags)
-    return initialise(experts_class(Config(act_fn, **flags)), torch.float64)
+    off = dict.fromkeys(("is_transposed", "has_bias", "has_post_expert_norm"), False)
+    flags = {"is_concatenated": True, "has_gate": True, **off, **flags}
+    experts_class = use_experts_implementation(type("Experts", (DeclaredExperts,), {}), **flags)
+    config = SimpleNamespace(_experts_implementation="eager", act_fn=act_fn, flags=flags)
+    return initialise(experts_class(config), torch.float64)

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from maxmoe.pipelining import Pipeline
 from maxmoe.sharding import Mesh
 from support import staged_decoder
+from support.parallel_decoder import batch, decoder
 from testing.compared_models import (
     REPLICATED,
     Case,
@@ -106,7 +107,7 @@ def step_of_pipeline(pipeline: Pipeline, batch: tuple[Tensor, Tensor]) -> Terms:
     return {"tokens": output.loss, "aux": output.aux_loss}
 
 
-build_decoder = partial(staged_decoder.decoder, staged_decoder.TWO_BLOCKS)
+build_decoder = partial(decoder, staged_decoder.TWO_BLOCKS)
 # One of each kind of parallelism, and of each way in which ranks have parts of batch and parameters.
 RIGHT = {
     "DDP, sequences dealt in turn": Case(ddp, 2, make_batch=every_second),
@@ -116,9 +117,7 @@ RIGHT = {
     "FSDP2 with replicas": Case(hsdp),
     "sequence parallel": Case(sequence_parallel, 2, None, share_of_sequences, part_of_sequence, build_dense),
     "expert and data parallel by hand": Case(expert_and_data_parallel, loss=share_of_loss, step=reduced(*REPLICATED)),
-    "stages of maxmoe": Case(
-        stages_of_maxmoe, 2, step_of_pipeline, decoder_loss, lambda *_: staged_decoder.batch(), build_decoder
-    ),
+    "stages of maxmoe": Case(stages_of_maxmoe, 2, step_of_pipeline, decoder_loss, lambda *_: batch(), build_decoder),
     "three steps with DDP": Case(ddp, 2, make_update=adamw, steps=3),
     "three steps with FSDP2": Case(fsdp2, 2, make_update=adamw, steps=3),
 }

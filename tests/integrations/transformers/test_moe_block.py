@@ -22,8 +22,8 @@ from maxmoe.integrations.transformers import TransformersMoE, replace_moe_blocks
 from maxmoe.parallel import token_sharding
 from maxmoe.quantization import dequantize_experts
 from maxmoe.sharding import Mesh
-from support.moved_experts import moving_experts
 from support.memory import saved_for_backward
+from support.moved_experts import moving_experts
 from support.operator_calls import assert_near
 from support.properties import read_properties
 from support.replaced_models import (

@@ -19,8 +19,8 @@ from maxmoe.parallel.dispatch.expert_ranks import ExpertRanks
 from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.sharding import LogicalRules, Mesh
 from support import golden_fixtures
-from support.dispatched_layer import Batch, check_same, take_step
-from support.parts import part_by_definition
+from support.dispatched_layer import Batch, take_step
+from support.parts import assert_part, assert_same
 from support.run_ranks import run_cases, run_ranks
 
 CONFIG = MoEConfig(hidden_size=6, intermediate_size=4, num_experts=8, top_k=2, buffer_factor=1.0)
@@ -69,41 +69,28 @@ def test_no_rank_computes_more_rows_than_its_share_at_a_time(overflow: Overflow)
 TOLERANCE = 2e-5
 
 
-@pytest.mark.parametrize(
-    ("name", "dispatch"),
-    [("ep4_ring_raggedsort_trunc_drop", "ring_of_experts"), ("ep4_ra2a_trunc_drop", "ragged_all_to_all")],
-)
-def test_a_bounded_buffer_drops_the_slots_that_maxtext_drops(name: str, dispatch: Dispatch) -> None:
+@pytest.mark.parametrize(("name", "dispatch"), golden_fixtures.DROPPING.items())
+def test_a_bounded_buffer_drops_the_slots_that_maxtext_drops(name: str, dispatch: Any) -> None:
     """The output of a token without any kept slot is zero; the drops are counted on all ranks."""
-    arrays, meta = golden_fixtures.load(name)
-    config = golden_fixtures.layer_config(arrays, meta)
-    parameters, output = golden_fixtures.layer_parameters(arrays, config), golden_fixtures.expected_output(arrays)
-    gradients = golden_fixtures.expected_gradients(arrays, config)
-    leaves = {key: (arrays["x"] if key == "x" else parameters[key]).clone().requires_grad_() for key in gradients}
-    balance_loss = golden_fixtures.balance_loss(leaves["x"], {**parameters, **leaves}, arrays, meta)
-    if balance_loss.requires_grad:
-        balance_loss.backward()  # which MaxText's gradients contain
-        gradients = {
-            key: value - (0 if leaves[key].grad is None else leaves[key].grad) for key, value in gradients.items()
-        }
-    slots = torch.bincount(arrays["topk_indices"].flatten(), minlength=config.num_experts).view(4, -1).sum(1)
+    expected = golden_fixtures.layer(name)
+    experts = golden_fixtures.load(name)[0]["topk_indices"].flatten()
+    slots = torch.bincount(experts, minlength=expected.config.num_experts).view(4, -1).sum(1)
     dropped = int((slots - slots.sum() // 4).clamp_min(0).sum())
-    assert config.buffer_factor == 1.0 and dropped > 0 and output.eq(0).all(-1).any()
+    assert dropped > 0 and expected.output.eq(0).all(-1).any()
 
     def check() -> None:
         mesh, rules = Mesh({"expert": 4}), LogicalRules.load("ep-as-dp")
-        layer = MoE(config)
-        layer.load_state_dict(parameters)
+        layer = MoE(expected.config)
+        layer.load_state_dict(expected.parameters)
         shardings = parameter_shardings(layer, mesh, rules)
         parallelize(layer, mesh, rules, dispatch=dispatch)
-        part = token_sharding(mesh, rules).slices(arrays["x"].shape[:2])
-        got = take_step(layer, Batch(arrays["x"], arrays["cotangent"]).part(part))
-        assert got.stats.dropped == dropped and got.gradients.keys() >= gradients.keys()
-        check_same(got.hidden_states, output, output[part], "hidden_states", TOLERANCE)
-        for key, whole in gradients.items():
-            gradient = got.gradients[key] if key == "x" else got.gradients[key].to_local()
-            cut = whole[part] if key == "x" else part_by_definition(whole, shardings[key].sharding.spec, mesh)
-            check_same(gradient, whole, cut, f"gradient of {key}", TOLERANCE)
+        part = token_sharding(mesh, rules).slices(expected.x.shape[:2])
+        got = take_step(layer, Batch(expected.x, expected.cotangent).part(part))
+        assert got.stats.dropped == dropped and got.gradients.keys() >= expected.gradients.keys()
+        for value, whole in ((got.hidden_states, expected.output), (got.gradients["x"], expected.gradients["x"])):
+            assert_same(value, whole[part], scale=whole, tolerance=TOLERANCE)
+        for key in expected.gradients.keys() - {"x"}:
+            assert_part(got.gradients[key], expected.gradients[key], shardings[key].sharding, key, tolerance=TOLERANCE)
 
     run_ranks(check, 4)
 

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,10 +15,9 @@ from maxmoe import MoE, MoEConfig
 from maxmoe.parallel import parallelize, parameter_shardings, token_sharding
 from maxmoe.parallel.plan.dispatch_plan import STRATEGIES, Dispatch
 from maxmoe.ranks.token_group import TokenReductions
-from maxmoe.sharding import LogicalRules, Mesh, parse_mesh
+from maxmoe.sharding import LogicalRules, Mesh
 from support.counted_collectives import CountedCollectives
 from support.dispatched_layer import (
-    BACKWARDS,
     FAMILIES,
     FORWARDS,
     LOADS,
@@ -32,10 +31,11 @@ from support.dispatched_layer import (
     make_layer,
     take_step,
 )
-from support.documented_routers import ROUTERS, noisy
+from support.documented import ROUTERS, noisy
 from support.moved_experts import free_moves, moves_on_any_rank
 from support.named import named
 from support.pairwise import pairwise
+from support.parallel_decoder import MeshRules
 from support.run_ranks import run_cases, run_ranks
 
 ALL_ROUTERS = {**ROUTERS, "NoisyTopK": (lambda num_experts: 2, noisy)}
@@ -73,6 +73,24 @@ def quadratic(gate: Tensor | None, up: Tensor) -> Tensor:
     return gate.sigmoid() * up.square()
 
 
+def grad_of_each(loss: Tensor, leaves: Sequence[Tensor]) -> None:
+    """One backward for each leaf; not all of them run through the experts."""
+    for leaf in leaves:
+        (leaf.grad,) = torch.autograd.grad(loss, leaf, retain_graph=True, materialize_grads=True)
+
+
+def twice(loss: Tensor, _leaves: Sequence[Tensor]) -> None:
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+BACKWARDS: dict[str, Callable[[Tensor, Sequence[Tensor]], None]] = {
+    "backward": lambda loss, _leaves: loss.backward(),
+    "grad of each": grad_of_each,
+    "twice": twice,
+}
+
+
 def make(name: str, dtype: torch.dtype = torch.float64, frozen: tuple[str, ...] = (), **changes: Any) -> MoE:
     config, parts = replace(CONFIGS[name], **changes), {}
     if name in ALL_ROUTERS:
@@ -88,7 +106,7 @@ def make(name: str, dtype: torch.dtype = torch.float64, frozen: tuple[str, ...] 
 class Case(NamedTuple):
     """A step on a mesh with the rules of `layout`; `num_sequences` of each rank, if the rules do not say it."""
 
-    layout: str
+    layout: MeshRules
     dispatch: Dispatch
     config: str
     load: str = "of the router"
@@ -107,21 +125,9 @@ class Case(NamedTuple):
         return {} if self.factor is None else {"buffer_factor": self.factor, "overflow": "chunks"}
 
     @property
-    def rules(self) -> str:
-        return self.layout.partition(",")[0]
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        return parse_mesh(self.layout.partition(",")[2])
-
-    @property
-    def world_size(self) -> int:
-        return Mesh.planned(self.sizes).num_ranks
-
-    @property
     def is_possible(self) -> bool:
         is_dense = CONFIGS[self.config].implementation == "dense"
-        needs_sequences = self.config == "ExpertChoice" and "context" in self.sizes
+        needs_sequences = self.config == "ExpertChoice" and "context" in self.layout.sizes
         # Of these checkpoints torch allows one `.backward()` only; a reentrant one needs an input with a gradient.
         is_once = self.forward in ("reentrant", "keep_routing") and self.backward != "backward"
         is_without_gradient = self.forward == "reentrant" and "x" in self.frozen
@@ -131,9 +137,9 @@ class Case(NamedTuple):
     @property
     def num_experts(self) -> int:
         """Number of experts of a rank."""
-        axes = ("expert", "context") if self.rules == "cp-as-ep" else ("expert",)
+        axes = ("expert", "context") if self.layout.rules == "cp-as-ep" else ("expert",)
         is_whole = self.dispatch == "gather_weights"
-        return NUM_EXPERTS if is_whole else NUM_EXPERTS // Mesh.planned(self.sizes).size(*axes)
+        return NUM_EXPERTS if is_whole else NUM_EXPERTS // Mesh.planned(self.layout.sizes).size(*axes)
 
 
 def cases(**options: Sequence[Any]) -> list[Case]:
@@ -143,20 +149,20 @@ def cases(**options: Sequence[Any]) -> list[Case]:
 
 
 # Presets of rules, and the sizes of a mesh to use them on.
-EXPERT, EXPERT_4, BOTH = "ep-as-dp,expert=2", "ep-as-dp,expert=4", "ep-as-dp,fsdp=2,expert=2"
-CONTEXT, CONTEXT_EXPERT, ON_FSDP = (
-    "cp-as-ep,context=2",
-    "cp-as-ep,context=2,expert=2",
-    "shard-exp-on-fsdp,fsdp=2,expert=2",
-)
-SAME_TOKENS, DATA, TENSOR = "ep-tp,expert=4", "ep-tp,data=2,expert=2", "default,expert=2,tensor=2"
-TRANSPOSED = "ep-as-dp,fsdp_transpose=2,expert=2"  # gathered by hooks of the experts, not by FSDP2
-OTHER_MESHES = """
+_LAYOUTS = """
+    ep-as-dp,expert=2 ep-as-dp,expert=4 ep-as-dp,fsdp=2,expert=2 cp-as-ep,context=2 cp-as-ep,context=2,expert=2
+    shard-exp-on-fsdp,fsdp=2,expert=2 ep-tp,expert=4 ep-tp,data=2,expert=2 default,expert=2,tensor=2
+    ep-as-dp,fsdp_transpose=2,expert=2
+
     ep-tp,expert=2 ep-as-cp,expert=2 ep-as-cp,fsdp=2,expert=2 ep-as-cp,expert=2,fsdp=2 cp-as-ep,expert=2,context=2
     default,tensor=2,expert=2 default,context=2,expert=2 ep-tp,data=2,expert=4 cp-as-ep,context=4,expert=2
     cp-as-ep,expert=2,fsdp=2,context=2 shard-exp-on-fsdp,fsdp=2,expert=4 default,fsdp=2,expert=2,tensor=2
 """
-MESHES = [CONTEXT, BOTH, TRANSPOSED, SAME_TOKENS, DATA, CONTEXT_EXPERT, ON_FSDP, TENSOR, *OTHER_MESHES.split()]
+# With TRANSPOSED, hooks of the experts gather, not FSDP2.
+(EXPERT, EXPERT_4, BOTH, CONTEXT, CONTEXT_EXPERT, ON_FSDP, SAME_TOKENS, DATA, TENSOR, TRANSPOSED, *OTHER_MESHES) = map(
+    MeshRules.of, _LAYOUTS.split()
+)
+MESHES = [CONTEXT, BOTH, TRANSPOSED, SAME_TOKENS, DATA, CONTEXT_EXPERT, ON_FSDP, TENSOR, *OTHER_MESHES]
 # Other families and loads from mesh to mesh and from strategy to strategy.
 ON_MESHES = [
     Case(*choice, config, load)
@@ -168,7 +174,7 @@ NAMES = (("dispatch",), ("dispatch", "experts"))
 
 TABLE: dict[str, list[Case]] = {
     "every family, load and strategy": cases(
-        layout=[EXPERT, EXPERT_4, "ep-as-dp,expert=8"],
+        layout=[EXPERT, EXPERT_4, MeshRules.of("ep-as-dp,expert=8")],
         dispatch=STRATEGIES,
         config=FAMILIES,
         load=LOADS,
@@ -177,7 +183,7 @@ TABLE: dict[str, list[Case]] = {
     "every mesh with every strategy": [case for index, case in enumerate(ON_MESHES) if index % (len(STRATEGIES) + 1)],
     # Numbers of chunks that do not divide the tokens, and more chunks than a rank has tokens; documents on two ranks.
     "chunks, padding and dense products": cases(
-        layout=[CONTEXT, SAME_TOKENS, "ep-as-cp,expert=2,fsdp=2", ON_FSDP],
+        layout=[CONTEXT, SAME_TOKENS, MeshRules.of("ep-as-cp,expert=2,fsdp=2"), ON_FSDP],
         dispatch=STRATEGIES,
         config=["deepseek_v3", "llama4", "pools", "dense"],
         num_chunks=[1, 3, 9],
@@ -196,7 +202,7 @@ TABLE: dict[str, list[Case]] = {
     ),
     # Latents, and shared experts of a width that the ranks can share or cannot.
     "ranks with the same tokens": cases(
-        layout=["ep-tp,expert=2"],
+        layout=[MeshRules.of("ep-tp,expert=2")],
         dispatch=["ring_of_experts", "gather_weights"],
         config=["deepseek_v3", "shared expert of width 9", "muse_spark", "nemotron_h"],
     ),
@@ -264,7 +270,7 @@ SLOW = {
     ("every mesh with every strategy", 8),
     ("chunks, padding and dense products", 4),
 }
-STARTS = sorted({(claim, case.world_size) for claim, cases in TABLE.items() for case in cases})
+STARTS = sorted({(claim, case.layout.world_size) for claim, cases in TABLE.items() for case in cases})
 
 
 @functools.cache
@@ -307,7 +313,7 @@ def part_of(case: Case, mesh: Mesh, rules: LogicalRules, batch: Batch) -> tuple[
 
 def check(case: Case, batch: Batch, expected: Outcome) -> None:
     """Compare this rank's part of all results, twice, since foreign weights are freed and refilled."""
-    mesh, rules = Mesh(case.sizes), LogicalRules.load(case.rules)
+    mesh, rules = Mesh(case.layout.sizes), LogicalRules.load(case.layout.rules)
     layer = make(case.config, case.dtype, case.frozen, **case.buffer)
     shardings = parameter_shardings(layer, mesh, rules)
     options: dict[str, Any] = {"num_chunks": case.num_chunks, "recompute": case.recompute}
@@ -328,7 +334,7 @@ def check(case: Case, batch: Batch, expected: Outcome) -> None:
         if not case.recompute and case.forward == "plain" and case.factor is None:
             assert len(counts) == layer.runner.num_chunks  # one product if no token is sent
         if case.load == "three quarters to one expert" and case.dispatch == "least_loaded":
-            assert moves() == (case.rules != "ep-tp")  # where all ranks hold the same tokens, none is sent
+            assert moves() == (case.layout.rules != "ep-tp")  # where all ranks hold the same tokens, none is sent
 
 
 @pytest.mark.filterwarnings("ignore:no rule for the logical name")
@@ -338,7 +344,7 @@ def check(case: Case, batch: Batch, expected: Outcome) -> None:
     [pytest.param(*start, marks=pytest.mark.slow if start in SLOW else []) for start in STARTS],
 )
 def test_equals_one_process(claim: str, world_size: int) -> None:
-    chosen = [(case, *expected_of(case)) for case in TABLE[claim] if case.world_size == world_size]
+    chosen = [(case, *expected_of(case)) for case in TABLE[claim] if case.layout.world_size == world_size]
 
     def check_all() -> None:
         for case, batch, expected in chosen:
