@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from convert.quantized_checkpoints import with_changes
 from maxmoe import MoE, MoEConfig, presets
 from support import memory, small_models
 from support.messages import containing
-from support.quantized_checkpoints import with_changes
 
 pytest.importorskip("transformers")
 pytest.importorskip("safetensors")

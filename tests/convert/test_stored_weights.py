@@ -18,9 +18,7 @@ pytest.importorskip("safetensors")
 
 from safetensors.torch import load_file, save_file
 
-from maxmoe.convert.checkpoint import read_checkpoint, write_checkpoint
-from support.messages import containing
-from support.quantized_checkpoints import (
+from convert.quantized_checkpoints import (
     BLOCK,
     FAMILIES,
     config_of,
@@ -31,6 +29,8 @@ from support.quantized_checkpoints import (
     with_changes,
     written,
 )
+from maxmoe.convert.checkpoint import read_checkpoint, write_checkpoint
+from support.messages import containing
 
 
 def weights_by_others(kind: str) -> dict[str, Tensor]:

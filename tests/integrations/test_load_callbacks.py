@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
+from integrations.trainers import TOKENS, fit_with_lightning, transformers_trainer
 from maxmoe import StatsAccumulator
 from maxmoe.expert_load import LoadHistory
 from maxmoe.integrations.transformers import LoadCallback, replace_moe_blocks
 from support.small_models import model_of
-from support.trainers import TOKENS, fit_with_lightning, transformers_trainer
 
 STEPS, MICRO_BATCHES = 5, 2
 OPTIONS = {"gradient_accumulation_steps": MICRO_BATCHES, "max_grad_norm": 0.0, "weight_decay": 0.0, "logging_steps": 2}

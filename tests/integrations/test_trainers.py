@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
+from integrations.trainers import TOKENS, fit_with_lightning, trainer_options, transformers_trainer
 from maxmoe.integrations.transformers import replace_moe_blocks
 from support.replaced_models import assert_equal
 from support.small_models import model_of
-from support.trainers import TOKENS, fit_with_lightning, trainer_options, transformers_trainer
 
 STEPS = 3
 # Losses are printed in float32, so they agree to a few units of its precision.

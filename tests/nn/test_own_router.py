@@ -14,8 +14,8 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 import maxmoe
 from maxmoe import MoE, MoEConfig
 from maxmoe.nn import Routing, RoutingRecord
+from nn.replayed_layers import recorded
 from support.documented import ROUTERS
-from support.replayed_layers import recorded
 from support.slow_cases import by_default
 
 E, D, F = 6, 8, 10

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import maxmoe
 from maxmoe.nn import RoutingRecord
+from nn.replayed_layers import moved, recorded
 from support.moe_layers import COMPUTE, FAMILIES, Options, each_family, make, tokens
-from support.replayed_layers import moved, recorded
 from support.small_decoder import make as make_decoder
 from support.small_decoder import tokens_like
 

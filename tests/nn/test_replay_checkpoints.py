@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 import maxmoe
 from maxmoe import MoE
+from nn.replayed_layers import moved, recorded
 from support.moe_layers import FAMILIES, make, tokens
 from support.pairwise import pairwise
-from support.replayed_layers import moved, recorded
 
 Forward = Callable[[MoE, Tensor], Tensor]
 

@@ -25,7 +25,6 @@ from maxmoe.sharding import Mesh
 from support.memory import saved_for_backward
 from support.moved_experts import moving_experts
 from support.operator_calls import assert_near
-from support.properties import read_properties
 from support.replaced_models import (
     IDS,
     PRESETS,
@@ -62,6 +61,18 @@ def test_equals_the_code_of_the_family(family: str) -> None:
         assert ("aux_loss" in expected) == (has_loss and not eager.config.is_encoder_decoder)
         assert_same(got, expected, mask, 1e-12)
     assert any(issubclass(kind, TransformersMoE) for kind in read_properties(ours))  # none of them raises
+
+
+def read_properties(model: nn.Module) -> set[type[nn.Module]]:
+    """Read the properties of this package's modules, as `inspect.getmembers` does; return the types of the modules."""
+    kinds = {
+        kind for module in model.modules() for kind in type(module).__mro__ if kind.__module__.startswith("maxmoe.")
+    }
+    for module in model.modules():
+        for kind in kinds.intersection(type(module).__mro__):
+            for name in [name for name, value in vars(kind).items() if isinstance(value, property)]:
+                getattr(module, name)
+    return kinds
 
 
 # Models beside the plain ones: a family, a function that makes the family's model and ours, and the side of the padding
