@@ -51,7 +51,7 @@ def config_of(preset: str, **overrides: Any) -> Any:
     options = SIZES | sizes | overrides
     for name in PER_LAYER & sizes.keys():
         options[name] = (sizes[name] * options["num_hidden_layers"])[: options["num_hidden_layers"]]
-    options |= {name: sizes[name] | value for name, value in overrides.items() if isinstance(value, dict)}
+    options |= {name: sizes.get(name, {}) | value for name, value in overrides.items() if isinstance(value, dict)}
     renamed = options.pop("renamed", {})
     options = {theirs: options[name] for theirs, name in renamed.items()} | options
     for name in {*renamed.values(), *options.pop("without", ())} - renamed.keys():
