@@ -248,8 +248,9 @@ class StoredWeight:
         """Return the tensors of an expert; a number may be of all experts."""
         tensors = {}
         for end, name in names.items():
-            is_of_all = self._is_number(end) and slices[name][...].numel() == 1
-            tensors[end] = slices[name][... if is_of_all else index]
+            part = slices[name][...] if self._is_number(end) else slices[name]
+            is_of_all = self._is_number(end) and part.numel() == 1
+            tensors[end] = part if is_of_all else part[index]
         return tensors
 
     def check(self, where: str, slices: Slices) -> None:

@@ -174,7 +174,7 @@ RECOMPUTED: dict[str, Callable[[Any], None]] = {
 
 @pytest.mark.parametrize("how", RECOMPUTED)
 def test_a_recomputation_has_the_mask_of_its_forward(how: str) -> None:
-    """The backward of several forwards, after another one; a mask of ones is one as well."""
+    """Three forwards have masks, one a mask of ones; a forward without a mask comes before their backwards."""
     model = replaced("mixtral", {"load_balance_loss_weight": 0.1, "load_balance_scope": "batch"})
     masks = [padding(3, "left"), padding(3, "right"), torch.ones_like(IDS)]
     accumulator = StatsAccumulator(model)
