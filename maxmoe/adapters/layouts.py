@@ -57,15 +57,15 @@ class ExpertNames:
     Args:
         model: name of the model, for messages.
         gate: order of gate and up in `gate_up_proj`; None for experts without a gate.
-        is_transposed: whether parameters in memory are [out, in].
         published: name of each projection in a published checkpoint, as "experts.{expert}.w1"; None for stacks.
+        is_transposed: whether parameters in memory are [out, in]; for layout "peft_0.18" alone.
         vllm_refuses_stacks: whether vLLM leaves out stacked adapters of the family.
     """
 
     model: str
     gate: FusedGate | None
-    is_transposed: bool
     published: Mapping[str, str] | None
+    is_transposed: bool = False
     vllm_refuses_stacks: bool = False
 
     @property

@@ -14,7 +14,7 @@ from maxmoe.optim import Muon, parameter_groups
 from maxmoe.parallel import parallelize, token_sharding
 from maxmoe.parallel.plan.dispatch_plan import STRATEGIES, Dispatch
 from maxmoe.sharding import LogicalRules, Mesh
-from support import trained_decoders
+from support import adapted_decoders
 from support.counted_collectives import CountedCollectives
 from support.dispatched_layer import FAMILIES, Batch, make_batch, make_layer, take_step
 from support.measured_step import PRESET_LAYOUTS, MeasuredStep, by_kind_and_axis, measured_steps
@@ -112,13 +112,13 @@ def test_a_step_is_what_torch_runs_and_autograd_saves(case: Case) -> None:
 
 def adapted() -> Any:
     """Experts with adapters, and a trained embedding, so that the backward passes through all modules."""
-    model = trained_decoders.adapted(CONFIG).base_model.model
+    model = adapted_decoders.adapted(CONFIG).base_model.model
     model.embedding.weight.requires_grad_(True)
     return model
 
 
 def quantized() -> Any:
-    return trained_decoders.quantized("mxfp4", CONFIG)
+    return adapted_decoders.quantized("mxfp4", CONFIG)
 
 
 @pytest.mark.filterwarnings("ignore:no rule for the logical name")

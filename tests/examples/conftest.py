@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from support.pretrain_run import words
+from examples.pretrain_run import words
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import balancing
+from examples.pretrain_run import TINY
 from load_balancing.training import WAYS, mutual_information
 from pretraining import InputError
-from support.pretrain_run import TINY
 
 
 def test_every_way_trains_once(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

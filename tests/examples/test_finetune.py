@@ -5,7 +5,7 @@ from argparse import Namespace
 import pytest
 import torch
 
-from support.pretrain_run import InputError
+from examples.pretrain_run import InputError
 
 pytest.importorskip("transformers")
 

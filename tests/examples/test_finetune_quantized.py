@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.pretrain_run import InputError
+from examples.pretrain_run import InputError
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")

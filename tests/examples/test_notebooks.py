@@ -10,9 +10,9 @@ pytest.importorskip("nbclient")
 
 import nbformat
 
+from examples.pretrain_run import EXAMPLES
 from notebooks.execute import FOLDER
 from support import programs
-from support.pretrain_run import EXAMPLES
 from support.slow_cases import by_default
 
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from examples.pretrain_run import InputError, after_step, assert_same, run, saved
 from pretraining import corpus
-from support.pretrain_run import InputError, after_step, assert_same, run, saved
 
 
 def test_a_run_leaves_checkpoint_pictures_and_a_report(

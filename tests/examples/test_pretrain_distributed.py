@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from examples.pretrain_run import EXAMPLES, TINY, InputError, after_step, run, saved
 from support.messages import error_of
-from support.pretrain_run import EXAMPLES, TINY, InputError, after_step, run, saved
 from support.programs import started, wait_until
 from support.run_ranks import run_ranks as run_ranks_in_time
 

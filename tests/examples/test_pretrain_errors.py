@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from examples.pretrain_run import InputError, assert_same, pretrain, run, saved
 from pretraining.command import exit_status
-from support.pretrain_run import InputError, assert_same, pretrain, run, saved
 
 
 @pytest.mark.parametrize(

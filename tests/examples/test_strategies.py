@@ -8,7 +8,7 @@ import pytest
 import muon_sharding
 import strategies
 from dispatching import training
-from support.pretrain_run import words
+from examples.pretrain_run import words
 
 
 def rows_of(text: str) -> dict[str, list[str]]:

@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import train_minimal
-from support.pretrain_run import EXAMPLES
+from examples.pretrain_run import EXAMPLES
 from support.run_ranks import run_ranks
 
 SIZES: dict[str, Any] = {"STEPS_PER_LINE": 5, "BATCH": 4, "LENGTH": 16, "WIDTH": 16}

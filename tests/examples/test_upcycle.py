@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.pretrain_run import InputError
+from examples.pretrain_run import InputError
 
 pytest.importorskip("transformers")
 

@@ -197,6 +197,7 @@ COMPONENTS: list[tuple[dict[str, Any], str]] = [
     ),
     ({**QUANTILE, "score_function": "identity"}, "score_function='sigmoid' or 'softmax', got 'identity'$"),
     ({**QUANTILE, "num_groups": 2}, "needs num_groups=1, got 2$"),
+    ({**QUANTILE, "router": of("Selection", by="logits")}, "needs a router that selects by scores, got router=Sel"),
     ({**QUANTILE, "top_k": 6}, r"top_k \(6\) below the number of experts \(6\)$"),
     ({**QUANTILE, "correction_bias_update_rate": 1.5}, "needs correction_bias_update_rate <= 1, got 1.5$"),
 ]

@@ -16,9 +16,9 @@ from maxmoe.optim import Matrix, Muon, parameter_groups
 from maxmoe.parallel import Declaration, adapter_state_dict, logical_names, parallelize, token_sharding
 from maxmoe.sharding import Mesh
 from support.adapted import trained
+from support.adapted_decoders import TARGETS, adapted
 from support.parallel_decoder import BLOCK, MOE, batch, decoder, loss
 from support.run_ranks import fake_rank, run_ranks
-from support.trained_decoders import TARGETS, adapted
 
 
 def test_factors_stay_on_the_rank_of_their_expert() -> None:

@@ -14,9 +14,9 @@ from torch.optim import SGD, Adam, Optimizer
 
 from maxmoe.parallel import GradScaler
 from maxmoe.parallel.grad_scaler import refuse_wrong_scalers
+from parallel.trainings import overflow
 from support.parts import assert_same
 from support.run_ranks import run_cases, run_ranks
-from support.trained_decoders import overflow
 
 SCALE = 2.0**10
 OPTIONS = {"init_scale": SCALE, "growth_interval": 2}  # the scale grows after two steps

@@ -15,9 +15,9 @@ from maxmoe.models.blocks import FeedForward
 from maxmoe.nn import MoEOutput
 from maxmoe.parallel import Declaration, parallelize
 from maxmoe.sharding import LogicalRules, Mesh
+from parallel.steps_on_ranks import Case, Part, Results, check_cases, each_topic, made
 from support.parallel_decoder import LocalSGD, MeshRules
 from support.run_ranks import fake_rank
-from support.steps_on_ranks import Case, Part, Results, check_cases, each_topic, made
 
 MOE = MoEConfig(hidden_size=8, intermediate_size=8, num_experts=4, top_k=2)
 UNIT_NAMES = {"up.weight": ("mlp", "embed"), "up.bias": ("mlp",), "down.weight": ("embed", "mlp")}

@@ -14,6 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from maxmoe.parallel import parallelize
 from maxmoe.sharding import LogicalRules, Mesh
+from parallel.steps_on_ranks import Case, check_cases, each_topic, made
+from parallel.trainings import counted, padded, replayed, scaled, step, stepped_between, two_steps, with_frozen_expert
+from support.adapted_decoders import adapted, partly_trained, quantized, quantized_and_adapted, sharing_outer
 from support.parallel_decoder import (
     BLOCK,
     CONFIG,
@@ -27,22 +30,6 @@ from support.parallel_decoder import (
     step_of_one_process,
 )
 from support.run_ranks import fake_rank, run_ranks
-from support.steps_on_ranks import Case, check_cases, each_topic, made
-from support.trained_decoders import (
-    adapted,
-    counted,
-    padded,
-    partly_trained,
-    quantized,
-    quantized_and_adapted,
-    replayed,
-    scaled,
-    sharing_outer,
-    step,
-    stepped_between,
-    two_steps,
-    with_frozen_expert,
-)
 
 EXPERT = MeshRules("ep-as-dp", {"fsdp": 2, "expert": 2})
 REPLICATED = MeshRules("ep-tp", {"data": 2, "expert": 2})

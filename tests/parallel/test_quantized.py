@@ -12,7 +12,7 @@ from maxmoe.costs import estimate
 from maxmoe.parallel import parallelize, reset_parameters
 from maxmoe.quantization import QuantizedStack, QuantizedWeight, dequantize_experts
 from maxmoe.sharding import Mesh
-from support import trained_decoders
+from support import adapted_decoders
 from support.parallel_decoder import BLOCK, CONFIG, MOE, decoder
 from support.run_ranks import fake_rank
 
@@ -20,7 +20,7 @@ WIDE = replace(BLOCK, hidden_size=64, moe=replace(MOE, hidden_size=64, intermedi
 
 
 def quantized(format: str) -> nn.Module:
-    return trained_decoders.quantized(format, WIDE)
+    return adapted_decoders.quantized(format, WIDE)
 
 
 def test_the_module_after_parallelize() -> None:

@@ -19,11 +19,11 @@ from maxmoe.optim import Muon, parameter_groups
 from maxmoe.parallel import parallelize
 from maxmoe.parallel.plan.dispatch_plan import STRATEGIES, Dispatch
 from maxmoe.sharding import LogicalRules, Mesh
+from parallel.steps_on_ranks import made
+from support.adapted_decoders import quantized
 from support.parallel_decoder import BLOCK, CONFIG, MOE, MeshRules, batch, decoder, loss, token_spec, values
 from support.parts import assert_same, part_by_definition
 from support.run_ranks import run_cases, run_ranks
-from support.steps_on_ranks import made
-from support.trained_decoders import quantized
 
 LAYER = replace(
     MOE, expert_bias=False, shared_expert_gate=False, zero_computation=ZeroComputation(constant=2), latent_size=4

@@ -12,10 +12,10 @@ from maxmoe.models import Decoder
 from maxmoe.models.decoder import DecoderOutput
 from maxmoe.parallel import Declaration, parallelize
 from maxmoe.sharding import Mesh
+from parallel.steps_on_ranks import Case, Part, Results, check_cases, made
+from support.adapted_decoders import add_adapters
 from support.parallel_decoder import BLOCK, MeshRules, batch, decoder, loss
 from support.run_ranks import run_ranks
-from support.steps_on_ranks import Case, Part, Results, check_cases, made
-from support.trained_decoders import add_adapters
 
 
 class Wrapper(nn.Module):

@@ -15,10 +15,10 @@ from maxmoe.integrations.transformers import replace_moe_blocks
 from maxmoe.models import DecoderConfig
 from maxmoe.parallel import Declaration, PipelineParts
 from support import staged_decoder
+from support.adapted_decoders import add_adapters
 from support.parallel_decoder import LENGTH, batch, decoder
 from support.small_models import import_models, model_of
 from support.staged_decoder import DEEPSEEK, MOE, TWO_BLOCKS, Step, config, step_of
-from support.trained_decoders import add_adapters
 
 import_models("mixtral", "gpt_oss")
 

@@ -1,4 +1,4 @@
-"""Where a source of maxmoe/ is tested: tests/<folder>/test_<file>.py, or the files that tests/tests_of.yaml names."""
+"""Where a source of maxmoe/ is tested: tests/<folder>/test_<file>.py, and the files that tests/tests_of.yaml names."""
 
 import re
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def table() -> dict[str, list[str]]:
-    """Return tests_of.yaml: the test files of each source that has none of its name."""
+    """Return tests_of.yaml: the test files of each source beside the one of its name."""
     found: dict[str, Any] = yaml.safe_load((ROOT / "tests/tests_of.yaml").read_text()) or {}
     return {source: [files] if isinstance(files, str) else files for source, files in found.items()}
 
@@ -27,7 +27,7 @@ def test_of_its_name(source: str) -> str | None:
 def tests_of(source: str) -> list[str]:
     """Return the test files of a source."""
     named = test_of_its_name(source)
-    return table().get(source, []) if named is None else [named]
+    return [*filter(None, [named]), *table().get(source, [])]
 
 
 def sources() -> Iterator[str]:
@@ -46,7 +46,7 @@ def complaints() -> Iterator[str]:
     for source, files in lines.items():
         if not (ROOT / source).is_file():
             yield f"{source}, which tests_of.yaml names, does not exist"
-        elif named := test_of_its_name(source):
-            yield f"{source} needs no line in tests_of.yaml: its tests are in {named}"
+        elif (named := test_of_its_name(source)) in files:
+            yield f"tests_of.yaml need not name {named} for {source}, which has its name"
         if missing := [file for file in files if not (ROOT / file).is_file()] or not files:
             yield f"tests_of.yaml names {missing} for {source}, which does not exist"

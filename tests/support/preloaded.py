@@ -12,7 +12,8 @@ import maxmoe.pipelining  # noqa: F401
 from maxmoe.ranks.rank_processes import PRELOADED
 from maxmoe.sharding import LogicalRules
 from maxmoe.sharding.rules import PRESETS
-from support import dispatched_layer, run_ranks, staged_decoder, trained_decoders  # noqa: F401
+from parallel import trainings  # noqa: F401
+from support import adapted_decoders, dispatched_layer, run_ranks, staged_decoder  # noqa: F401
 from support.small_models import import_models
 
 for module in PRELOADED:

@@ -114,7 +114,6 @@ class _Block:
         return ExpertNames(
             model=f"{type(experts).__name__} of {self.path}",
             gate=gate if experts.has_gate else None,
-            is_transposed=not experts.is_transposed,
             published=None if self.family is None else self.family.published_experts,
             vllm_refuses_stacks=experts.config.model_type.startswith("gemma4"),
         )

@@ -48,8 +48,8 @@ def saved(out: Path) -> dict[str, Any]:
     """Everything in the checkpoint, flat, so that two of them can be compared bit for bit."""
     training: dict[str, Any] = json.loads((out / "checkpoint/training.json").read_text())
     reader = dcp.HuggingFaceStorageReader(str(out / "checkpoint"))
-    found = reader.read_metadata().state_dict_metadata.items()
-    flat: dict[str, Any] = {name: torch.empty(part.size, dtype=part.properties.dtype) for name, part in found}
+    found: Any = reader.read_metadata().state_dict_metadata
+    flat: dict[str, Any] = {name: torch.empty(part.size, dtype=part.properties.dtype) for name, part in found.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.load(flat, storage_reader=reader)
