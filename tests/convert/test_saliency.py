@@ -17,6 +17,7 @@ from maxmoe.reference.layer import PROJECTIONS, project, routing
 from maxmoe.reference.operators import feed_forward
 from maxmoe.sharding import Mesh
 from support.moe_layers import COMPUTE, DEEPSEEK, FAMILIES, LAYERS, make, padded, tokens
+from support.replaced_models import IDS, replaced, small_model
 from support.run_ranks import fake_rank, run_cases
 
 MASK = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 0, 0, 0, 0, 0], [1, 0, 1, 1, 1, 1]]).bool()
@@ -92,6 +93,17 @@ def test_ranks_with_other_tokens_add_their_sums() -> None:
         torch.testing.assert_close(saliency.means["moe"], sums / counts.clamp_min(1), rtol=1e-12, atol=0)
 
     run_cases(check, 2, [(name, layout) for layout in LAYOUTS for name in ON_RANKS])
+
+
+def test_replaced_blocks_of_transformers() -> None:
+    model, path, inputs = replaced("mixtral"), "model.layers.1.mlp", []
+    layer = MoE.from_transformers(small_model("mixtral").get_submodule(path))
+    model.get_submodule(path).register_forward_pre_hook(lambda _block, given: inputs.append(given[0]))
+    with torch.no_grad(), record_saliency(model) as saliency:
+        model(IDS)
+    sums, counts = by_loop(layer, *inputs, torch.ones_like(IDS, dtype=torch.bool))
+    assert torch.equal(saliency.tokens_per_expert[path], counts.long())
+    torch.testing.assert_close(saliency.means[path], sums / counts.clamp_min(1), rtol=1e-6, atol=0)
 
 
 def test_the_lowest_experts_are_pruned() -> None:
