@@ -38,7 +38,7 @@ COLUMNS = {
     "the output of Attention": "partial outputs",
     "outputs of a layer": "partial outputs",
 }
-LENGTH = 8  # of every dim but that of the experts
+LENGTH = 8  # of every dim but the experts
 NUM_EXPERTS = 4
 COLORS = ["#8fbce6", "#f4b183", "#a9d18e", "#d9a7e0", "#ffe08a", "#9fd8d6", "#e6a3a3", "#c8c8c8"]
 

@@ -108,7 +108,7 @@ class MoEConfig:
             experts that compute rows. On a mesh, it is a multiple of the mean over the ranks.
         overflow: with `buffer_factor` only: further slots are dropped and counted ("drop"), or their rows are computed
             in "chunks" that fit, one after the other, and recomputed in the backward, so that nothing is dropped and
-            the memory stays that of one buffer.
+            the step needs the memory of one buffer.
 
     Raises:
         TypeError: for an unknown keyword, with the most similar fields.

@@ -85,7 +85,7 @@ class Buffer:
         factor: size of the buffer, as a multiple of the mean number of rows of a process.
         overflow: what happens with further rows, see `MoEConfig`.
         agreement: function with which processes that compute the same experts agree on the number of windows, because
-            each window gathers their parameters; None if the counts at hand are those of all of them.
+            each window gathers their parameters; None if they have the same counts anyway.
     """
 
     factor: float

@@ -48,7 +48,7 @@ def recorded(model: nn.Module) -> Iterator[CallsOfModules]:
 def first_wrong_module(one_process: CallsOfModules, ranks: Sequence[CallsOfModules], tolerance: float) -> str:
     """Return the first module with another output than in one process, in the order of the forward; "" if none has.
 
-    What differs within a module with right outputs is no mistake: a block may compute its parts in another way on
+    What differs within a module with right outputs is not a mistake: a block may compute its parts in another way on
     several ranks. Modules whose outputs are not slices of the outputs of one process are not compared.
     """
     names = [matching_names([*calls], [*one_process]) for calls in ranks]

@@ -59,7 +59,7 @@ class Splits(NamedTuple):
     skip: list[int]
 
     def sent_part(self, plan: RaggedPlan) -> RaggedPlan:
-        """Return the plan of the rows that are sent, given that of all rows; its `dropped` counts the others."""
+        """Return the plan of the rows that are sent, given the plan of all rows; its `dropped` counts the others."""
         if self.send == self.routed:
             return plan
         kept = rows_to_send(self.routed, self.skip, self.send).to(plan.slots.device)
