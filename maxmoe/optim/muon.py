@@ -36,8 +36,8 @@ class Muon(torch.optim.Optimizer):
         B = mu B + (1 - mu) g,   U = NS(mu B + (1 - mu) g)   (Nesterov; else NS(B))
         w = (1 - lr weight_decay) w - lr s U,   s = sqrt(max(1, out / in))
 
-    Options have the names and defaults of `torch.optim.Muon`; for 2-D parameters, results are bitwise equal. A parameter with
-    more dims is a stack of matrices, orthogonalised by batched products. Parameters may be DTensors with any sharding.
+    Options have the names and defaults of `torch.optim.Muon`; for 2-D parameters, results are bitwise equal. A
+    parameter with more dims is a stack of matrices, orthogonalised by batched products. Parameters may be DTensors with any sharding.
     Whole matrices are orthogonalised on every rank that holds them. A sharded matrix is gathered on one rank, its
     owner, orthogonalised there and scattered again.
 
