@@ -37,9 +37,9 @@ class Muon(torch.optim.Optimizer):
         w = (1 - lr weight_decay) w - lr s U,   s = sqrt(max(1, out / in))
 
     Options have the names and defaults of `torch.optim.Muon`; for 2-D parameters, results are bitwise equal. A
-    parameter with more dims is a stack of matrices, orthogonalised by batched products. Parameters may be DTensors with any sharding.
-    Whole matrices are orthogonalised on every rank that holds them. A sharded matrix is gathered on one rank, its
-    owner, orthogonalised there and scattered again.
+    parameter with more dims is a stack of matrices, orthogonalised by batched products. Parameters may be DTensors with
+    any sharding. Whole matrices are orthogonalised on every rank that holds them. A sharded matrix is gathered on one
+    rank, its owner, orthogonalised there and scattered again.
 
     Args:
         params: groups from `parameter_groups`, or matrices ``[out, in]`` as for `torch.optim.Muon`. The keys of a
