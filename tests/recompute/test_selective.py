@@ -150,6 +150,19 @@ def test_keeps_the_experts_of_the_forward_when_the_recomputation_differs() -> No
     assert other is not None and other[1].any()
 
 
+def test_the_choice_of_a_router_is_kept_and_its_scores_are_not() -> None:
+    def choose(x: Tensor) -> Tensor:
+        with choices_are_kept():
+            scores = x.sigmoid()
+            best = scores.argmax(1, keepdim=True)
+        return scores.gather(1, best)
+
+    x = torch.randn(8, 4, requires_grad=True)
+    with ExecutedOperators() as executed:
+        checkpoint(choose, x, use_reentrant=False, context_fn=maxmoe.keep_routing).sum().backward()
+    assert (executed.times["aten.argmax.default"], executed.times["aten.sigmoid.default"]) == (1, 2)
+
+
 def test_random_numbers_of_a_router_are_drawn_again() -> None:
     """If its random integers were kept, a recomputation would draw other numbers after them."""
     x = torch.ones(64, requires_grad=True)
