@@ -299,6 +299,11 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
+def local_version_of(tensor: Tensor) -> int:
+    """Return the version counter of the local tensor of a DTensor, of which `to_local` makes a view, or of a tensor."""
+    return version_of(getattr(tensor, "_local_tensor", tensor))
+
+
 def process_groups() -> dict[str, list[int]]:
     """Return the ranks of each process group of this process by description; torch lists the groups nowhere.
 

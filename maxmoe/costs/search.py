@@ -45,6 +45,7 @@ class _Search:
         self._recompute = recompute_choices(model)
         # Least bytes beside stored ones that a token of a micro-batch has needed with each recomputation.
         self._per_token = [0.0] * len(self._recompute)
+        self._measured: set[tuple[Candidate, int]] = set()
         self._peak = step.device.peak(next(each.dtype for each in model.parameters() if each.is_floating_point()))
         set_recompute(model, ())
         mesh, length = Mesh.planned({}), step.sequence_length
@@ -75,6 +76,7 @@ class _Search:
     def measure(self, candidate: Candidate, index: int) -> bool:
         """Measure a step of a candidate with some recomputation; return False if it needs more memory than there is."""
         mesh, step, count = Mesh.planned(dict(candidate.sizes)), self.step, candidate.num_micro_batches
+        self._measured.add((candidate, index))
         set_recompute(self.model, self._recompute[index])
         try:
             costs = estimate(
@@ -111,9 +113,11 @@ class _Search:
         return fits
 
     def measure_smallest(self, candidates: Sequence[Candidate]) -> None:
-        """Measure the candidate that needs least memory with the most recomputation."""
-        if candidates:
-            self.measure(min(candidates, key=lambda each: self.least_bytes(each, -1)), -1)
+        """Measure the candidate that needs least memory with the most recomputation, unless it has been measured."""
+        most = len(self._recompute) - 1
+        smallest = min(candidates, key=lambda each: self.least_bytes(each, most), default=None)
+        if smallest is not None and (smallest, most) not in self._measured:
+            self.measure(smallest, most)
 
     def number_that_fits(self, world_size: int) -> int | None:
         """Return a multiple of a number of ranks on which the smallest plan fits, measured; none has been found yet."""

@@ -1,17 +1,19 @@
 """`maxmoe.costs.search` against measuring all plans, and steps that run; devices and the time of operators on them."""
 
+import copy
 import importlib
 import math
 from dataclasses import replace
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import maxmoe
-from maxmoe import MoEConfig
+from maxmoe import MoE, MoEConfig
 from maxmoe.costs import Device, FoundPlan, NoPlanFits, StateDtypes, estimate, search
 from maxmoe.costs.candidates import STRATEGIES, Candidates, Step
 from maxmoe.costs.search import recompute_choices
@@ -31,15 +33,16 @@ STEP: dict[str, Any] = {"batch_size": 8, "sequence_length": 32}
 DEVICE = replace(Device.load("h100"), ranks_per_node=2)
 DTYPES = StateDtypes(master=torch.bfloat16)
 MODEL = Decoder(CONFIG, device="meta", dtype=torch.bfloat16)  # a search leaves it as it was
+LAYER = MoE(MOE).to("meta", torch.bfloat16)  # measured in a third of the time
 MESHES: list[tuple[str, Dispatch]] = [("data", "auto"), ("fsdp", "auto"), *(("expert", each) for each in STRATEGIES)]
 
 
 @cache
 def measured(axis: str, dispatch: Dispatch, recompute: tuple[str, ...]) -> tuple[float, int]:
     """Seconds and bytes of a step of two ranks."""
-    set_recompute(whole := Decoder(CONFIG, device="meta", dtype=torch.bfloat16), recompute)
+    set_recompute(layer := copy.deepcopy(LAYER), recompute)
     mesh = Mesh.planned({axis: 2})
-    costs = estimate(whole, mesh, "ep-as-dp", dispatch=dispatch, allow_unused=True, state_dtypes=DTYPES, **STEP)
+    costs = estimate(layer, mesh, "ep-as-dp", dispatch=dispatch, allow_unused=True, state_dtypes=DTYPES, **STEP)
     seconds = step_time(costs.ranks, 1, DEVICE.peak(torch.bfloat16), mesh, DEVICE).seconds
     return seconds, sum(costs.memory.values())
 
@@ -48,9 +51,9 @@ def test_the_first_plan_is_the_fastest_of_all_that_fit() -> None:
     _, memory = min(measured(*each, ()) for each in MESHES)
     limit, fitting = memory - 1, []  # the fastest plan of all does not fit
     for each in MESHES:
-        plans = (measured(*each, recompute) for recompute in recompute_choices(MODEL))
+        plans = (measured(*each, recompute) for recompute in recompute_choices(LAYER))
         fitting += [next((seconds for seconds, memory in plans if memory <= limit), math.inf)]
-    found = search(MODEL, 2, DEVICE, memory=limit, rules=["ep-as-dp"], state_dtypes=DTYPES, **STEP).plans
+    found = search(LAYER, 2, DEVICE, memory=limit, rules=["ep-as-dp"], state_dtypes=DTYPES, **STEP).plans
     assert found[0].seconds == min(fitting)
     assert all(plan.memory <= limit for plan in found)
     assert [plan.seconds for plan in found] == sorted(plan.seconds for plan in found)
@@ -94,13 +97,16 @@ def test_the_plans_run_as_they_are_printed() -> None:
 
 
 def test_where_no_plan_fits_more_ranks_are_named() -> None:
-    options: dict[str, Any] = {"rules": ["pure-fsdp"], "memory": 1_000_000, **STEP}
-    with pytest.raises(NoPlanFits, match=r"(?s)no plan fits in .* bytes\) are missing.*It fits on . ranks") as raised:
-        search(MODEL, 2, DEVICE, **options)
+    options: dict[str, Any] = {"rules": ["pure-fsdp"], "memory": 600_000, **STEP}
+    measured_steps = patch.object(importlib.import_module("maxmoe.costs.search"), "estimate", wraps=estimate)
+    message = r"(?s)no plan fits in .* bytes\) are missing.*It fits on 4 ranks"
+    with measured_steps as steps, pytest.raises(NoPlanFits, match=message) as raised:
+        search(LAYER, 2, DEVICE, **options)
+    assert steps.call_count == 1 + len(recompute_choices(LAYER)) + 1  # on one rank, two and four: none twice
     assert f"{raised.value.nearest.memory - options['memory']} bytes" in str(raised.value)
-    assert raised.value.num_ranks is not None and search(MODEL, raised.value.num_ranks, DEVICE, **options).plans
+    assert raised.value.num_ranks is not None and search(LAYER, raised.value.num_ranks, DEVICE, **options).plans
     with pytest.raises(NoPlanFits, match="No plan was found that fits on more ranks"):
-        search(MODEL, 2, DEVICE, **options | {"memory": 100_000})
+        search(LAYER, 2, DEVICE, **options | {"memory": 100_000})
 
 
 class Mixer(nn.Module):
@@ -150,7 +156,7 @@ def test_an_interrupted_search_has_what_it_found(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(importlib.import_module("maxmoe.costs.search"), "estimate", estimated)
     limit = 1
     with pytest.raises(KeyboardInterrupt):
-        search(MODEL, 2, DEVICE, rules=["ep-as-dp"], **STEP)
+        search(LAYER, 2, DEVICE, rules=["ep-as-dp"], **STEP)
     limit, calls = 3, 0
-    found = search(MODEL, 2, DEVICE, rules=["ep-as-dp"], **STEP)
+    found = search(LAYER, 2, DEVICE, rules=["ep-as-dp"], **STEP)
     assert len(found.plans) == 2 and not found.is_complete and "the search was interrupted" in str(found)

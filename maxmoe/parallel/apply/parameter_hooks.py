@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from maxmoe._torch import base_of_view, never_compiled, parameter_table, tree_leaves, version_of
+from maxmoe._torch import base_of_view, local_version_of, never_compiled, parameter_table, tree_leaves, version_of
 from maxmoe._torch.fsdp import make_root
 from maxmoe.parallel.plan.plan import ModulePlan, ParameterPlan
 from maxmoe.recompute.freed_storage import FreedStorage
@@ -205,11 +205,9 @@ class ParameterVersion:
         return _versions(self._parameter) != self._versions
 
 
-@torch.no_grad()
 def _versions(parameter: Tensor) -> tuple[int, int]:
     """Return the versions of a DTensor and of its local tensor, because optimizers modify either in place."""
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return version_of(parameter), version_of(local)
+    return version_of(parameter), local_version_of(parameter)
 
 
 class GatheredParameter(NamedTuple):
