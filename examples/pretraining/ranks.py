@@ -176,26 +176,28 @@ class Split:
             inputs = batch_size * length * config.hidden_size * torch.float32.itemsize * model.config.num_layers
             return (3 * parameters + inputs) // self._stage.num_ranks
 
-        def estimated(model: Decoder) -> int:
-            return sum(estimate(model, self._stage, self.rules, **step).memory.values())
-
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) / self.mesh.size(STAGE_AXIS)  # sharing one model
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        for needed in (least, estimated):  # an estimate computes the integers of a step: it must not need more memory
-            try:
-                with torch.device("meta"):
-                    models = [Decoder(replace(config, num_layers=count)) for count in (1, 2)]
-                first, second = map(needed, models)  # memory is linear in the number of layers
-            except ValueError as error:
-                raise InputError(f"--dispatch {dispatch} --num-chunks {num_chunks}: {error}") from error
-            except RuntimeError as error:  # sizes in bytes exceed 64 bits
-                raise InputError(f"the model is too large: {error}") from error
-            needed_here = (first + (config.num_layers - 1) * (second - first)) * ranks_here
+
+        def check(needed: int) -> None:
+            needed_here = needed * ranks_here
             if needed_here > memory:
                 raise InputError(
                     f"the run would need about {needed_here / GIB:,.1f} GiB of memory, the machine has "
                     f"{memory / GIB:,.1f}: try a smaller model or --batch-size"
                 )
+
+        try:
+            with torch.device("meta"):
+                first, second = (least(Decoder(replace(config, num_layers=count))) for count in (1, 2))
+                # An estimate computes the integers of a step: it must not need more memory.
+                check(first + (config.num_layers - 1) * (second - first))
+                model = Decoder(config)
+            check(sum(estimate(model, self._stage, self.rules, **step).memory.values()))
+        except ValueError as error:
+            raise InputError(f"--dispatch {dispatch} --num-chunks {num_chunks}: {error}") from error
+        except RuntimeError as error:  # sizes in bytes exceed 64 bits
+            raise InputError(f"the model is too large: {error}") from error
 
     def part(self, batch: Tensor) -> Tensor:
         """Return this rank's part of a batch ``(B, S)``."""
