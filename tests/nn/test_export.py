@@ -17,29 +17,31 @@ import sys
 import torch
 import maxmoe.nn
 
-program, inputs, outputs = sys.argv[1:]
-layer = torch.export.load(program).module()
-results = [layer(x) for x in torch.load(inputs)]
-assert all(type(result) is maxmoe.MoEOutput and type(result.stats) is maxmoe.MoEStats for result in results)
-torch.save([[*result[:2], *result.stats] for result in results], outputs)
+for folder in sys.argv[1:]:
+    layer = torch.export.load(f"{folder}/layer.pt2").module()
+    results = [layer(x) for x in torch.load(f"{folder}/inputs.pt")]
+    assert all(type(result) is maxmoe.MoEOutput and type(result.stats) is maxmoe.MoEStats for result in results)
+    torch.save([[*result[:2], *result.stats] for result in results], f"{folder}/outputs.pt")
 """
 
 
 @pytest.mark.parametrize(
-    "compute", by_default(["sparse", "dense", "capacity", "wide_capacity"], ["sparse", "capacity"])
+    "computes", by_default([("sparse", "capacity"), ("dense", "wide_capacity")], [("sparse", "capacity")])
 )
-def test_of_the_layer_for_any_number_of_tokens(tmp_path: Path, compute: str) -> None:
-    layer = make(**DEEPSEEK, **COMPUTE[compute])
-    inputs = [tokens(layer, 2, 5), tokens(layer, 3, 9)]
-    program = torch.export.export(layer, (inputs[0],), dynamic_shapes={"x": {0: Dim("batch"), 1: Dim("length")}})
-    paths = [tmp_path / name for name in ("layer.pt2", "inputs.pt", "outputs.pt")]
-    torch.export.save(program, paths[0])
-    torch.save(inputs, paths[1])
-    programs.printed(programs.python(LOAD, *map(str, paths)))
-    for x, got in zip(inputs, torch.load(paths[2]), strict=True):
-        output = layer(x)
-        for one, other in zip(got, [*output[:2], *output.stats], strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13)
+def test_of_the_layer_for_any_number_of_tokens(tmp_path: Path, computes: tuple[str, ...]) -> None:
+    layers = {tmp_path / compute: make(**DEEPSEEK, **COMPUTE[compute]) for compute in computes}
+    for folder, layer in layers.items():
+        folder.mkdir()
+        inputs = [tokens(layer, 2, 5), tokens(layer, 3, 9)]
+        shapes = {"x": {0: Dim("batch"), 1: Dim("length")}}
+        torch.export.save(torch.export.export(layer, (inputs[0],), dynamic_shapes=shapes), folder / "layer.pt2")
+        torch.save(inputs, folder / "inputs.pt")
+    programs.printed(programs.python(LOAD, *map(str, layers)))
+    for folder, layer in layers.items():
+        for x, got in zip(torch.load(folder / "inputs.pt"), torch.load(folder / "outputs.pt"), strict=True):
+            output = layer(x)
+            for one, other in zip(got, [*output[:2], *output.stats], strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace", "ignore:Converting a tensor")
