@@ -74,11 +74,11 @@ def load_corpus(data: list[str], sequence_length: int) -> Corpus:
 
 def standard_library_files() -> Iterator[tuple[str, Path]]:
     """Yield name and path of the files of the standard library. The names are relative to its folder."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    for path in sorted(root.rglob("*.py")):
-        name = path.relative_to(root)
-        if STANDARD_LIBRARY_WITHOUT.isdisjoint(name.parts):
-            yield str(name), path
+    root, found = Path(sysconfig.get_paths()["stdlib"]), list[Path]()
+    for folder, folders, names in os.walk(root):
+        folders[:] = set(folders) - STANDARD_LIBRARY_WITHOUT  # site-packages may have many thousand files
+        found += (Path(folder, name) for name in names if name.endswith(".py"))
+    yield from ((str(path.relative_to(root)), path) for path in sorted(found))
 
 
 def named_files(data: list[str]) -> Iterator[tuple[str, Path]]:
