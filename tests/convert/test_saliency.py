@@ -101,7 +101,7 @@ def test_replaced_blocks_of_transformers() -> None:
     model.get_submodule(path).register_forward_pre_hook(lambda _block, given: inputs.append(given[0]))
     with torch.no_grad(), record_saliency(model) as saliency:
         model(IDS)
-    sums, counts = by_loop(layer, *inputs, torch.ones_like(IDS, dtype=torch.bool))
+    sums, counts = by_loop(layer, inputs[0], torch.ones_like(IDS, dtype=torch.bool))
     assert torch.equal(saliency.tokens_per_expert[path], counts.long())
     torch.testing.assert_close(saliency.means[path], sums / counts.clamp_min(1), rtol=1e-6, atol=0)
 

@@ -138,7 +138,7 @@ def test_sequences_of_modules_that_may_mix_tokens_stay_whole() -> None:
 def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
     options: dict[str, Any] = {"world_size": 4, "device": DEVICE, "rules": ["ep-as-dp"], **STEP, **changes}
     with pytest.raises(ValueError, match=message):
-        search(MODEL, **options)
+        search(LAYER, **options)
 
 
 def test_an_interrupted_search_has_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
