@@ -17,7 +17,7 @@ from maxmoe.parallel import token_sharding
 from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.sharding import LogicalRules, Mesh
 from support.moved_experts import free_moves
-from support.parallel_decoder import CONFIG, batch, decoder, loss, token_spec
+from support.parallel_decoder import BLOCK, batch, decoder, loss, token_spec
 from support.parts import assert_same, part_by_definition
 from support.run_ranks import run_ranks
 
@@ -101,7 +101,7 @@ def test_a_decoder() -> None:
 
     def check() -> None:
         mesh, table = Mesh({"expert": 2}), LogicalRules.load("ep-tp")
-        model = parallelize(decoder(CONFIG), mesh, table)
+        model = parallelize(decoder(BLOCK), mesh, table)
         tokens, targets = (part_by_definition(whole, token_spec(mesh, table), mesh) for whole in batch())
         compiled = torch.compile(model, backend="eager") if dist.get_rank() == 0 else model
         graph_breaks_and_graphs()

@@ -1,5 +1,6 @@
 """Imported once, by the process that ranks of tests are forked from: what takes long, and what most of them import."""
 
+import gc
 import importlib
 
 import functorch.compile  # noqa: F401  torch.compile imports it at its first use
@@ -21,3 +22,4 @@ for module in PRELOADED:
 import_models("gpt_oss", "mixtral", "qwen3_moe")
 for preset in PRESETS.glob("*.yaml"):
     LogicalRules.load(preset.stem)  # keeps the rules: parsed once
+gc.freeze()  # collections in ranks leave out what was imported
