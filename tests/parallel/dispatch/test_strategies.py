@@ -171,9 +171,13 @@ ON_MESHES = [
     )
 ]
 NAMES = (("dispatch",), ("dispatch", "experts"))
-ROWS_ON_RANKS: list[tuple[str, tuple[int, ...]]] = [
-    *((load, ()) for load in ("even", "all to one expert", "three quarters to one expert")),
-    ("of the router", (4, 0, 2, 1)),
+SIZES_OF_BUFFERS: list[list[Any]] = [
+    [*STRATEGIES],
+    [1.0, 1.25, 4.0],
+    [
+        *((load, ()) for load in ("even", "all to one expert", "three quarters to one expert")),
+        ("of the router", (4, 0, 2, 1)),
+    ],
 ]
 
 TABLE: dict[str, list[Case]] = {
@@ -241,7 +245,7 @@ TABLE: dict[str, list[Case]] = {
     # One rank has all rows of a load, or none.
     "buffers of any size": [
         Case(EXPERT_4, dispatch, "mixtral", load, num_sequences=sequences, factor=factor)
-        for dispatch, factor, (load, sequences) in pairwise([[*STRATEGIES], [1.0, 1.25, 4.0], ROWS_ON_RANKS])
+        for dispatch, factor, (load, sequences) in pairwise(SIZES_OF_BUFFERS)
     ],
     # Ranks with other rows and the same parameters: all compute the same number of windows.
     # A row above has them in every checkpoint.
