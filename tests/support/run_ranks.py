@@ -71,10 +71,6 @@ def rank_processes(timeout: float, deadline: float) -> RankProcesses:
 def prepare(folder: str, filters: list[Any]) -> None:
     """Initialize the process of a rank."""
     os.chdir(folder)
-    if hasattr(os, "SCHED_BATCH"):
-        # A thread that wakes does not take the processor from the thread that wakes it, which holds a lock of gloo: the
-        # thread of its sockets would poll, a tenth of the time of a rank.
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     warnings.filters[:] = filters  # type: ignore[index]
     torch.default_generator.manual_seed(0)
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
