@@ -244,8 +244,11 @@ TABLE: dict[str, list[Case]] = {
     ),
     # One rank has all rows of a load, or none.
     "buffers of any size": [
-        Case(EXPERT_4, dispatch, "mixtral", load, num_sequences=sequences, factor=factor)
-        for dispatch, factor, (load, sequences) in pairwise(SIZES_OF_BUFFERS)
+        *(
+            Case(EXPERT_4, dispatch, "mixtral", load, num_sequences=sequences, factor=factor)
+            for dispatch, factor, (load, sequences) in pairwise(SIZES_OF_BUFFERS)
+        ),
+        Case(EXPERT_4, "ring_of_experts", "mixtral", factor=0.25),  # the second rank has the most windows
     ],
     # Ranks with other rows and the same parameters: all compute the same number of windows.
     # A row above has them in every checkpoint.
