@@ -160,3 +160,21 @@ def test_an_interrupted_search_has_what_it_found(monkeypatch: pytest.MonkeyPatch
     limit, calls = 3, 0
     found = search(LAYER, 2, DEVICE, rules=["ep-as-dp"], **STEP)
     assert len(found.plans) == 2 and not found.is_complete and "the search was interrupted" in str(found)
+
+
+def test_refused_steps_are_no_plans_and_few_steps_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first estimate is of one rank, the second of the fastest candidate."""
+    calls = 0
+
+    def refusing_the_second(*arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise ValueError("refused")
+        return estimate(*arguments, **options)
+
+    module = importlib.import_module("maxmoe.costs.search")
+    monkeypatch.setattr(module, "estimate", refusing_the_second)
+    monkeypatch.setattr(module, "MOST_MEASURED", 3)
+    found = search(LAYER, 2, DEVICE, rules=["ep-as-dp"], **STEP)
+    assert calls == 1 + 3 and len(found.plans) == 2
