@@ -300,7 +300,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 def local_version_of(tensor: Tensor) -> int:
-    """Return the version counter of the local tensor of a DTensor, of which `to_local` makes a view, or of a tensor."""
+    """Return the version counter of a tensor, of a DTensor the counter of its local tensor, without a view of it."""
     return version_of(getattr(tensor, "_local_tensor", tensor))
 
 

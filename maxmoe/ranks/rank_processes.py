@@ -109,7 +109,7 @@ def _main(
 ) -> NoReturn:
     """Run the function in a started process; `os._exit` skips destructors that may wait for dead peers.
 
-    `environment` has the environment variables of the parent; a process of the forkserver has its server's.
+    `environment` has the environment variables of the parent; a process of the forkserver begins with its server's.
     """
     torch.set_num_threads(1)  # first of all: the threads of OpenMP are not forked, and waiting for them hangs
     code = 1

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from functools import cache
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import DEFAULT, patch
 
 import pytest
 import torch
@@ -33,6 +33,7 @@ STEP: dict[str, Any] = {"batch_size": 8, "sequence_length": 32}
 DEVICE = replace(Device.load("h100"), ranks_per_node=2)
 DTYPES = StateDtypes(master=torch.bfloat16)
 MODEL = Decoder(CONFIG, device="meta", dtype=torch.bfloat16)  # a search leaves it as it was
+SEARCH = importlib.import_module("maxmoe.costs.search")  # the package has a function of this name
 LAYER = MoE(MOE).to("meta", torch.bfloat16)  # measured in a third of the time
 MESHES: list[tuple[str, Dispatch]] = [("data", "auto"), ("fsdp", "auto"), *(("expert", each) for each in STRATEGIES)]
 
@@ -45,6 +46,11 @@ def measured(axis: str, dispatch: Dispatch, recompute: tuple[str, ...]) -> tuple
     costs = estimate(layer, mesh, "ep-as-dp", dispatch=dispatch, allow_unused=True, state_dtypes=DTYPES, **STEP)
     seconds = step_time(costs.ranks, 1, DEVICE.peak(torch.bfloat16), mesh, DEVICE).seconds
     return seconds, sum(costs.memory.values())
+
+
+def estimates(*errors: Any) -> Any:
+    """Count the steps that a search measures; `errors` has what each raises, or DEFAULT."""
+    return patch.object(SEARCH, "estimate", wraps=estimate, side_effect=errors or None)
 
 
 def test_the_first_plan_is_the_fastest_of_all_that_fit() -> None:
@@ -98,9 +104,8 @@ def test_the_plans_run_as_they_are_printed() -> None:
 
 def test_where_no_plan_fits_more_ranks_are_named() -> None:
     options: dict[str, Any] = {"rules": ["pure-fsdp"], "memory": 600_000, **STEP}
-    measured_steps = patch.object(importlib.import_module("maxmoe.costs.search"), "estimate", wraps=estimate)
     message = r"(?s)no plan fits in .* bytes\) are missing.*It fits on 4 ranks"
-    with measured_steps as steps, pytest.raises(NoPlanFits, match=message) as raised:
+    with estimates() as steps, pytest.raises(NoPlanFits, match=message) as raised:
         search(LAYER, 2, DEVICE, **options)
     assert steps.call_count == 1 + len(recompute_choices(LAYER)) + 1  # on one rank, two and four: none twice
     assert f"{raised.value.nearest.memory - options['memory']} bytes" in str(raised.value)
@@ -144,37 +149,15 @@ def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
 def test_an_interrupted_search_has_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A search first measures a step on one rank."""
     monkeypatch.setenv("COLUMNS", "1000")
-    limit = calls = 0
-
-    def estimated(*arguments: Any, **options: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls > limit:
-            raise KeyboardInterrupt
-        return estimate(*arguments, **options)
-
-    monkeypatch.setattr(importlib.import_module("maxmoe.costs.search"), "estimate", estimated)
-    limit = 1
-    with pytest.raises(KeyboardInterrupt):
+    with estimates(DEFAULT, KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         search(LAYER, 2, DEVICE, rules=["ep-as-dp"], **STEP)
-    limit, calls = 3, 0
-    found = search(LAYER, 2, DEVICE, rules=["ep-as-dp"], **STEP)
+    with estimates(DEFAULT, DEFAULT, DEFAULT, KeyboardInterrupt):
+        found = search(LAYER, 2, DEVICE, rules=["ep-as-dp"], **STEP)
     assert len(found.plans) == 2 and not found.is_complete and "the search was interrupted" in str(found)
 
 
 def test_refused_steps_are_no_plans_and_few_steps_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first estimate is of one rank, the second of the fastest candidate."""
-    calls = 0
-
-    def refusing_the_second(*arguments: Any, **options: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
-            raise ValueError("refused")
-        return estimate(*arguments, **options)
-
-    module = importlib.import_module("maxmoe.costs.search")
-    monkeypatch.setattr(module, "estimate", refusing_the_second)
-    monkeypatch.setattr(module, "MOST_MEASURED", 3)
-    found = search(LAYER, 2, DEVICE, rules=["ep-as-dp"], **STEP)
-    assert calls == 1 + 3 and len(found.plans) == 2
+    monkeypatch.setattr(SEARCH, "MOST_MEASURED", 3)
+    with estimates(DEFAULT, ValueError("refused"), DEFAULT, DEFAULT) as steps:
+        found = search(LAYER, 2, DEVICE, rules=["ep-as-dp"], **STEP)
+    assert steps.call_count == 1 + 3 and len(found.plans) == 2

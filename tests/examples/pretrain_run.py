@@ -13,9 +13,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 import pretrain
-from maxmoe.costs import estimate
 from pretraining import InputError as InputError
-from pretraining import figures, ranks
+from pretraining import figures
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = [
@@ -35,25 +34,13 @@ def words(folder: Path) -> Path:
     return folder
 
 
-ESTIMATES: dict[str, Any] = {}
-
-
-def estimated_once(model: Any, *arguments: Any, **step: Any) -> Any:
-    """The estimate of an equal step of an equal model, if there is one: it takes longer than the run."""
-    key = f"{model.config} {arguments} {step}"
-    if key not in ESTIMATES:
-        ESTIMATES[key] = estimate(model, *arguments, **step)
-    return ESTIMATES[key]
-
-
 def run(text: Path, out: Path, *arguments: str, looks_at_pictures: bool = False) -> int:
     """Run the script. Pictures are empty files unless `looks_at_pictures`: rendering takes longer than the run."""
     options = pretrain.parse_options([*TINY, "--data", str(text), "--out", str(out), *arguments])
     if "--resume" in arguments and "--steps" not in arguments:
         options.steps = None
     save = figures.save if looks_at_pictures else lambda _figure, path: path.write_bytes(b"\x89PNG")
-    patches = patch.object(ranks, "estimate", estimated_once), patch.object(figures, "save", save)
-    with patch.object(pretrain, "SAMPLE_BYTES", 4), patches[0], patches[1]:
+    with patch.object(pretrain, "SAMPLE_BYTES", 4), patch.object(figures, "save", save):
         return pretrain.run(options, ["pretrain.py"])
 
 

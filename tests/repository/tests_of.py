@@ -27,7 +27,7 @@ def test_of_its_name(source: str) -> str | None:
 def tests_of(source: str) -> list[str]:
     """Return the test files of a source."""
     named = test_of_its_name(source)
-    return [*filter(None, [named]), *table().get(source, [])]
+    return ([named] if named else []) + table().get(source, [])
 
 
 def sources() -> Iterator[str]:

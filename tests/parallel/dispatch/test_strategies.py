@@ -251,7 +251,7 @@ TABLE: dict[str, list[Case]] = {
         Case(EXPERT_4, "ring_of_experts", "mixtral", factor=0.25),  # the second rank has the most windows
     ],
     # Ranks with other rows and the same parameters: all compute the same number of windows.
-    # A row above has them in every checkpoint.
+    # "dispatch recomputed" has buffers in every kind of checkpoint.
     "buffers on any mesh": cases(
         layout=[BOTH, TRANSPOSED, CONTEXT_EXPERT, ON_FSDP, TENSOR, DATA],
         dispatch=STRATEGIES,
