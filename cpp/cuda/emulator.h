@@ -15,7 +15,6 @@
 // a * b + c is contracted to one rounding. Kernels must therefore also be compiled by nvcc and run once on a device.
 #pragma once
 
-#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -97,10 +96,16 @@ enum class Wait { none, barrier, lanes };
 
 constexpr size_t kStackBytes = 128 << 10;
 
+// Where a fiber, or the scheduler, goes on: of __builtin_setjmp. swapcontext is a system call. The address sanitizer
+// replaces longjmp, and before each function that does not return it clears its notes of the stack: with both, tests
+// took ten times the time. Functions that switch are therefore not instrumented.
+using Position = void* [5];
+#define MAXMOE_SWITCHES __attribute__((no_sanitize("address")))
+
 // What a fiber keeps from block to block.
 struct Stack {
   std::unique_ptr<unsigned char[]> memory = std::make_unique_for_overwrite<unsigned char[]>(kStackBytes);
-  jmp_buf position;
+  Position position;
   void* sanitizer = nullptr;  // the state of the address sanitizer for a fiber that waits
   bool is_started = false;
 };
@@ -129,7 +134,7 @@ struct Block {
   std::vector<unsigned char> shared;
   std::function<void()> body;
   std::string failure;
-  jmp_buf scheduler;
+  Position scheduler;
   void* sanitizer = nullptr;
   const void* scheduler_stack = nullptr;
   size_t scheduler_bytes = 0;
@@ -165,9 +170,9 @@ inline void after_switch([[maybe_unused]] void* own, [[maybe_unused]] const void
 #endif
 }
 
-[[noreturn]] inline void leave_fiber(void** own) {
+[[noreturn]] MAXMOE_SWITCHES inline void leave_fiber(void** own) {
   before_switch(own, block->scheduler_stack, block->scheduler_bytes);
-  _longjmp(block->scheduler, 1);
+  __builtin_longjmp(block->scheduler, 1);
 }
 
 // Ends the kernel: `launch` throws std::runtime_error. No object of the caller is destroyed.
@@ -181,10 +186,10 @@ inline void after_switch([[maybe_unused]] void* own, [[maybe_unused]] const void
   leave_fiber(nullptr);
 }
 
-// Switches to the scheduler. Not swapcontext, which is a system call.
-inline void yield() {
+// Switches to the scheduler.
+MAXMOE_SWITCHES inline void yield() {
   Stack& stack = *block->fiber().stack;
-  if (_setjmp(stack.position) == 0) leave_fiber(&stack.sanitizer);
+  if (__builtin_setjmp(stack.position) == 0) leave_fiber(&stack.sanitizer);
   // Not `stack`: a larger block may have moved all of them.
   after_switch(block->fiber().stack->sanitizer, &block->scheduler_stack, &block->scheduler_bytes);
 }
@@ -201,8 +206,8 @@ inline void yield() {
   }
 }
 
-// Not instrumented, because it does not return: the sanitizer would keep its frame.
-__attribute__((no_sanitize("address"))) inline void start_fiber(Stack& stack) {
+// It does not return: the sanitizer would keep its frame.
+MAXMOE_SWITCHES inline void start_fiber(Stack& stack) {
   stack.is_started = true;
   ucontext_t start;
   getcontext(&start);
@@ -213,16 +218,17 @@ __attribute__((no_sanitize("address"))) inline void start_fiber(Stack& stack) {
   setcontext(&start);
 }
 
+[[noreturn]] MAXMOE_SWITCHES inline void enter_fiber(Stack& stack) {
+  before_switch(&block->sanitizer, stack.memory.get(), kStackBytes);
+  if (!stack.is_started) start_fiber(stack);
+  __builtin_longjmp(stack.position, 1);
+}
+
 // Runs a fiber until it waits.
-inline void resume(size_t thread) {
+MAXMOE_SWITCHES inline void resume(size_t thread) {
   block->current = thread;
   threadIdx = block->fiber().index;
-  if (_setjmp(block->scheduler) == 0) {
-    Stack& stack = *block->fiber().stack;
-    before_switch(&block->sanitizer, stack.memory.get(), kStackBytes);
-    if (!stack.is_started) start_fiber(stack);
-    _longjmp(stack.position, 1);
-  }
+  if (__builtin_setjmp(block->scheduler) == 0) enter_fiber(*block->fiber().stack);
   after_switch(block->sanitizer, nullptr, nullptr);
 }
 
