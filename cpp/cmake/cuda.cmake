@@ -38,11 +38,10 @@ message(STATUS "CUDA kernels: ${MAXMOE_NVCC}")
 get_filename_component(MAXMOE_CUDA_HOME ${MAXMOE_NVCC} DIRECTORY)
 get_filename_component(MAXMOE_CUDA_HOME ${MAXMOE_CUDA_HOME} DIRECTORY)
 
-# Machine code for compute capability 8.0, 9.0, 10.0 and 12.0, and PTX for others from 9.0 on, as in `make cuda`.
+# Machine code for compute capability 8.0, 9.0, 10.0 and 12.0, and PTX for later ones, as in `make cuda`.
 set(MAXMOE_NVCC_FLAGS -std=c++20 -O3 --expt-relaxed-constexpr -compress-mode=size -I${PROJECT_SOURCE_DIR}/cpp
-  -ccbin ${CMAKE_CXX_COMPILER} -Xcompiler=-fPIC,-Wall -gencode=arch=compute_80,code=sm_80
-  -gencode=arch=compute_90,code=sm_90 -gencode=arch=compute_100,code=sm_100 -gencode=arch=compute_120,code=sm_120
-  -gencode=arch=compute_90,code=compute_90)
+  -ccbin ${CMAKE_CXX_COMPILER} -Xcompiler=-fPIC,-Wall -gencode=arch=compute_80,code=[sm_80,sm_90]
+  -gencode=arch=compute_100,code=[sm_100,sm_120,compute_100])
 file(GLOB MAXMOE_CU_SOURCES CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/cpp/cuda/*.cu)
 file(GLOB_RECURSE MAXMOE_CU_HEADERS CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/cpp/cuda/*.h ${PROJECT_SOURCE_DIR}/cpp/kernels/*.h)
 set(MAXMOE_CU_OBJECTS)

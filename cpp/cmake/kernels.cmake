@@ -38,7 +38,10 @@ set(MAXMOE_OPTIONS_avx512 -march=x86-64-v4 -mprefer-vector-width=512)
 set(MAXMOE_OPTIONS_avx512bf16 ${MAXMOE_OPTIONS_avx512} -mavx512bf16 -mavx512vbmi)
 set(MAXMOE_OPTIONS_amx ${MAXMOE_OPTIONS_avx512bf16} -mamx-tile -mamx-bf16)
 # Vectors wider than the registers of the baseline are passed in memory, which GCC notes. All their functions are inlined.
-set(MAXMOE_OPTIONS_amx_emulated -DMAXMOE_EMULATES_TILES=1 -O2 $<$<CXX_COMPILER_ID:GNU>:-Wno-psabi>)
+set(MAXMOE_OPTIONS_amx_emulated -DMAXMOE_EMULATES_TILES=1 $<$<CXX_COMPILER_ID:GNU>:-Wno-psabi>)
+if(NOT MAXMOE_SANITIZE)
+  list(APPEND MAXMOE_OPTIONS_amx_emulated -O2)
+endif()
 
 set(MAXMOE_ISAS all CACHE STRING
   "Instruction sets of the kernels: all, runnable for those that this machine can run, or native for the best of them")

@@ -23,5 +23,5 @@ def test_releases_of_torch() -> None:
 def test_targets_of_cuda() -> None:
     """`make cuda`, whose machine code is checked, and the build of the package."""
     texts = [(ROOT / name).read_text() for name in ("Makefile", "cpp/cmake/cuda.cmake")]
-    by_make, by_cmake = ({*re.findall(r"-gencode=arch=\w+,code=(\w+)", text)} for text in texts)
-    assert by_make == by_cmake == {*check_cuda.TARGETS, "compute_90"}
+    by_make, by_cmake = ({*re.findall(r"(?<=[\[,])(?:sm|compute)_\d+(?=[\],])", text)} for text in texts)
+    assert by_make == by_cmake == {*check_cuda.TARGETS, "compute_100"}

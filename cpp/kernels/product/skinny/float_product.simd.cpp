@@ -7,6 +7,7 @@
 // multiply-adds whose latency is longer than decoding takes. Both use the same loads of A.
 #include "kernels/product/skinny/quantized.simd.h"
 #include "kernels/product/skinny/transposed_parts.simd.h"
+#include "kernels/product/tiled/blocking.simd.h"
 #include "kernels/quantized/formats.h"
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
@@ -15,6 +16,10 @@ namespace {
 #if defined(__AVX2__)
 
 constexpr int kVectors = 2;  // vectors per panel
+
+// Whether a decoder multiplies floats in a product of type T: pairs of bfloat16 are multiplied in vnni.simd.cpp.
+template <class T, class Decoder>
+constexpr bool kMultipliesFloats = std::is_same_v<ElementOf<T>, float> && Decoder::template kMultiplies<T>;
 
 // The quantized values and scales of a panel of columns. Columns past the end repeat the last column.
 template <class T>
@@ -138,7 +143,7 @@ bool multiplies_words([[maybe_unused]] const QuantizedMatrix& m) {
   if (m.first_column % kMinColumnsPerScale != 0) return false;
   Formats::with(m.codes, [&]<class Format> {
     using Decoder = DecodersOf<Format>::ForWords;
-    result = Decoder::template kMultiplies<T> && Decoder::fits();
+    result = kMultipliesFloats<T, Decoder> && Decoder::fits();
   });
 #endif
   return result;
@@ -150,7 +155,7 @@ bool multiply_words_of_panel([[maybe_unused]] const FloatProduct& p, [[maybe_unu
 #if defined(__AVX2__)
   Formats::with(p.codes.codes, [&]<class Format> {
     using Decoder = DecodersOf<Format>::ForWords;
-    if constexpr (Decoder::template kMultiplies<T>) {
+    if constexpr (kMultipliesFloats<T, Decoder>) {
       with_number_of_rows(
           p.num_rows, [&]<int kRows> { is_done = multiply_words<T, Decoder, kRows>(p, column); },
           std::make_integer_sequence<int, kMaxRowsOfWords>());
