@@ -5,11 +5,16 @@
 # For developers: make lint, format, docs, sanitize, test-aarch64, cuda, benchmark, wheel,
 # try-wheel, clean (CONTRIBUTING.md).
 
+# Modules are compiled when a program imports them. pip would compile all of them one after the other, of torch alone for
+# 20 s; and many containers have a variable with which nothing is kept.
+export PIP_COMPILE := no
+unexport PYTHONDONTWRITEBYTECODE
+
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .ONESHELL:
-.PHONY: help setup train test lint format docs sanitize test-aarch64 cuda cuda-tests cuda-candidates benchmark wheel \
+.PHONY: help setup train test lint lint-python lint-cpp format docs sanitize test-aarch64 cuda cuda-tests cuda-candidates benchmark wheel \
   try-wheel clean
 
 PYTHON ?= python3
@@ -46,19 +51,23 @@ train: $(VENV)/examples
 # last.
 IN_TWO_PROCESSES := -n 2 --dist loadfile --no-loadscope-reorder
 test: $(VENV)/test
-	@# With the variable set, as in many containers, every process would compile package and tests again.
-	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest $(IN_TWO_PROCESSES) $(ARGS)
+	@$(BIN)/python -m pytest $(IN_TWO_PROCESSES) $(ARGS)
 
 # The stubs of maxmoe._C, from the signatures and docstrings of the module.
 stubs = $(BIN)/pybind11-stubgen maxmoe._C --output-dir build/stubs >/dev/null && $(BIN)/ruff format --quiet build/stubs
-lint: $(VENV)/dev
+# `make -j2 lint` for both at a time.
+lint: lint-python lint-cpp
+
+lint-python: $(VENV)/dev
 	@$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(stubs)
 	diff maxmoe/_C.pyi build/stubs/maxmoe/_C.pyi || { echo "maxmoe/_C.pyi is not the module's: make format"; exit 1; }
 	$(BIN)/python tests/repository/check_sizes.py
-	$(BIN)/clang-format --dry-run --Werror $(CPP)
+
+lint-cpp: $(VENV)/dev
+	@$(BIN)/clang-format --dry-run --Werror $(CPP)
 	EIGEN="$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/cmeel.prefix/include/eigen3"
 	tidy() { xargs -P "$$(getconf _NPROCESSORS_ONLN)" -I {} $(BIN)/clang-tidy --quiet {} "$$@" -std=c++20 -Icpp -isystem "$$EIGEN"; }
 	printf '%s\n' $(filter-out %.amx.cpp,$(filter %.cpp,$(KERNELS))) | tidy -- -DMAXMOE_ISA_NAMESPACE=baseline
@@ -100,15 +109,14 @@ test-aarch64: $(VENV)/test
 	cmake --build build/aarch64
 	ctest --test-dir build/aarch64 --parallel "$$(getconf _NPROCESSORS_ONLN)" --no-tests=error --output-on-failure
 
-# build/cuda/libmaxmoe_cuda.so: the CUDA kernels for compute capability 8.0, 9.0, 10.0 and 12.0 and, as PTX, for others
-# from 9.0 on. Compiled by the nvcc of PyPI in a separate environment; no GPU is needed. The compiler's report of
+# build/cuda/libmaxmoe_cuda.so: the CUDA kernels for compute capability 8.0, 9.0, 10.0 and 12.0 and, as PTX, for later
+# ones. nvcc translates to PTX twice: PTX of 9.0 and of 12.0 becomes the same machine code. Compiled by the nvcc of PyPI in a separate environment; no GPU is needed. The compiler's report of
 # registers and stacks, and the machine code, are checked.
 CUDA_PACKAGES := nvidia-cuda-nvcc==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-runtime==13.0.96 \
   nvidia-cuda-cccl==13.0.85 nvidia-cuda-cuobjdump==13.5.37 nvidia-cuda-nvdisasm==13.5.37
 CUDA_HOME = $(firstword $(wildcard $(abspath .venv-cuda)/lib/python*/site-packages/nvidia/cu13))
 NVCC_FLAGS := -std=c++20 -O3 --expt-relaxed-constexpr -compress-mode=size -Icpp -Xcompiler=-fPIC,-Wall \
-  -gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_90,code=sm_90 -gencode=arch=compute_100,code=sm_100 \
-  -gencode=arch=compute_120,code=sm_120 -gencode=arch=compute_90,code=compute_90
+  -gencode=arch=compute_80,code=[sm_80,sm_90] -gencode=arch=compute_100,code=[sm_100,sm_120,compute_100]
 CUDA_OBJECTS := $(patsubst cpp/cuda/%.cu,build/cuda/%.o,$(wildcard cpp/cuda/*.cu))
 cuda: $(CUDA_OBJECTS)
 	@export PATH="$(CUDA_HOME)/bin:$$PATH"
