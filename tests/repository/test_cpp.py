@@ -59,22 +59,30 @@ def build_folder() -> Path:
     return folder
 
 
+def run_suite(program: Path, *options: str, **environment: str) -> None:
+    done = run(str(program), "--gtest_brief=1", *options, **environment)
+    if done.returncode != 0 or not re.search(r"PASSED.* [1-9]\d* tests", done.stdout):
+        pytest.fail("\n".join([f"{environment}", *done.stdout.splitlines()[-200:]]), pytrace=False)
+
+
 # By default the best instruction set of this processor: all are compiled from the same sources.
 @pytest.mark.parametrize("isa", by_default(ISAS, [BEST]))
 def test_kernels(build_folder: Path, isa: str) -> None:
     """Run all tests in one process, not one per test. Tests of Pairs and Amx choose their kernels themselves."""
     others = "*bfloat16*" if isa == "amx_emulated" else "-Pairs.*:Amx.*"  # it multiplies bfloat16 alone
-    options = ["--gtest_brief=1", *([f"--gtest_filter={others}"] if isa != BEST else [])]
-    done = run(str(build_folder / "cpp/tests/maxmoe_kernels_tests"), *options, MAXMOE_ISA=isa)
-    if done.returncode != 0 or not re.search(r"PASSED.* [1-9]\d* tests", done.stdout):
-        pytest.fail("\n".join([f"MAXMOE_ISA={isa}", *done.stdout.splitlines()[-200:]]), pytrace=False)
+    options = [f"--gtest_filter={others}"] if isa != BEST else []
+    run_suite(build_folder / "cpp/tests/maxmoe_kernels_tests", *options, MAXMOE_ISA=isa)
+
+
+def test_codes_are_decoded_one_by_one(build_folder: Path) -> None:
+    """In the baseline: with vectors no code of a table is left."""
+    tests = "--gtest_filter=*Dequantize*"
+    run_suite(build_folder / "cpp/tests/maxmoe_kernels_tests", tests, MAXMOE_ISA="baseline")
 
 
 @pytest.mark.parametrize("program", ["cpp/tests/maxmoe_library_tests", "cpp/cuda/tests/maxmoe_cuda_tests"])
 def test_program(build_folder: Path, program: str) -> None:
-    done = run(str(build_folder / program), "--gtest_brief=1")
-    if done.returncode != 0 or not re.search(r"PASSED.* [1-9]\d* tests", done.stdout):
-        pytest.fail("\n".join(done.stdout.splitlines()[-200:]), pytrace=False)
+    run_suite(build_folder / program)
 
 
 @pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512", "avx512bf16", "amx", "amx_emulated"])
