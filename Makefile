@@ -5,8 +5,8 @@
 # For developers: make lint, format, docs, sanitize, test-aarch64, cuda, benchmark, wheel,
 # try-wheel, clean (CONTRIBUTING.md).
 
-# Modules are compiled when a program imports them. pip would compile all of them one after the other, of torch alone for
-# 20 s; and many containers have a variable with which nothing is kept.
+# pip compiles no modules: those of torch alone take 20 s of one processor. They are compiled when they are imported, and
+# kept, for which the variable is taken back that many containers set.
 export PIP_COMPILE := no
 unexport PYTHONDONTWRITEBYTECODE
 
