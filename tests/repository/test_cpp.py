@@ -59,10 +59,10 @@ def build_folder() -> Path:
     return folder
 
 
-def run_suite(program: Path, *options: str, **environment: str) -> None:
-    done = run(str(program), "--gtest_brief=1", *options, **environment)
+def run_suite(program: Path, *options: str, isa: str = BEST) -> None:
+    done = run(str(program), "--gtest_brief=1", *options, MAXMOE_ISA=isa)
     if done.returncode != 0 or not re.search(r"PASSED.* [1-9]\d* tests", done.stdout):
-        pytest.fail("\n".join([f"{environment}", *done.stdout.splitlines()[-200:]]), pytrace=False)
+        pytest.fail("\n".join([f"MAXMOE_ISA={isa}", *done.stdout.splitlines()[-200:]]), pytrace=False)
 
 
 # By default the best instruction set of this processor: all are compiled from the same sources.
@@ -71,13 +71,13 @@ def test_kernels(build_folder: Path, isa: str) -> None:
     """Run all tests in one process, not one per test. Tests of Pairs and Amx choose their kernels themselves."""
     others = "*bfloat16*" if isa == "amx_emulated" else "-Pairs.*:Amx.*"  # it multiplies bfloat16 alone
     options = [f"--gtest_filter={others}"] if isa != BEST else []
-    run_suite(build_folder / "cpp/tests/maxmoe_kernels_tests", *options, MAXMOE_ISA=isa)
+    run_suite(build_folder / "cpp/tests/maxmoe_kernels_tests", *options, isa=isa)
 
 
 def test_codes_are_decoded_one_by_one(build_folder: Path) -> None:
     """In the baseline: with vectors no code of a table is left."""
     tests = "--gtest_filter=*Dequantize*"
-    run_suite(build_folder / "cpp/tests/maxmoe_kernels_tests", tests, MAXMOE_ISA="baseline")
+    run_suite(build_folder / "cpp/tests/maxmoe_kernels_tests", tests, isa="baseline")
 
 
 @pytest.mark.parametrize("program", ["cpp/tests/maxmoe_library_tests", "cpp/cuda/tests/maxmoe_cuda_tests"])
