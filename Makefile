@@ -110,8 +110,9 @@ test-aarch64: $(VENV)/test
 	ctest --test-dir build/aarch64 --parallel "$$(getconf _NPROCESSORS_ONLN)" --no-tests=error --output-on-failure
 
 # build/cuda/libmaxmoe_cuda.so: the CUDA kernels for compute capability 8.0, 9.0, 10.0 and 12.0 and, as PTX, for later
-# ones. nvcc translates to PTX twice: PTX of 9.0 and of 12.0 becomes the same machine code. Compiled by the nvcc of PyPI in a separate environment; no GPU is needed. The compiler's report of
-# registers and stacks, and the machine code, are checked.
+# ones. nvcc translates to PTX twice: PTX of 9.0 and of 12.0 becomes the same machine code. Compiled by the nvcc of PyPI
+# in a separate environment; no GPU is needed. The compiler's report of registers and stacks, and the machine code, are
+# checked.
 CUDA_PACKAGES := nvidia-cuda-nvcc==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-runtime==13.0.96 \
   nvidia-cuda-cccl==13.0.85 nvidia-cuda-cuobjdump==13.5.37 nvidia-cuda-nvdisasm==13.5.37
 CUDA_HOME = $(firstword $(wildcard $(abspath .venv-cuda)/lib/python*/site-packages/nvidia/cu13))
