@@ -74,7 +74,7 @@ class Tests:
         shutil.rmtree(sources, ignore_errors=True)
         source = FOLDER / f"{kernel}.cu"
         if mistake is not None:
-            planted = sources / "cuda" / Path(mistake.file).name
+            planted = sources / os.path.relpath(ROOT / mistake.file, ROOT / "cpp")
             planted.parent.mkdir(parents=True)
             planted.write_text(mistake.planted())
             source = planted if planted.name == source.name else source
