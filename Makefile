@@ -5,8 +5,8 @@
 # For developers: make lint, format, docs, sanitize, test-aarch64, cuda, benchmark, wheel,
 # try-wheel, clean (CONTRIBUTING.md).
 
-# pip compiles no modules: those of torch alone take 20 s of one processor. They are compiled when they are imported, and
-# kept, also where the environment says otherwise, as in many containers.
+# pip does not compile modules to bytecode, because that takes 20 s for torch alone. Python compiles a module when it is
+# first imported. PYTHONDONTWRITEBYTECODE, which many containers set, would make every process compile again.
 export PIP_COMPILE := no
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -14,8 +14,8 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .ONESHELL:
-.PHONY: help setup train test lint lint-python lint-cpp format docs sanitize test-aarch64 cuda cuda-tests cuda-candidates benchmark wheel \
-  try-wheel clean
+.PHONY: help setup train test lint lint-python lint-cpp format docs sanitize test-aarch64 cuda cuda-tests \
+  cuda-candidates benchmark wheel try-wheel clean
 
 PYTHON ?= python3
 ARGS ?=
@@ -48,14 +48,14 @@ train: $(VENV)/examples
 	@$(BIN)/python examples/pretrain.py $(ARGS)
 
 # A file stays in one process, for its fixtures. Files keep their order: otherwise files with few, long tests would run
-# last. On two processors a third process took longer: 585 s instead of 540.
+# last. On two processors, three processes took 585 s, two 540 s.
 IN_TWO_PROCESSES := -n 2 --dist loadfile --no-loadscope-reorder
 test: $(VENV)/test
 	@$(BIN)/python -m pytest $(IN_TWO_PROCESSES) $(ARGS)
 
 # The stubs of maxmoe._C, from the signatures and docstrings of the module.
 stubs = $(BIN)/pybind11-stubgen maxmoe._C --output-dir build/stubs >/dev/null && $(BIN)/ruff format --quiet build/stubs
-# `make -j2 lint` for both at a time.
+# `make -j2 lint` runs both at the same time.
 lint: lint-python lint-cpp
 
 lint-python: $(VENV)/dev
@@ -110,8 +110,8 @@ test-aarch64: $(VENV)/test
 	ctest --test-dir build/aarch64 --parallel "$$(getconf _NPROCESSORS_ONLN)" --no-tests=error --output-on-failure
 
 # build/cuda/libmaxmoe_cuda.so: the CUDA kernels for compute capability 8.0, 9.0, 10.0 and 12.0 and, as PTX, for later
-# ones. nvcc translates to PTX twice: PTX of 9.0 and of 12.0 becomes the same machine code. Compiled by the nvcc of PyPI
-# in a separate environment; no GPU is needed. The compiler's report of registers and stacks, and the machine code, are
+# ones. Two PTX versions are enough: with PTX for 9.0 and 12.0 as well, the machine code was the same. Compiled by the
+# nvcc of PyPI in a separate environment; no GPU is needed. The report of registers and stacks and the machine code are
 # checked.
 CUDA_PACKAGES := nvidia-cuda-nvcc==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-runtime==13.0.96 \
   nvidia-cuda-cccl==13.0.85 nvidia-cuda-cuobjdump==13.5.37 nvidia-cuda-nvdisasm==13.5.37

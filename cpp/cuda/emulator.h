@@ -96,9 +96,9 @@ enum class Wait { none, barrier, lanes };
 
 constexpr size_t kStackBytes = 128 << 10;
 
-// Where a fiber, or the scheduler, goes on: of __builtin_setjmp. swapcontext is a system call. The address sanitizer
-// replaces longjmp, and before each function that does not return it clears its notes of the stack: with both, tests
-// took ten times the time. Functions that switch are therefore not instrumented.
+// The position at which a fiber or the scheduler continues, written by __builtin_setjmp. swapcontext makes a system
+// call. With the address sanitizer, longjmp and every call of a [[noreturn]] function make system calls, too, so that
+// tests took ten times as long: the functions that switch are therefore not instrumented.
 using Position = void* [5];
 #define MAXMOE_SWITCHES __attribute__((no_sanitize("address")))
 
@@ -206,7 +206,7 @@ MAXMOE_SWITCHES inline void yield() {
   }
 }
 
-// It does not return: the sanitizer would keep its frame.
+// This function does not return. If it were instrumented, the sanitizer would keep its stack frame.
 MAXMOE_SWITCHES inline void start_fiber(Stack& stack) {
   stack.is_started = true;
   ucontext_t start;

@@ -75,7 +75,7 @@ def test_kernels(build_folder: Path, isa: str) -> None:
 
 
 def test_codes_are_decoded_one_by_one(build_folder: Path) -> None:
-    """In the baseline: with vectors no code of a table is left."""
+    """Run with the baseline, because AVX2 decodes every code of a table in vectors."""
     tests = "--gtest_filter=*Dequantize*"
     run_suite(build_folder / "cpp/tests/maxmoe_kernels_tests", tests, isa="baseline")
 

@@ -17,7 +17,7 @@ namespace {
 
 constexpr int kVectors = 2;  // vectors per panel
 
-// Whether a decoder multiplies floats in a product of type T: pairs of bfloat16 are multiplied in vnni.simd.cpp.
+// Whether a decoder is used in products of type T. Products of bfloat16 pairs are in vnni.simd.cpp.
 template <class T, class Decoder>
 constexpr bool kMultipliesFloats = std::is_same_v<ElementOf<T>, float> && Decoder::template kMultiplies<T>;
 
