@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "ops/checks.h"
+#include "ops/operator.h"
 #include "ops/torch_internals.h"
 
 namespace maxmoe::ops {
@@ -26,9 +27,6 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 // The next functions take any argument of an operator: a tensor, an optional tensor, a number or a string.
-
-template <class T>
-constexpr bool is_tensor = std::is_same_v<T, at::Tensor> || std::is_same_v<T, std::optional<at::Tensor>>;
 
 // Null for None and for an argument that is not a tensor.
 template <class T>

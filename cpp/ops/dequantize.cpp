@@ -9,6 +9,7 @@
 #include "ops/backend.h"
 #include "ops/memory.h"
 #include "ops/operators.h"
+#include "ops/registration.h"
 
 namespace maxmoe::ops {
 namespace {
@@ -83,7 +84,7 @@ Tensor dequantize_backend(const Tensor& codes, const Tensor& scales, const Optio
 }
 
 TORCH_LIBRARY_FRAGMENT(maxmoe, library) {
-  dequantize.define<dequantize_backend>(
+  define<dequantize, dequantize_backend>(
       library,
       "dequantize(Tensor codes, Tensor scales, Tensor? zeros, Tensor? row_scales, str format, int columns, "
       "ScalarType dtype) -> Tensor");

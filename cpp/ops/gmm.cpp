@@ -11,6 +11,7 @@
 #include "ops/grouped_mm.h"
 #include "ops/memory.h"
 #include "ops/operators.h"
+#include "ops/registration.h"
 #include "ops/views.h"
 
 namespace maxmoe::ops {
@@ -141,7 +142,7 @@ struct GmmGradient {
 };
 
 TORCH_LIBRARY_FRAGMENT(maxmoe, library) {
-  gmm_operator.define<gmm_backend, GmmGradient, Autocast::lower_precision>(
+  define<gmm_operator, gmm_backend, GmmGradient, Autocast::lower_precision>(
       library, "gmm(Tensor lhs, Tensor group_sizes, *, " + Projection::schema("rhs") +
                    ", int group_offset=0, Tensor? reduced=None) -> Tensor");
 }

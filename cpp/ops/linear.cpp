@@ -6,6 +6,7 @@
 #include "ops/backend.h"
 #include "ops/memory.h"
 #include "ops/operators.h"
+#include "ops/registration.h"
 #include "ops/views.h"
 
 namespace maxmoe::ops {
@@ -95,7 +96,7 @@ struct LinearGradient : Recorded<linear, linear_backward, /*num_factors=*/2> {
 };
 
 TORCH_LIBRARY_FRAGMENT(maxmoe, library) {
-  linear.define<linear_backend, LinearGradient>(
+  define<linear, linear_backend, LinearGradient>(
       library, "linear(Tensor x, Tensor weight, Tensor? bias=None, *, ScalarType? out_dtype=None) -> Tensor");
 }
 

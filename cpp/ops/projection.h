@@ -8,7 +8,7 @@
 #include <tuple>
 
 #include "kernels/product/projection.h"
-#include "ops/autograd.h"
+#include "ops/operator.h"
 #include "ops/weights.h"
 
 namespace maxmoe::ops {

@@ -8,6 +8,7 @@
 #include "ops/backend.h"
 #include "ops/cuda_kernels.h"
 #include "ops/operators.h"
+#include "ops/registration.h"
 #include "ops/views.h"
 
 namespace maxmoe::ops {
@@ -57,7 +58,7 @@ variable_list ragged_dot_backward(WantedGradients wanted, const Tensor& grad, co
 }
 
 TORCH_LIBRARY_FRAGMENT(maxmoe, library) {
-  ragged_dot.define<ragged_dot_backend, Recorded<ragged_dot, ragged_dot_backward>>(
+  define<ragged_dot, ragged_dot_backend, Recorded<ragged_dot, ragged_dot_backward>>(
       library, "ragged_dot(Tensor a, Tensor b, Tensor index, int group_size=1) -> Tensor");
 }
 

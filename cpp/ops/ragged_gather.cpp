@@ -2,6 +2,7 @@
 
 #include "ops/backend.h"
 #include "ops/operators.h"
+#include "ops/registration.h"
 #include "ops/row_sums.h"
 
 namespace maxmoe::ops {
@@ -38,7 +39,7 @@ variable_list ragged_gather_backward(WantedGradients wanted, const Tensor& grad,
 }
 
 TORCH_LIBRARY_FRAGMENT(maxmoe, library) {
-  ragged_gather.define<ragged_gather_backend, Recorded<ragged_gather, ragged_gather_backward>>(
+  define<ragged_gather, ragged_gather_backend, Recorded<ragged_gather, ragged_gather_backward>>(
       library,
       "ragged_gather(Tensor x, Tensor index, Tensor? weights=None, *, SymInt start=0, SymInt? end=None) -> Tensor");
 }

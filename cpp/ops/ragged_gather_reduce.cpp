@@ -1,5 +1,6 @@
 #include "ops/backend.h"
 #include "ops/operators.h"
+#include "ops/registration.h"
 #include "ops/row_sums.h"
 
 namespace maxmoe::ops {
@@ -38,8 +39,8 @@ variable_list ragged_gather_reduce_backward(WantedGradients wanted, const Tensor
 }
 
 TORCH_LIBRARY_FRAGMENT(maxmoe, library) {
-  ragged_gather_reduce.define<ragged_gather_reduce_backend,
-                              Recorded<ragged_gather_reduce, ragged_gather_reduce_backward>>(
+  define<ragged_gather_reduce, ragged_gather_reduce_backend,
+         Recorded<ragged_gather_reduce, ragged_gather_reduce_backward>>(
       library,
       "ragged_gather_reduce(Tensor rows, Tensor index, int group_size, Tensor? weights=None, *, Tensor? valid=None) "
       "-> Tensor");

@@ -14,6 +14,7 @@
 #include "ops/cuda_kernels.h"
 #include "ops/memory.h"
 #include "ops/operators.h"
+#include "ops/registration.h"
 #include "ops/torch_internals.h"
 #include "ops/views.h"
 
@@ -151,7 +152,7 @@ Plan ragged_plan_backend(const Tensor& experts, int64_t num_experts, int64_t fir
 }
 
 TORCH_LIBRARY_FRAGMENT(maxmoe, library) {
-  ragged_plan.define<ragged_plan_backend>(
+  define<ragged_plan, ragged_plan_backend>(
       library,
       "ragged_plan(Tensor experts, int num_experts, *, int first_expert=0, int? num_local_experts=None, "
       "SymInt? max_rows=None, SymInt? num_rows=None) -> (Tensor slots, Tensor rows, Tensor group_sizes, Tensor "

@@ -6,6 +6,7 @@
 #include "ops/cuda_kernels.h"
 #include "ops/memory.h"
 #include "ops/operators.h"
+#include "ops/registration.h"
 #include "ops/views.h"
 
 namespace maxmoe::ops {
@@ -69,7 +70,7 @@ variable_list ragged_scatter_add_backward(WantedGradients wanted, const Tensor& 
 }
 
 TORCH_LIBRARY_FRAGMENT(maxmoe, library) {
-  ragged_scatter_add.define<ragged_scatter_add_backend, Recorded<ragged_scatter_add, ragged_scatter_add_backward>>(
+  define<ragged_scatter_add, ragged_scatter_add_backend, Recorded<ragged_scatter_add, ragged_scatter_add_backward>>(
       library,
       "ragged_scatter_add(Tensor rows, Tensor index, SymInt num_rows, int group_size=1, Tensor? weights=None) "
       "-> Tensor");

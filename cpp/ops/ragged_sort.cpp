@@ -2,6 +2,7 @@
 #include "ops/backend.h"
 #include "ops/memory.h"
 #include "ops/operators.h"
+#include "ops/registration.h"
 #include "ops/row_sums.h"
 #include "ops/views.h"
 
@@ -37,7 +38,7 @@ variable_list ragged_sort_backward(WantedGradients wanted, const Tensor& grad, c
 }
 
 TORCH_LIBRARY_FRAGMENT(maxmoe, library) {
-  ragged_sort.define<ragged_sort_backend, Recorded<ragged_sort, ragged_sort_backward>>(
+  define<ragged_sort, ragged_sort_backend, Recorded<ragged_sort, ragged_sort_backward>>(
       library, "ragged_sort(Tensor x, Tensor slots, Tensor rows, int top_k, Tensor? weights=None) -> Tensor");
 }
 

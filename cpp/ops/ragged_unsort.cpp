@@ -1,6 +1,7 @@
 // The K slots of a token are contiguous, so that ragged_gather_reduce sums their rows.
 #include "ops/backend.h"
 #include "ops/operators.h"
+#include "ops/registration.h"
 #include "ops/row_sums.h"
 
 namespace maxmoe::ops {
@@ -36,7 +37,7 @@ variable_list ragged_unsort_backward(WantedGradients wanted, const Tensor& grad,
 }
 
 TORCH_LIBRARY_FRAGMENT(maxmoe, library) {
-  ragged_unsort.define<ragged_unsort_backend, Recorded<ragged_unsort, ragged_unsort_backward>>(
+  define<ragged_unsort, ragged_unsort_backend, Recorded<ragged_unsort, ragged_unsort_backward>>(
       library,
       "ragged_unsort(Tensor rows, Tensor slots, Tensor row_of_slot, int top_k, Tensor? weights=None) -> Tensor");
 }

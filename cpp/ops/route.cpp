@@ -16,6 +16,7 @@
 #include "ops/cuda_kernels.h"
 #include "ops/memory.h"
 #include "ops/operators.h"
+#include "ops/registration.h"
 #include "ops/torch_internals.h"
 #include "ops/views.h"
 
@@ -370,12 +371,12 @@ struct RouteGradient {
 };
 
 TORCH_LIBRARY_FRAGMENT(maxmoe, library) {
-  route.define<route_backend, RouteGradient>(
+  define<route, route_backend, RouteGradient>(
       library,
       "route(Tensor logits, int top_k, *, str score_function=\"softmax\", Tensor? correction_bias=None, "
       "int num_groups=1, int top_k_groups=1, str group_score=\"top2\", str normalization=\"sum\", float scale=1.0, "
       "Tensor? experts=None) -> (Tensor, Tensor, Tensor)");
-  route_backward.define<route_backward_backend>(
+  define<route_backward, route_backward_backend>(
       library,
       "route_backward(Tensor grad_weights, Tensor? grad_probabilities, Tensor logits, Tensor experts, "
       "str score_function, str normalization, float scale) -> Tensor");

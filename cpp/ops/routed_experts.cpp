@@ -6,6 +6,7 @@
 #include <ATen/ops/_unsafe_view.h>
 
 #include "ops/operators.h"
+#include "ops/registration.h"
 
 namespace maxmoe::ops {
 namespace {
@@ -58,11 +59,12 @@ TORCH_LIBRARY_FRAGMENT(maxmoe, library) {
       "routed_experts(Tensor x, Tensor router, Tensor? router_bias, int top_k, str score_function, Tensor? "
       "correction_bias, int num_groups, int top_k_groups, str group_score, str normalization, float scale, Tensor? "
       "gate, Tensor? up, Tensor? down, Tensor? gate_bias, Tensor? up_bias, Tensor? down_bias, ";
-  library.def((schema + ActivationArguments::kSchema +
-               ", bool recompute=False) -> (Tensor out, Tensor logits, Tensor weights, Tensor experts, Tensor "
-               "probabilities, Tensor tokens_per_expert, Tensor dropped)")
-                  .c_str(),
-              static_cast<Signature<Routed, RoutedExpertsArguments>*>(&compute));
+  define_composite<routed_experts>(
+      library,
+      schema + ActivationArguments::kSchema +
+          ", bool recompute=False) -> (Tensor out, Tensor logits, Tensor weights, Tensor experts, Tensor "
+          "probabilities, Tensor tokens_per_expert, Tensor dropped)",
+      static_cast<Signature<Routed, RoutedExpertsArguments>*>(&compute));
 }
 
 }  // namespace

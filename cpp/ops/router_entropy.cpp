@@ -9,6 +9,7 @@
 #include "ops/backend.h"
 #include "ops/memory.h"
 #include "ops/operators.h"
+#include "ops/registration.h"
 #include "ops/views.h"
 
 namespace maxmoe::ops {
@@ -34,7 +35,7 @@ Tensor router_entropy_backend(const Tensor& probabilities, int64_t divisor) {
 }
 
 TORCH_LIBRARY_FRAGMENT(maxmoe, library) {
-  router_entropy.define<router_entropy_backend, Constant>(
+  define<router_entropy, router_entropy_backend, Constant>(
       library, "router_entropy(Tensor probabilities, SymInt divisor) -> Tensor");
 }
 

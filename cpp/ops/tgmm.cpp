@@ -6,6 +6,7 @@
 #include "ops/grouped_mm.h"
 #include "ops/memory.h"
 #include "ops/operators.h"
+#include "ops/registration.h"
 #include "ops/views.h"
 
 namespace maxmoe::ops {
@@ -40,7 +41,7 @@ variable_list tgmm_backward(WantedGradients wanted, const Tensor& grad, const Te
 }
 
 TORCH_LIBRARY_FRAGMENT(maxmoe, library) {
-  tgmm.define<tgmm_backend, Recorded<tgmm, tgmm_backward>, Autocast::lower_precision>(
+  define<tgmm, tgmm_backend, Recorded<tgmm, tgmm_backward>, Autocast::lower_precision>(
       library,
       "tgmm(Tensor lhs, Tensor rhs, Tensor group_sizes, int num_local_groups, *, int group_offset=0) -> Tensor");
 }

@@ -17,10 +17,10 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).parent / "run.sh"
 STEPS = ["tests", "operators", "sanitizers", "rows", "speed", "kernels", "ncu", "layers", "models"]
 PROGRAMS = {"tests", "sanitizers", "ncu"}  # steps that are not scripts, and need a GPU
-SLOW = ["speed", "kernels", "layers", "models"]
+SLOW = ["rows", "speed", "kernels", "layers", "models"]
 
 
-@pytest.mark.parametrize("step", ["operators", "rows", *(pytest.param(step, marks=pytest.mark.slow) for step in SLOW)])
+@pytest.mark.parametrize("step", ["operators", *(pytest.param(step, marks=pytest.mark.slow) for step in SLOW)])
 def test_every_case_passes_on_the_cpu(tmp_path: Path, step: str) -> None:
     out = tmp_path / "results.json"
     paths = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}

@@ -25,9 +25,7 @@ for folder in sys.argv[1:]:
 """
 
 
-@pytest.mark.parametrize(
-    "computes", by_default([("sparse", "capacity"), ("dense", "wide_capacity")], [("sparse", "capacity")])
-)
+@pytest.mark.parametrize("computes", by_default([("sparse",), ("capacity", "dense", "wide_capacity")], [("sparse",)]))
 def test_of_the_layer_for_any_number_of_tokens(tmp_path: Path, computes: tuple[str, ...]) -> None:
     layers = {tmp_path / compute: make(**DEEPSEEK, **COMPUTE[compute]) for compute in computes}
     for folder, layer in layers.items():

@@ -72,7 +72,12 @@ def test_the_others_name_the_rank(tmp_path: Path) -> None:
 
 
 def test_what_ends_with_a_timeout(tmp_path: Path) -> None:
-    check_at_once(lambda check: check(tmp_path), [(stops_too_early,), (wait_for_each_other,)])
+    def run(check: Callable[[Path], None]) -> None:
+        folder = tmp_path / check.__name__
+        folder.mkdir()
+        check(folder)
+
+    check_at_once(run, [(stops_too_early,), (wait_for_each_other,), (is_at_work_when_another_fails,)])
 
 
 def stops_too_early(folder: Path) -> None:
@@ -98,6 +103,18 @@ def wait_for_each_other(_folder: Path) -> None:
     for line, message in run_ranks(train, 2, timeout=ENOUGH):
         places = "; ".join(f"rank {rank} at {__file__}:{line} in train" for rank in range(2))
         assert message.startswith(f"no rank of 2 failed first: all waited until the timeout. {places}. Did one skip a ")
+
+
+def is_at_work_when_another_fails(folder: Path) -> None:
+    """It ends without a collective."""
+
+    def train() -> None:
+        os.dup2(os.open(folder / "stderr", os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
+        dist.barrier()
+        hang() if dist.get_rank() == 0 else complain()
+
+    assert outcomes(folder, train, 2).keys() == {1}
+    assert (folder / "stderr").read_text() == "RankError: rank 1 of 2 failed first: ValueError: no such token\n"
 
 
 def wait() -> None:
@@ -167,16 +184,6 @@ def test_the_process_with_the_store_is_stopped(tmp_path: Path) -> None:
         assert float(seconds) < delay + PATIENCE + SLACK
 
     check_at_once(check, [(*last_call, early) for last_call in LAST_CALLS for early in (False, True)])
-
-
-def test_a_rank_at_work_ends_after_the_failure_of_another(tmp_path: Path) -> None:
-    def train() -> None:
-        os.dup2(os.open(tmp_path / "stderr", os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
-        dist.barrier()
-        hang() if dist.get_rank() == 0 else complain()
-
-    assert outcomes(tmp_path, train, 2).keys() == {1}
-    assert (tmp_path / "stderr").read_text() == "RankError: rank 1 of 2 failed first: ValueError: no such token\n"
 
 
 def test_an_error_of_all_ranks_stays_what_it_is(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def test_a_rank_that_hangs_is_an_error() -> None:
         return model
 
     with pytest.raises(RankError, match=r"(?s)rank 0 of 2 hung at:.*in hang"):
-        compare(Case(hang, 2), timeout=10.0)
+        compare(Case(hang, 2), timeout=5.0)
 
 
 class NoFloat64(Dense):

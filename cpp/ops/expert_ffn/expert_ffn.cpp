@@ -15,6 +15,7 @@
 #include "ops/activation.h"
 #include "ops/backend.h"
 #include "ops/operators.h"
+#include "ops/registration.h"
 #include "ops/views.h"
 
 namespace maxmoe::ops {
@@ -175,12 +176,12 @@ struct ExpertFfnGradient {
 };
 
 TORCH_LIBRARY_FRAGMENT(maxmoe, library) {
-  expert_ffn.define<expert_ffn_backend, ExpertFfnGradient, Autocast::lower_precision>(
+  define<expert_ffn, expert_ffn_backend, ExpertFfnGradient, Autocast::lower_precision>(
       library, "expert_ffn(" + kSchema + ") -> Tensor");
-  expert_ffn_forward.define<expert_ffn_forward_backend>(
+  define<expert_ffn_forward, expert_ffn_forward_backend>(
       library,
       "expert_ffn_forward(" + kSchema + ") -> (Tensor out, Tensor preactivations, Tensor reduced, Tensor gate)");
-  expert_ffn_backward.define<expert_ffn_backward_backend>(
+  define<expert_ffn_backward, expert_ffn_backward_backend>(
       library,
       "expert_ffn_backward(Tensor grad_out, Tensor(a!) preactivations, Tensor reduced, Tensor(b!) gate_preactivations, "
       "bool[14] output_mask, " +
