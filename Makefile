@@ -179,19 +179,6 @@ WHEEL_TORCHES = $(TORCHES:%=build/python$(PYTHON_MINOR)-torch%)
 # The headers of an environment of `make test`, if there is one, because the operators are already compiled for it.
 WHEEL_HEADERS = $(foreach torch,$(TORCHES),$(firstword $(patsubst %/requirements,%,\
   $(wildcard $(call environment,$(torch))/requirements)) build/python$(PYTHON_MINOR)-torch$(torch)))
-# The wheel of dist/, with each torch.
-define try_wheel
-rm -rf build/try-wheel
-mkdir build/try-wheel
-cp -r pyproject.toml tests build/try-wheel
-cd build/try-wheel
-for torch in $(abspath $(WHEEL_TORCHES)); do
-  echo "== the wheel with $$(basename $$torch)"
-  $$torch/bin/pip install --quiet --force-reinstall --no-deps $(abspath dist)/*.whl
-  $$torch/bin/pip check
-  (export PATH="$$torch/bin:$$PATH"; $(call CIBUILDWHEEL,test-command))
-done
-endef
 wheel: $(VENV)/dev $(WHEEL_TORCHES:%=%/requirements)
 	@rm -rf dist build/lib.* build/bdist.* build/wheel
 	mkdir -p build
@@ -205,12 +192,23 @@ wheel: $(VENV)/dev $(WHEEL_TORCHES:%=%/requirements)
 	export PATH="$(abspath $(BIN)):$$PATH"
 	$(subst {wheel},build/wheel/*.whl,$(subst {dest_dir},dist,$(call CIBUILDWHEEL,repair-wheel-command)))
 	$(BIN)/python tests/repository/check_packages.py dist/*
-	$(try_wheel)
-	ls -lh $(abspath dist)
+	ls -lh dist
+	$(MAKE) --no-print-directory try-wheel
 
-# The wheel of dist/ with another Python than the one that built it: PYTHON=python3.12.
-try-wheel: $(WHEEL_TORCHES:%=%/requirements)
-	@$(try_wheel)
+# The wheel of dist/ with each torch. PYTHON=python3.12: with another Python than the one that built it.
+try-wheel: $(WHEEL_TORCHES:%=%/tried)
+
+.PHONY: $(WHEEL_TORCHES:%=%/tried)
+$(WHEEL_TORCHES:%=%/tried): %/tried: %/requirements
+	@echo "== the wheel with $(notdir $*)"
+	rm -rf $*/try
+	mkdir $*/try
+	cp -r pyproject.toml tests $*/try
+	$*/bin/pip install --quiet --force-reinstall --no-deps dist/*.whl
+	$*/bin/pip check
+	export PATH="$(abspath $*/bin):$$PATH"
+	cd $*/try
+	$(call CIBUILDWHEEL,test-command)
 
 # For the wheel: an environment with a release of torch and pytest.
 build/python$(PYTHON_MINOR)-torch%/requirements: pyproject.toml
