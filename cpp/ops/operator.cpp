@@ -10,7 +10,7 @@
 namespace maxmoe::ops {
 namespace {
 
-// A function's variable, because operators are registered before main, in any order.
+// A static variable in a function, because static initializers register operators, in any order.
 std::unordered_map<std::string_view, AnyFunction>& calls() {
   static std::unordered_map<std::string_view, AnyFunction> calls;
   return calls;

@@ -50,10 +50,10 @@ inline c10::OperatorHandle handle(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(std::string("maxmoe::").append(name).c_str(), "");
 }
 
-// For call_of.
+// Stores the function that call_of returns.
 void add_call(const char* name, AnyFunction call);
 
-// What an operator calls, and what the dispatcher calls for it.
+// The functions of one operator: `call` goes to the dispatcher, and the dispatcher calls the others by dispatch key.
 template <class Op>
 class Registration;
 

@@ -106,7 +106,7 @@ def wait_for_each_other(_folder: Path) -> None:
 
 
 def is_at_work_when_another_fails(folder: Path) -> None:
-    """It ends without a collective."""
+    """Rank 0 sleeps and calls no collective: it ends because rank 1 fails."""
 
     def train() -> None:
         os.dup2(os.open(folder / "stderr", os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
