@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+import pytest
+
 import maxmoe
 from support import programs
 
@@ -51,6 +53,7 @@ def test_a_layer_in_the_emulation() -> None:
         assert layer_on("amx") == [of_emulation, "amx"]
 
 
+@pytest.mark.skipif("amx" not in maxmoe.build_info()["supported_isas"], reason="this processor has no tiles")
 def test_vectors_where_the_system_refuses_tiles() -> None:
     """Linux refuses them to a process with a signal stack that cannot hold them; the first product would be SIGILL."""
     code = """
@@ -70,4 +73,4 @@ assert rows.eq(64).all()
 print(maxmoe.build_info()["isa"])
 """
     environment = {name: value for name, value in os.environ.items() if name != "MAXMOE_ISA"}
-    assert programs.printed(programs.python(code, env=environment)).strip() not in ("amx", "amx_emulated")
+    assert not programs.printed(programs.python(code, env=environment)).startswith("amx")

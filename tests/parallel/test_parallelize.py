@@ -177,7 +177,7 @@ def quantized_experts() -> Iterator[Case]:
     for number, layout in enumerate([*layouts(2), *layouts(4)]):
         format, make = FORMATS[number % 7], quantized_and_adapted if number % 3 else quantized
         claim = f"{format} is cut into whole blocks, {make.__name__}"
-        yield Case(claim, layout, made(make, format, WIDE), step, slow=layout.world_size == 4)
+        yield Case(claim, layout, made(make, format, WIDE), step, slow=number >= len(FORMATS))
     in_turn = {"num_chunks": 2}
     for format, config, options, layout in (
         ("int4", RECOMPUTED, RING, EXPERT),
@@ -187,7 +187,8 @@ def quantized_experts() -> Iterator[Case]:
         ("fp8_row", WIDE, GATHER, REPLICATED),
     ):
         model = made(quantized_and_adapted, format, config)
-        yield Case(f"{format} with {options}", layout, model, step, options=options | in_turn)
+        claim, slow = f"{format} with {options}", format == "nvfp4"
+        yield Case(claim, layout, model, step, options=options | in_turn, slow=slow)
 
 
 def adapters() -> Iterator[Case]:

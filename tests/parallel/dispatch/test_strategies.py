@@ -180,6 +180,31 @@ SIZES_OF_BUFFERS: list[list[Any]] = [
     ],
 ]
 
+MOVES = cases(
+    layout=[BOTH, TRANSPOSED, CONTEXT_EXPERT, ON_FSDP],
+    dispatch=["least_loaded"],
+    config=["deepseek_v3", "gpt_oss"],
+    load=["three quarters to one expert"],
+    num_chunks=[1, 3],
+    is_padded=[True],
+    recompute=[(), ("dispatch", "experts")],
+    forward=["plain", "keep_routing"],
+)
+# Ranks with other rows and the same parameters: all compute the same number of windows. "dispatch recomputed" has
+# buffers in every kind of checkpoint.
+BUFFERS = cases(
+    layout=[BOTH, TRANSPOSED, CONTEXT_EXPERT, ON_FSDP, TENSOR, DATA],
+    dispatch=STRATEGIES,
+    config=["gpt_oss", "llama4", "longcat_flash", "muse_spark"],
+    load=["of the router", "three quarters to one expert"],
+    factor=[0.5],
+    num_chunks=[1, 2],
+    is_padded=[False, True],
+    recompute=[(), *NAMES],
+    forward=["plain", "nested", "saved on the CPU"],
+    frozen=[(), ("experts",), ("router",), ("x",)],
+)
+
 TABLE: dict[str, list[Case]] = {
     "every family, load and strategy": cases(
         layout=[EXPERT, EXPERT_4, MeshRules.of("ep-as-dp,expert=8")],
@@ -232,16 +257,8 @@ TABLE: dict[str, list[Case]] = {
         frozen=[(), ("experts",), ("router",), ("x",), ("experts", "x"), ("router", "x")],
         factor=[None, 0.5],
     ),
-    "experts that move in any checkpoint and on any mesh": cases(
-        layout=[BOTH, TRANSPOSED, CONTEXT_EXPERT, ON_FSDP],
-        dispatch=["least_loaded"],
-        config=["deepseek_v3", "gpt_oss"],
-        load=["three quarters to one expert"],
-        num_chunks=[1, 3],
-        is_padded=[True],
-        recompute=[(), ("dispatch", "experts")],
-        forward=["plain", "keep_routing"],
-    ),
+    "experts that move in any checkpoint and on any mesh": [MOVES[row] for row in (1, 3, 5, 6)],  # one for each mesh
+    "experts that move in every checkpoint on every mesh": MOVES,
     # One rank has all rows of a load, or none.
     "buffers of any size": [
         *(
@@ -250,20 +267,8 @@ TABLE: dict[str, list[Case]] = {
         ),
         Case(EXPERT_4, "ring_of_experts", "mixtral", factor=0.25),  # the second rank has the most windows
     ],
-    # Ranks with other rows and the same parameters: all compute the same number of windows.
-    # "dispatch recomputed" has buffers in every kind of checkpoint.
-    "buffers on any mesh": cases(
-        layout=[BOTH, TRANSPOSED, CONTEXT_EXPERT, ON_FSDP, TENSOR, DATA],
-        dispatch=STRATEGIES,
-        config=["gpt_oss", "llama4", "longcat_flash", "muse_spark"],
-        load=["of the router", "three quarters to one expert"],
-        factor=[0.5],
-        num_chunks=[1, 2],
-        is_padded=[False, True],
-        recompute=[(), *NAMES],
-        forward=["plain", "nested", "saved on the CPU"],
-        frozen=[(), ("experts",), ("router",), ("x",)],
-    ),
+    "buffers on any mesh": BUFFERS[::3],
+    "buffers with every strategy on every mesh": BUFFERS,
     # Rows are rounded once more on their way, and sums over ranks in another order.
     "bfloat16 within its rounding": cases(
         layout=[BOTH, TENSOR], dispatch=STRATEGIES, config=["deepseek_v3", "gpt_oss"], dtype=[torch.bfloat16]
@@ -277,6 +282,8 @@ SLOW = {
     ("every mesh with every strategy", 4),
     ("every mesh with every strategy", 8),
     ("chunks, padding and dense products", 4),
+    ("experts that move in every checkpoint on every mesh", 4),
+    ("buffers with every strategy on every mesh", 4),
 }
 STARTS = sorted({(claim, case.layout.world_size) for claim, cases in TABLE.items() for case in cases})
 
