@@ -29,7 +29,6 @@ from support.run_ranks import run_ranks
 from support.slow_cases import by_default
 from support.staged_decoder import config, staged
 
-pictures = docs_module("pipeline_pictures")
 NUM_MICRO_BATCHES = 8
 CASES = [*((schedule, 2) for schedule in SCHEDULES), ("1f1b", 4), ("zbv", 4)]
 
@@ -48,6 +47,7 @@ def actions_of(timeline: Timeline) -> list[list[Action]]:
 def real_steps(schedule: str, num_ranks: int, recompute: tuple[str, ...] = ()) -> list[list[Timeline]]:
     """Timelines of the first and the third step, by rank; blocks have no experts."""
     num_stages = num_ranks * SCHEDULES[schedule].default_stages_per_rank
+    record_step = docs_module("pipeline_pictures").record_step  # alone: ranks do not import what draws
 
     def run() -> list[Timeline]:
         pipeline = staged(
@@ -58,9 +58,9 @@ def real_steps(schedule: str, num_ranks: int, recompute: tuple[str, ...] = ()) -
             num_micro_batches=2 * num_ranks,
             recompute=recompute,
         )
-        first = pictures.record_step(pipeline, *batch())
+        first = record_step(pipeline, *batch())
         pipeline.step(*batch())  # is not in the next timeline
-        return [first, pictures.record_step(pipeline, *batch())]
+        return [first, record_step(pipeline, *batch())]
 
     return run_ranks(run, num_ranks)
 

@@ -8,13 +8,15 @@ import peft  # noqa: F401
 import pytest  # noqa: F401, the main module of the process that ranks belong to
 import torch._dynamo  # noqa: F401
 
+import maxmoe.optim
 import maxmoe.parallel
-import maxmoe.pipelining  # noqa: F401
+import maxmoe.pipelining
+import maxmoe.testing  # noqa: F401
 from maxmoe.ranks.rank_processes import PRELOADED
 from maxmoe.sharding import LogicalRules
 from maxmoe.sharding.rules import PRESETS
 from parallel import trainings  # noqa: F401
-from support import adapted_decoders, dispatched_layer, run_ranks, staged_decoder  # noqa: F401
+from support import adapted_decoders, dispatched_layer, replaced_models, run_ranks, staged_decoder  # noqa: F401
 from support.small_models import import_models
 
 for module in PRELOADED:
