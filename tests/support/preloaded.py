@@ -1,6 +1,5 @@
 """Imported once, by the process that ranks of tests are forked from: what takes long, and what most of them import."""
 
-import gc
 import importlib
 
 import functorch.compile  # noqa: F401  torch.compile imports it at its first use
@@ -24,4 +23,3 @@ for module in PRELOADED:
 import_models("gpt_oss", "mixtral", "qwen3_moe")
 for preset in PRESETS.glob("*.yaml"):
     LogicalRules.load(preset.stem)  # keeps the rules: parsed once
-gc.freeze()  # collections in ranks leave out what was imported
