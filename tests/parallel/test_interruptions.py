@@ -1,5 +1,6 @@
 """After an exception in a forward or backward the model is unchanged, or the error of its next call names the fix."""
 
+import functools
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -87,19 +88,20 @@ class Run:
         assert after.keys() == before.keys() and all(after[name] is before[name] for name in before), operation
 
 
-def in_one_process(operations: list[Operation]) -> Run:
-    run = Run(decoder(), ...)
-    for operation in operations:
-        if operation.name == "interrupt_backward":
+@functools.cache
+def in_one_process(*names: str) -> Run:
+    run, anywhere = Run(decoder(), ...), Operation("", PLACES[0], ERRORS[0])
+    for name in names:
+        if name == "interrupt_backward":
             run.model.zero_grad()
-        elif operation.name != "interrupt_forward":
-            getattr(run, operation.name)(operation)
+        elif name != "interrupt_forward":
+            getattr(run, name)(anywhere)
     return run
 
 
 def on_ranks(layout: MeshRules, options: dict[str, Any], operations: list[Operation]) -> None:
     """Compare norms, and the parameters and gradients in the end, with one process."""
-    expected, mesh = in_one_process(operations), Mesh(layout.sizes)
+    expected, mesh = in_one_process(*(operation.name for operation in operations)), Mesh(layout.sizes)
     model: Any = parallelize(decoder(), mesh, layout.rules, **options)
     run = Run(model, token_sharding(mesh, layout.rules).slices(batch()[0].shape))
     for operation in operations:
@@ -111,28 +113,24 @@ def on_ranks(layout: MeshRules, options: dict[str, Any], operations: list[Operat
         assert_same(parameter.grad.full_tensor(), of_one.grad, f"gradient of {name}", tolerance=1e-10)
 
 
-def interrupted(name: str, number: int) -> list[Operation]:
+def interrupted(number: int) -> list[Operation]:
     """Interruptions in turn between whole steps; every place has both errors in some case."""
 
     def operation(name: str, index: int = 0) -> Operation:
         return Operation(name, PLACES[index], ERRORS[(number + index) % 2])
 
-    places = range(len(PLACES) - (name == "interrupt_backward"))
-    names = ("clip", "step") if name == "interrupt_forward" else ()  # gradients of a micro-batch before stay
     return [
         operation("backward"),
-        *(operation(name, index) for index in places),
-        *map(operation, names),
+        *(operation("interrupt_forward", index) for index in range(len(PLACES))),  # gradients stay, and are added to
+        *map(operation, ("backward", "clip", "step")),
+        *(operation("interrupt_backward", index) for index in range(len(PLACES) - 1)),
         operation("backward"),
     ]
 
 
 @pytest.mark.parametrize("world_size", by_default([2, 4], [2]))
 def test_an_interruption_leaves_nothing_behind(world_size: int) -> None:
-    cases = []
-    for number, (layout, options) in enumerate(CASES):
-        for name in ("interrupt_forward", "interrupt_backward") if layout.world_size == world_size else ():
-            cases.append((layout, options, interrupted(name, number)))
+    cases = [(*case, interrupted(number)) for number, case in enumerate(CASES) if case[0].world_size == world_size]
     run_cases(on_ranks, world_size, cases)
 
 
