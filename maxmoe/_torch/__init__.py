@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["FakeTensor", "FakeTensorMode", "TorchDispatchMode", "tree_leaves", "tree_map"]
 
 # Types of tensors without operators of their own. A subclass such as DTensor first runs its operators.
-PLAIN_TENSORS = (Tensor, nn.Parameter, FakeTensor)
+PLAIN_TENSORS = frozenset({Tensor, nn.Parameter, FakeTensor})
 
 _HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
 _KINDS_OF_HOOKS = ("always_called", "with_kwargs")

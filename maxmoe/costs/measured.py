@@ -28,6 +28,7 @@ from maxmoe._torch import (
 from maxmoe._torch.autograd import is_backward_running
 from maxmoe._torch.fsdp import gathered_parameters
 from maxmoe.checks.whole_tensors import is_dtensor
+from maxmoe.costs.fake_rank import tensors_in
 from maxmoe.costs.flops import FLOPS
 from maxmoe.parallel.apply.fsdp import fsdp_modules
 from maxmoe.ranks.named_collectives import take_name
@@ -137,23 +138,22 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # The sum of gradients. On a mesh of six axes, torch searches for its placements for minutes.
             self.__torch_dispatch__(func, (), [part.to_local() for part in args], kwargs)
             return args[0]
-        if any(kind not in PLAIN_TENSORS for kind in types):
+        if not PLAIN_TENSORS.issuperset(types):
             return NotImplemented
         options = kwargs or {}
         if func is torch.ops.prim.device.default:  # asked once for every tensor of a list, and no memory traffic
             return args[0].fake_device
         result = func(*args, **options)
-        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        results = tensors_in(result)
         for tensor in results:
             self._allocate(tensor)
         kind = _kind(func)
         if kind is not None:
             self._communicate(func, kind, args, result)
-        elif not func.is_view and not ALLOCATIONS.match(str(func)):
+        elif _reads_or_writes(func):
             formula = FLOPS.get(func.overloadpacket)
             flops = 0 if formula is None else formula(*args, **options, out_val=result)
-            leaves = (*tree_leaves((args, options)), *results)
-            num_bytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
+            num_bytes = sum(tensor.nbytes for tensor in (*tensors_in((args, options)), *results))
             self.parts[self._block].work[Work(flops, num_bytes)] += 1
         return result
 
@@ -264,6 +264,12 @@ def _kind(func: Any) -> str | None:
     if not name.startswith(("c10d", "_c10d", "maxmoe_dispatch")):
         return None
     return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), None)
+
+
+@cache
+def _reads_or_writes(func: Any) -> bool:
+    """Return whether an operator reads or writes memory."""
+    return not func.is_view and not ALLOCATIONS.match(str(func))
 
 
 def _on_a_ring(kind: str, leaves: Sequence[Any], num_ranks: int) -> int:

@@ -19,7 +19,7 @@ from support.counted_collectives import CountedCollectives
 from support.dispatched_layer import FAMILIES, Batch, make_batch, make_layer, take_step
 from support.measured_step import PRESET_LAYOUTS, MeasuredStep, by_kind_and_axis, measured_steps
 from support.moved_experts import free_moves
-from support.parallel_decoder import BATCH, CONFIG, LENGTH, MOE, MeshRules, decoder, loss
+from support.parallel_decoder import BATCH, BLOCK, CONFIG, LENGTH, MOE, MeshRules, decoder, loss
 from support.run_ranks import run_ranks
 from support.slow_cases import by_default
 
@@ -48,7 +48,8 @@ NO_SHARED: dict[str, Any] = {"num_shared_experts": 0, "shared_expert_gate": Fals
 PARTS = ("attention", "dispatch", "experts", "feed_forward", "norms", "shared_experts")
 CONFIGS: dict[str, DecoderConfig] = {
     "every part": CONFIG,
-    "zero-computation experts": replace(CONFIG, moe=NOTHING),
+    "MoE block": BLOCK,
+    "zero-computation experts": replace(BLOCK, moe=NOTHING),
     "latent experts": replace(CONFIG, moe=replace(MOE, latent_size=4)),
     "latent experts alone": replace(CONFIG, moe=replace(MOE, latent_size=4, **NO_SHARED)),
     "weights on the input, drops": replace(
@@ -76,14 +77,14 @@ class Case(NamedTuple):
 EXPERT, BOTH = MeshRules("ep-as-dp", {"expert": 2}), MeshRules("default", {"fsdp": 2, "tensor": 2})
 CONTEXT = MeshRules("cp-as-ep", {"context": 2})
 BY_DEFAULT = [
-    Case(EXPERT, "least_loaded"),
-    Case(EXPERT, "gather_weights"),
+    Case(EXPERT, "least_loaded", "MoE block"),
+    Case(EXPERT, "gather_weights", "MoE block"),
     Case(MeshRules("shard-exp-on-fsdp", {"fsdp": 2, "expert": 2})),
     Case(BOTH, "auto", "latent experts"),
     Case(EXPERT, "ragged_all_to_all", "zero-computation experts"),
     Case(EXPERT, "ring_of_experts", "parts recomputed"),
-    Case(CONTEXT, "ring_of_experts", num_chunks=3, dtype=torch.bfloat16),
-    Case(CONTEXT, "ragged_all_to_all", num_chunks=2, dtype=torch.bfloat16),  # routing is balanced in each chunk
+    Case(CONTEXT, "ring_of_experts", "MoE block", 3, torch.bfloat16),
+    Case(CONTEXT, "ragged_all_to_all", "MoE block", 2, torch.bfloat16),  # routing is balanced in each chunk
 ]
 CASES = [
     *BY_DEFAULT,
