@@ -79,7 +79,7 @@ CONTEXT = MeshRules("cp-as-ep", {"context": 2})
 BY_DEFAULT = [
     Case(EXPERT, "least_loaded", "MoE block"),
     Case(EXPERT, "gather_weights", "MoE block"),
-    Case(MeshRules("shard-exp-on-fsdp", {"fsdp": 2, "expert": 2})),
+    Case(MeshRules("shard-exp-on-fsdp", {"fsdp": 2, "expert": 2}), config="MoE block"),
     Case(BOTH, "auto", "latent experts"),
     Case(EXPERT, "ragged_all_to_all", "zero-computation experts"),
     Case(EXPERT, "ring_of_experts", "parts recomputed"),
@@ -143,7 +143,7 @@ def states_of(optimizer: torch.optim.Optimizer) -> int:
 
 
 def test_the_state_of_an_optimizer_is_what_it_makes() -> None:
-    model, one = decoder(), MeshRules("pure-fsdp", {})
+    model, one = decoder(BLOCK), MeshRules("pure-fsdp", {})
     muon = Muon(parameter_groups(model))
     muon.step()  # makes the state of all parameters, without any gradient
     assert estimated(model, one, optimizer="muon").memory["state of muon"] == states_of(muon)
