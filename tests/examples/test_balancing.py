@@ -13,7 +13,7 @@ from pretraining import InputError
 
 
 def test_every_way_trains_once(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tiny = [*TINY, "--steps", "4", "--learning-rate", "0.03"]
+    tiny = [*TINY, "--num-layers", "1", "--steps", "4", "--learning-rate", "0.03"]
     arguments = [*tiny, "--data", str(text), "--out", str(tmp_path / "out"), "--seeds", "3"]
     assert balancing.run(balancing.parse_options(arguments)) == 0
     results = json.loads((tmp_path / "out/balancing.json").read_text())

@@ -197,6 +197,7 @@ def squares(output: Tensor, targets: Tensor) -> Tensor:
     return (output - targets).square().sum()
 
 
+SPARSE = config("deepseek_v3", num_layers=2, num_dense_layers=0)
 # Layers of all stages select by ids of tokens and of documents.
 BY_IDS = config("hash", moe=(MOE["hash"], MOE["pools"], MOE["hash"]))
 OWN: dict[str, Callable[[], nn.Module]] = {
@@ -216,8 +217,9 @@ OWN: dict[str, Callable[[], nn.Module]] = {
 SUBJECTS: dict[str, Subject] = {
     **{family: Subject(partial(decoder, config(family))) for family in ("mixtral", "deepseek_v3", "gpt_oss")},
     "two blocks": Subject(partial(decoder, TWO_BLOCKS)),
+    "two sparse blocks": Subject(partial(decoder, SPARSE)),
     "tied embeddings": Subject(partial(decoder, replace(TWO_BLOCKS, tie_embeddings=True))),
-    "padding and documents": padded(DEEPSEEK),
+    "padding and documents": padded(SPARSE),
     "routers of ids": padded(BY_IDS, token_ids=batch()[0]),
     "adapters": Subject(partial(adapted, DEEPSEEK)),
     "adapters of nvfp4 experts": Subject(partial(adapted, TWO_BLOCKS, "nvfp4")),
