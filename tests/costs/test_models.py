@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from maxmoe import MoEConfig, MoEFeedForward
 from maxmoe.costs import Estimate, estimate
+from maxmoe.costs.measured import Work
 from maxmoe.costs.step import default_loss
 from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.parallel import parallelize
@@ -203,6 +204,13 @@ def test_flops_of_experts_are_products_with_the_rows() -> None:
         # Without a gradient of x, gate, up and router have no product for it.
         gradients_of_x = 2 * moe.router.weight.numel() + experts * 2 // 3
         assert found == tokens * (3 * per_token - (0 if requires_grad else gradients_of_x))
+
+
+def test_an_operator_moves_its_tensors_and_a_view_nothing() -> None:
+    model, tokens = nn.Sequential(nn.Linear(32, 16, bias=False)), 4 * LENGTH
+    alone = estimated(UserModel(model, hidden_states)).ranks[0].work
+    assert Work(2 * tokens * 32 * 16, 4 * (tokens * 32 + 32 * 16 + tokens * 16)) in alone
+    assert estimated(UserModel(model.append(nn.Unflatten(-1, (2, 8))), hidden_states)).ranks[0].work == alone
 
 
 class ReadsValues(nn.Module):
