@@ -217,7 +217,7 @@ OWN: dict[str, Callable[[], nn.Module]] = {
 SUBJECTS: dict[str, Subject] = {
     **{family: Subject(partial(decoder, config(family))) for family in ("mixtral", "deepseek_v3", "gpt_oss")},
     "two blocks": Subject(partial(decoder, TWO_BLOCKS)),
-    "two sparse blocks": Subject(partial(decoder, SPARSE)),
+    "sparse blocks": Subject(partial(decoder, SPARSE)),
     "tied embeddings": Subject(partial(decoder, replace(TWO_BLOCKS, tie_embeddings=True))),
     "padding and documents": padded(SPARSE),
     "routers of ids": padded(BY_IDS, token_ids=batch()[0]),

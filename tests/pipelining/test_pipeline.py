@@ -101,9 +101,7 @@ TABLE: dict[str, dict[str, Row]] = {
     },
     "schedules and strategies": {
         "gpipe, ring": row("mixtral", "gpipe", "expert", dispatch=RING),
-        "1f1b, ragged": four(
-            "two sparse blocks", "1f1b", "expert", dispatch=RAGGED, recompute=BLOCKS, aux_loss_scale=0.5
-        ),
+        "1f1b, ragged": four("sparse blocks", "1f1b", "expert", dispatch=RAGGED, recompute=BLOCKS, aux_loss_scale=0.5),
         "looped_bfs, tensor parallel": row("gpt_oss", "looped_bfs", "expert", rules="ep-tp", recompute=PARTS),
         "interleaved_1f1b, gathered": four("mixtral", "interleaved_1f1b", "expert", dispatch=GATHERED),
     },
