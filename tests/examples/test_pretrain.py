@@ -13,7 +13,7 @@ from pretraining import corpus
 def test_a_run_leaves_checkpoint_pictures_and_a_report(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(text, tmp_path / "out", whole=True) == 0
+    assert run(text, tmp_path / "out", looks_at_pictures=True) == 0
     assert "of 8 experts got no token" in capsys.readouterr().out
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"checkpoint", "loss.png", "expert_load.png"}
     state = saved(tmp_path / "out")
@@ -47,7 +47,7 @@ def test_an_interrupt_saves_and_the_resumed_run_is_the_uninterrupted_one(
     assert signal.getsignal(signal.SIGINT) == before
     assert "Stopped and saved at step 3. To continue: pretrain.py --resume" in capsys.readouterr().out
     assert len(saved(tmp_path / "halves")["training"]) == 3
-    assert run(text, tmp_path / "halves", "--optimizer", "muon", "--resume", whole=True) == 0
+    assert run(text, tmp_path / "halves", "--optimizer", "muon", "--resume") == 0
     assert_same(saved(tmp_path / "whole"), saved(tmp_path / "halves"))
 
 

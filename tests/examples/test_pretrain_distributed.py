@@ -37,9 +37,9 @@ def assert_close(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert torch.equal(one["load"], other["load"])
 
 
-def messages(text: Path, out: Path, commands: list[list[str]], whole: bool = False) -> list[str]:
+def messages(text: Path, out: Path, commands: list[list[str]]) -> list[str]:
     """The error message of each command line on this rank."""
-    return [error_of(partial(run, whole=whole), text, out, *each, kind=InputError) for each in commands]
+    return [error_of(run, text, out, *arguments, kind=InputError) for arguments in commands]
 
 
 run_ranks = partial(run_ranks_in_time, timeout=60, deadline=180)  # pictures and checkpoints, on a busy machine
@@ -52,7 +52,7 @@ def test_a_stopped_run_goes_on_with_any_mesh(text: Path, tmp_path: Path) -> None
         last = not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
         is_stopped = step is not None and last
         with after_step(step or 0, lambda: signal.raise_signal(signal.SIGTERM)) if is_stopped else nullcontext():
-            return run(text, tmp_path / "out", *SHORT, *arguments, whole=dist.is_initialized() and last)
+            return run(text, tmp_path / "out", *SHORT, *arguments)
 
     assert run(text, tmp_path / "whole", *SHORT) == 0
     assert part(1) == 143
@@ -71,7 +71,7 @@ def test_bad_input_is_named_on_all_ranks_alike(text: Path, tmp_path: Path) -> No
         "--schedule gpipe": "--schedule gpipe needs an axis stage in --mesh, such as stage=2",
         "--mesh stage=2 --num-micro-batches 1": r"must be at least the number of stages \(2\) for the schedule '1f1b'",
     }
-    together = run_ranks(messages, 2, text, tmp_path / "out", [arguments.split() for arguments in expected], True)
+    together = run_ranks(messages, 2, text, tmp_path / "out", [arguments.split() for arguments in expected])
     assert together[0] == together[1]
     for message, pattern in zip(together[0], expected.values(), strict=True):
         assert re.search(pattern, message) and "\n" not in message

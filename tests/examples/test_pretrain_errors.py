@@ -25,7 +25,7 @@ from pretraining.command import exit_status
 )
 def test_a_run_that_is_not_possible_is_named(text: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        run(text, tmp_path / "out", *arguments, whole=True)
+        run(text, tmp_path / "out", *arguments)
     assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())
 
 

@@ -1,6 +1,7 @@
 // The checks of the arguments of expert_ffn. The messages of expert_ffn_forward name expert_ffn as well, because users
 // call only that.
 #include "ops/activation.h"
+#include "ops/autograd.h"
 #include "ops/backend.h"
 #include "ops/expert_ffn/expert_ffn.h"
 
