@@ -63,7 +63,7 @@ def allocate(module: nn.Module) -> None:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors in the arguments or results of an operator, in a fraction of the time of `tree_leaves`."""
+    """Return the tensors in tuples, lists and dicts, which operators take and return. Faster than `tree_leaves`."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict):

@@ -98,7 +98,7 @@ def test_launches_and_bytes_of_the_experts() -> None:
         }
 
 
-# Prints the error of a kernel that is unknown, then the kernels that compute the results of the experts.
+# Prints the error message for an unknown kernel, then the names of the kernels that have run.
 SWITCHED = """
 import os
 

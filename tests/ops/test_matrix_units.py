@@ -73,4 +73,4 @@ assert rows.eq(64).all()
 print(maxmoe.build_info()["isa"])
 """
     environment = {name: value for name, value in os.environ.items() if name != "MAXMOE_ISA"}
-    assert not programs.printed(programs.python(code, env=environment)).startswith("amx")
+    assert programs.printed(programs.python(code, env=environment)).strip() not in ("amx", "amx_emulated")

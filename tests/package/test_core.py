@@ -40,7 +40,7 @@ def test_build_info() -> None:
     assert INFO["second_level_cache_bytes"] >= 2**16
 
 
-# A first import with a name that is unknown, a second one with the name that is given.
+# Imports the core with an unknown instruction set, prints the error message, and imports it with the given one.
 CHOOSE_ISA = """
 import os
 import sys
@@ -57,7 +57,7 @@ print(maxmoe.build_info()["isa"])
 
 
 @pytest.mark.parametrize("isa", by_default(INFO["supported_isas"], ["baseline"]))
-def test_environment_variable_lowers_the_isa(isa: str) -> None:
+def test_environment_variable_lowers_the_isa_and_an_unknown_one_is_an_error(isa: str) -> None:
     done = programs.python(CHOOSE_ISA, isa, env=os.environ | {"MAXMOE_ISA": "sse"})
     message, chosen = programs.printed(done).splitlines()
     assert message.startswith("MAXMOE_ISA must be one of")

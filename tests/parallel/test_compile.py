@@ -76,7 +76,7 @@ def test_a_layer(rules: str, dispatch: Dispatch) -> None:
         part = token_sharding(mesh, rules).slices(SHAPE)
         batches = [torch.randn(*SHAPE, 8, dtype=torch.float64)[part] for _ in range(4)]
         # On one rank: both meet in the same collectives, since graphs break where ranks communicate.
-        # The other partitioner of autograd's graphs imports inductor.
+        # The partitioner of "aot_eager" would import Inductor, which takes about a second.
         compiled = torch.compile(layer, backend="aot_eager_default_partitioner") if dist.get_rank() == 0 else layer
 
         def step(model: nn.Module, x: Tensor) -> list[Tensor]:

@@ -152,7 +152,7 @@ def test_a_step_leaves_no_process_group_and_no_tensor() -> None:
         return len(dist.distributed_c10d._world.pg_map), len(tensors)
 
     def check(dispatch: Dispatch) -> None:
-        gc.freeze()  # `remains` leaves out what was imported
+        gc.freeze()  # so that `remains` does not collect and list all imported objects each time
         layer = parallelize(make_layer(FAMILIES["mixtral"]), Mesh({"expert": 2}), "ep-as-dp", dispatch=dispatch)
         left = [remains(layer) for _ in range(4)]
         assert any(before >= after for before, after in itertools.pairwise(left)), left
